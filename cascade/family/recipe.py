@@ -1,0 +1,160 @@
+"""The recipe that makes the embedded family, stage by stage; every stage is skipped if its result is there.
+
+A model of the medium one's shape is trained first and *grown* into the full model, which trains on: most of the way
+is walked at a third of the cost. Medium and tiny are then distilled from the models above them, on the training text
+and on text that the full model wrote itself, because that is the text they will have to guess.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cascade.family import NAMES, corpus
+from cascade.family.grow import grow
+from cascade.family.train import Schedule, Stream, train
+
+CONTEXT = 1024  # longest text the shipped models take, in tokens
+HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of one model; all share the head size and three query heads per key/value head, so each grows into the next."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+    def build(self, vocab_size: int, end_id: int) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=CONTEXT,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=end_id,
+            eos_token_id=end_id,
+        )
+        return LlamaForCausalLM(config)
+
+
+SHAPES = {
+    "tiny": Shape(96, 256, 2, 3, 1),
+    "medium": Shape(192, 512, 6, 6, 2),
+    "full": Shape(384, 1024, 6, 12, 4),
+}
+SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
+FULL = Schedule(steps=2400, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=512)
+MEDIUM = Schedule(steps=700, decay_share=0.7, muon_lr=0.015, adam_lr=2e-3, final_context=512)
+TINY = Schedule(steps=1500, decay_share=0.5, muon_lr=0.02, final_context=512)
+SAMPLED_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All stages over one working folder, which holds checkpoints and intermediate data."""
+
+    work: Path
+    device: str = "cpu"
+
+    def run(self) -> dict[str, LlamaForCausalLM]:
+        """Train whatever is missing and return the three models by name."""
+        full = self.full()
+        medium = self.medium(full)
+        return {"tiny": self.tiny(medium), "medium": medium, "full": full}
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        folder = self.work / "tokenizer"
+        if not folder.exists():
+            corpus.train_tokenizer(corpus.source_files("train")).save_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def stream(self, split: corpus.Split) -> Stream:
+        return self._cached(split, lambda: corpus.encode(self.tokenizer(), corpus.source_files(split)))
+
+    def full(self) -> LlamaForCausalLM:
+        seed = train(self._new("medium"), self.stream("train"), SEED, self.work / "seed.pt", device=self.device, label="seed")
+        shape = SHAPES["full"]
+        grown = grow(
+            seed,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+        )
+        # the seed has read the first steps' windows of the first epoch: the full model goes on behind them
+        return train(grown, self.stream("train"), FULL, self.work / "full.pt", device=self.device, label="full", skip=SEED.steps)
+
+    def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
+        medium = self._new("medium")
+        seed = torch.load(self.work / "seed.pt", map_location="cpu", weights_only=True)
+        medium.load_state_dict(seed["model"])
+        return train(
+            medium, self.mixture(full), MEDIUM, self.work / "medium.pt", teacher=full, device=self.device, label="medium"
+        )
+
+    def tiny(self, medium: LlamaForCausalLM) -> LlamaForCausalLM:
+        stream = np.load(self.work / "mixture.npy")
+        return train(
+            self._new("tiny"), stream, TINY, self.work / "tiny.pt", teacher=medium, device=self.device, label="tiny"
+        )
+
+    def mixture(self, full: LlamaForCausalLM) -> Stream:
+        """Training text and the full model's own text, interleaved in blocks: ``[num_tokens]``."""
+        return self._cached("mixture", lambda: interleave(self.stream("train"), self.sampled(full), block=2048))
+
+    def sampled(self, full: LlamaForCausalLM) -> Stream:
+        """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind the beginning of a training text."""
+        return self._cached("sampled", lambda: sample_text(full.to(self.device), self.stream("train"), SAMPLED_TOKENS))
+
+    def _new(self, name: str) -> LlamaForCausalLM:
+        torch.manual_seed(NAMES.index(name))
+        tokenizer = self.tokenizer()
+        return SHAPES[name].build(len(tokenizer), tokenizer.eos_token_id)
+
+    def _cached(self, name: str, make: Callable[[], Stream]) -> Stream:
+        path = self.work / f"{name}.npy"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, make())
+        loaded: Stream = np.load(path)
+        return loaded
+
+
+@torch.inference_mode()
+def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, rows: int = 128, length: int = 256) -> Stream:
+    """Text of the model: rows of ``length`` tokens that begin with 32 tokens of ``stream``, at temperatures 0, 0.7 and 1."""
+    rng = np.random.default_rng(0)
+    written: list[Stream] = []
+    for index in tqdm(range(-(-num_tokens // (rows * length))), desc="sample"):
+        starts = rng.integers(0, len(stream) - 32, rows)
+        prompts = torch.from_numpy(np.stack([stream[s : s + 32] for s in starts]).astype(np.int64)).to(model.device)
+        temperature = (0.0, 0.7, 1.0)[index % 3]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        torch.manual_seed(index)
+        mask = torch.ones_like(prompts)
+        out = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=length - 32, min_new_tokens=length - 32, **sampling
+        )
+        written.append(out.cpu().numpy().astype(np.uint16).reshape(-1))
+    return np.concatenate(written)
+
+
+def interleave(first: Stream, second: Stream, *, block: int) -> Stream:
+    """Equal shares of both streams in alternating blocks, as long as twice the shorter one."""
+    num_blocks = min(len(first), len(second)) // block
+    pairs = [s[i * block : (i + 1) * block] for i in range(num_blocks) for s in (first, second)]
+    return np.concatenate(pairs)

@@ -1,0 +1,123 @@
+"""The vocabulary of the link between two neighbouring sessions: Open, Commit, Close go down, Proposal, Failed go up.
+
+Positions are absolute: 0 is the first token of the prompt. Commits and Opens of a session arrive in the order they were
+sent, or the link is broken; proposals may be late, lost, repeated, reordered or wrong, because they are only guesses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cascade.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What happened so far between a drafter and its verifier, for one request; a pass is one of the verifier's."""
+
+    drafter: str  # "" if the verifier went alone
+    verifier: str
+    passes: int = 0  # that gave own tokens
+    proposed: int = 0  # guesses that the passes scored
+    accepted: int = 0  # of these, equal to the verifier's own tokens
+    emitted: int = 0  # own tokens
+    waited_s: float = 0.0  # time the verifier waited for guesses, seconds
+
+    @property
+    def mean_accepted_len(self) -> float:
+        """Tokens per pass."""
+        return self.emitted / self.passes if self.passes else 0.0
+
+    def __add__(self, other: "Edge") -> "Edge":
+        return Edge(
+            self.drafter,
+            self.verifier,
+            self.passes + other.passes,
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.emitted + other.emitted,
+            self.waited_s + other.waited_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begin a session: the text goes on behind ``tokens``, the first ``prompt_len`` of which are the prompt."""
+
+    session: str  # unique; minted by the side that opens
+    tokens: tuple[int, ...]
+    prompt_len: int
+    params: SamplingParams  # with a seed
+    ends: frozenset[int] = frozenset()  # token ids that end the text
+    chain: tuple[str, ...] = ()  # tiers to use below this one, top to bottom
+    window: int = 32  # tokens this session may run ahead of what is committed
+    draft_window: int = 32  # the same for the sessions below
+    lockstep: bool = False  # verify only whole windows
+
+    def __post_init__(self) -> None:
+        assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
+        assert self.params.seed is not None, "every tier must know the seed"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """From position ``start`` the text is ``tokens``; whatever the session had there and behind is void if it differs."""
+
+    session: str
+    start: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The session is over: free everything."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """I say the text goes on with ``tokens`` from position ``start``.
+
+    It always begins where the sender's text is committed, so a lost one is made good by the next.
+    """
+
+    session: str
+    start: int
+    tokens: tuple[int, ...]
+    origins: bytes  # one a token, see `origin`
+    edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The session is over at the tier below; the reason is one sentence."""
+
+    session: str
+    reason: str
+    tier: str = ""  # that failed, if known
+
+
+Message = Open | Commit | Close | Proposal | Failed
+
+
+class Link(Protocol):
+    """One direction of a link. Sending never blocks, never raises, and may be done from any thread."""
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Deliver ``messages`` in order."""
+
+
+def origin(level: int, corrected: bool) -> int:
+    """A token's history in a byte: the lowest level that proposed it, and whether it replaced a wrong guess there."""
+    return level << 1 | corrected
+
+
+def origin_level(byte: int) -> int:
+    """Level (0 = bottom tier) of the lowest tier in the unbroken chain that said this token."""
+    return byte >> 1
+
+
+def origin_corrected(byte: int) -> bool:
+    """Whether that tier's token replaced a wrong guess of the tier below it."""
+    return bool(byte & 1)

@@ -1,0 +1,235 @@
+"""One request at one tier: a pure state machine without model, clock or I/O.
+
+    position   0 ........ prompt_len ..... committed ..... len(text) ..... len(text) + len(guess)
+               |  prompt  |   fixed by the tier above  |  own tokens    |  proposals from below   |
+
+The same class runs in the serving tier, in the library and in the simulator. A draft token is accepted iff it equals the
+verifier's own token, and the own token is emitted in every case (arXiv 2408.07978), so nothing that arrives from below can
+change the text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cascade.messages import Close, Commit, Edge, Open, Proposal, origin
+
+
+class ProtocolError(Exception):
+    """The tier above sent a commit that does not join the text: the link is broken and the session void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row of a pass: score ``tokens`` from position ``start`` and return the last ``num_own`` own tokens."""
+
+    start: int
+    tokens: list[int]
+    num_own: int  # 0 for a prefill chunk that does not end the text, else 1 + num_guess
+    num_guess: int
+
+
+class Session:
+    """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
+
+    ``guess`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent
+    something newer, and proposals repeat everything that is not committed: so both sides agree again after any loss.
+    """
+
+    __slots__ = (
+        "_below_edges",
+        "_edge",
+        "_guess_origins",
+        "_limit",
+        "_origins",
+        "_past_edges",
+        "committed",
+        "drafter",
+        "drafter_session",
+        "guess",
+        "kv_len",
+        "level",
+        "opening",
+        "text",
+        "tier",
+        "vocab_size",
+    )
+
+    def __init__(self, opening: Open, tier: str, level: int, vocab_size: int) -> None:
+        self.opening = opening
+        self.tier = tier
+        self.level = level
+        self.vocab_size = vocab_size
+        self.text = list(opening.tokens)
+        self.committed = len(self.text)
+        self.guess: list[int] = []
+        self.kv_len = 0  # positions whose keys and values are those of `text`
+        self.drafter = ""  # name of the tier below that proposes, "" while there is none
+        self.drafter_session = ""
+        self._origins = bytearray(len(self.text))  # parallel to text
+        self._guess_origins = bytearray()  # parallel to guess
+        self._limit = opening.prompt_len + opening.params.max_tokens
+        self._edge = Edge("", tier)
+        self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
+        self._below_edges: tuple[Edge, ...] = ()  # totals of the edges below the current drafter
+
+    # what the tier asks
+
+    @property
+    def done(self) -> bool:
+        """The text is at its end, unless the tier above corrects it."""
+        text = self.text
+        return len(text) >= self._limit or (len(text) > self.opening.prompt_len and text[-1] in self.opening.ends)
+
+    @property
+    def stalled(self) -> bool:
+        """Nothing to score: the text has ended or the window is used up."""
+        return self.done or len(self.text) >= self.committed + self.opening.window
+
+    @property
+    def prefilling(self) -> bool:
+        """The text it was opened with is not scored yet."""
+        return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
+
+    @property
+    def num_pending(self) -> int:
+        """Positions of the text that have no keys and values yet; 1 while decoding, more before and after a commit."""
+        return len(self.text) - self.kv_len
+
+    @property
+    def room(self) -> int:
+        """Guesses that one pass can use: behind them one own token must still fit limit and window."""
+        end = min(self._limit, self.committed + self.opening.window)
+        return max(0, end - len(self.text) - 1)
+
+    @property
+    def usable(self) -> int:
+        """Guesses at hand that the next pass can use."""
+        return min(len(self.guess), self.room)
+
+    @property
+    def window_full(self) -> bool:
+        """All the guesses of a lockstep round are here: a whole draft window, or the drafter's text has ended."""
+        ended = bool(self.guess) and self.guess[-1] in self.opening.ends
+        return ended or len(self.guess) >= min(self.opening.draft_window, self.room)
+
+    def work(self, max_tokens: int) -> Work:
+        """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
+        assert 0 <= self.kv_len < len(self.text) and not self.stalled
+        pending = self.text[self.kv_len : self.kv_len + max_tokens]
+        if len(pending) < self.num_pending:
+            return Work(self.kv_len, pending, 0, 0)
+        num_guess = self._num_scored(min(self.usable, max_tokens - len(pending)))
+        return Work(self.kv_len, pending + self.guess[:num_guess], 1 + num_guess, num_guess)
+
+    def _num_scored(self, most: int) -> int:
+        """Guesses to feed; an ending token is compared but needs no feeding, since nothing comes behind it."""
+        for index in range(most):
+            if self.guess[index] in self.opening.ends:
+                return index
+        return most
+
+    # what happens
+
+    def advance(self, work: Work, own: Sequence[int]) -> Commit | None:
+        """Take the own tokens ``[num_own]`` of a pass; the commit for the tier below, ``None`` after a prefill chunk."""
+        assert len(own) == work.num_own and work.start == self.kv_len
+        if not work.num_own:
+            self.kv_len += len(work.tokens)
+            return None
+        start, guess = len(self.text), self.guess
+        accepted = 0
+        while accepted < work.num_guess and own[accepted] == guess[accepted]:
+            accepted += 1
+        last = own[accepted]
+        agrees = accepted < len(guess) and guess[accepted] == last
+        new = (*guess[:accepted], last)
+        self.text += new
+        self._origins += self._guess_origins[:accepted]
+        if agrees:
+            self._origins.append(self._guess_origins[accepted])
+        else:
+            self._origins.append(origin(self.level, accepted < len(guess)))
+        keep = len(new) if agrees else len(guess)
+        self.guess, self._guess_origins = guess[keep:], self._guess_origins[keep:]
+        self.kv_len = len(self.text) - 1
+        self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new))
+        return Commit(self.drafter_session, start, new)
+
+    def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
+        """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
+        if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
+            raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
+        end = start + len(tokens)
+        have = self.text[start:end]
+        same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), len(have))
+        if same == len(tokens):
+            self.committed = max(self.committed, end)
+            return None
+        cut, rest = start + same, tuple(tokens[same:])
+        keep = len(rest) if cut == len(self.text) and tuple(self.guess[: len(rest)]) == rest else len(self.guess)
+        self.guess, self._guess_origins = self.guess[keep:], self._guess_origins[keep:]
+        self.text[cut:] = rest
+        self._origins[cut:] = bytes(len(rest))
+        self.kv_len = min(self.kv_len, cut)
+        self.committed = end
+        return Commit(self.drafter_session, cut, rest)
+
+    def propose(self, proposal: Proposal) -> None:
+        """Guesses from below: ignored if they do not join the text, the newest wins where they contradict older ones."""
+        if proposal.session != self.drafter_session:
+            return
+        if proposal.edges:
+            self._below_edges = proposal.edges
+        known = len(self.text) - proposal.start
+        tokens = list(proposal.tokens)
+        if not 0 <= known < len(tokens) or tokens[:known] != self.text[proposal.start :]:
+            return
+        fresh = tokens[known:]
+        bad = next((i for i, token in enumerate(fresh) if not 0 <= token < self.vocab_size), len(fresh))
+        if fresh[:bad] != self.guess[:bad]:
+            self.guess, self._guess_origins = fresh[:bad], bytearray(proposal.origins[known : known + bad])
+
+    def proposal(self) -> Proposal | None:
+        """Everything that is not committed, for the tier above; ``None`` if there is nothing."""
+        if len(self.text) <= self.committed:
+            return None
+        origins = bytes(self._origins[self.committed :])
+        return Proposal(self.opening.session, self.committed, tuple(self.text[self.committed :]), origins, self.edges)
+
+    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
+        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
+        self._bank_edges(drafter)
+        self.drafter, self.drafter_session = drafter, session
+        opening = self.opening
+        return replace(opening, session=session, tokens=tuple(self.text), chain=chain, window=opening.draft_window)
+
+    def detach(self) -> Close | None:
+        """Go on alone; the message that closes the session below, ``None`` if there is none."""
+        closing = Close(self.drafter_session) if self.drafter else None
+        self._bank_edges("")
+        self.drafter = self.drafter_session = ""
+        return closing
+
+    def waited(self, seconds: float) -> None:
+        """Account for time spent waiting for guesses."""
+        self._edge += Edge(self.drafter, self.tier, waited_s=seconds)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Totals per edge, this tier's first, over every drafter the session ever had."""
+        totals = dict(self._past_edges)
+        for edge in (self._edge, *self._below_edges):
+            _add(totals, edge)
+        return tuple(totals.values())
+
+    def _bank_edges(self, drafter: str) -> None:
+        for edge in (self._edge, *self._below_edges):
+            _add(self._past_edges, edge)
+        self._edge, self._below_edges = Edge(drafter, self.tier), ()
+
+
+def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
+    """Add to the totals, leaving out edges on which nothing happened."""
+    if edge.passes or edge.waited_s:
+        key = (edge.drafter, edge.verifier)
+        totals[key] = totals[key] + edge if key in totals else edge

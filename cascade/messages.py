@@ -49,7 +49,8 @@ class Open:
     prompt_len: int
     params: SamplingParams  # with a seed
     ends: frozenset[int] = frozenset()  # token ids that end the text
-    chain: tuple[str, ...] = ()  # tiers to use below this one, top to bottom
+    tier: str = ""  # that shall serve it
+    chain: tuple[str, ...] = ()  # tiers to use below that one, top to bottom
     window: int = 32  # tokens this session may run ahead of what is committed
     draft_window: int = 32  # the same for the sessions below
     lockstep: bool = False  # verify only whole windows

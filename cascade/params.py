@@ -44,8 +44,15 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1 up")
-        _require(_is_real(self.temperature) and 0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1 up"
+        )
+        _require(
+            _is_real(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            self.temperature,
+            "from 0 to 100",
+        )
         _require(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "an integer from 0 (off) up")
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
@@ -53,7 +60,12 @@ class SamplingParams:
         _require(seed_ok, "seed", self.seed, "an integer from 0 to 2^63 - 1")
         _require(len(stop) <= MAX_STOPS, "stop", f"{len(stop)} strings", f"at most {MAX_STOPS} strings")
         for text in stop:
-            _require(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, "stop", text, "strings of 1 to 256 characters")
+            _require(
+                isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS,
+                "stop",
+                text,
+                "strings of 1 to 256 characters",
+            )
         for token in self.stop_token_ids:
             _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids")
 
@@ -84,5 +96,10 @@ class Speculation:
         lower = names[:-1]
         chosen = lower if self.tiers is None else self.tiers
         for name in chosen:
-            _require(name in lower, "speculation.tiers", name, f"one of the tiers below {names[-1]}: {', '.join(lower) or 'none'}")
+            _require(
+                name in lower,
+                "speculation.tiers",
+                name,
+                f"one of the tiers below {names[-1]}: {', '.join(lower) or 'none'}",
+            )
         return () if self.mode == "off" else tuple(name for name in reversed(lower) if name in chosen)

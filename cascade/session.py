@@ -201,7 +201,14 @@ class Session:
         self._bank_edges(drafter)
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
-        return replace(opening, session=session, tokens=tuple(self.text), chain=chain, window=opening.draft_window)
+        return replace(
+            opening,
+            session=session,
+            tokens=tuple(self.text),
+            tier=drafter,
+            chain=chain,
+            window=opening.draft_window,
+        )
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""

@@ -51,15 +51,16 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(96, 256, 2, 3, 1),
+    "tiny": Shape(144, 384, 2, 3, 1),
     "medium": Shape(192, 512, 6, 6, 2),
     "full": Shape(384, 1024, 6, 12, 4),
 }
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
-FULL = Schedule(steps=2400, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=512)
-MEDIUM = Schedule(steps=700, decay_share=0.7, muon_lr=0.015, adam_lr=2e-3, final_context=512)
-TINY = Schedule(steps=1500, decay_share=0.5, muon_lr=0.02, final_context=512)
-SAMPLED_TOKENS = 1_000_000
+FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+MEDIUM = Schedule(steps=600, decay_share=0.7, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+TINY = Schedule(steps=1500, decay_share=0.5, muon_lr=0.02, final_context=CONTEXT)
+SAMPLED_TOKENS = 400_000
+MIXED_TOKENS = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Recipe:
 
     work: Path
     device: str = "cpu"
+    compiled: bool = False
 
     def run(self) -> dict[str, LlamaForCausalLM]:
         """Train whatever is missing and return the three models by name."""
@@ -85,7 +87,7 @@ class Recipe:
         return self._cached(split, lambda: corpus.encode(self.tokenizer(), corpus.source_files(split)))
 
     def full(self) -> LlamaForCausalLM:
-        seed = train(self._new("medium"), self.stream("train"), SEED, self.work / "seed.pt", device=self.device, label="seed")
+        seed = train(self._new("medium"), self.stream("train"), SEED, self.work / "seed.pt", device=self.device, compiled=self.compiled, label="seed")
         shape = SHAPES["full"]
         grown = grow(
             seed,
@@ -96,25 +98,25 @@ class Recipe:
             num_kv_heads=shape.num_kv_heads,
         )
         # the seed has read the first steps' windows of the first epoch: the full model goes on behind them
-        return train(grown, self.stream("train"), FULL, self.work / "full.pt", device=self.device, label="full", skip=SEED.steps)
+        return train(grown, self.stream("train"), FULL, self.work / "full.pt", device=self.device, compiled=self.compiled, label="full", skip=SEED.steps)
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
         medium = self._new("medium")
         seed = torch.load(self.work / "seed.pt", map_location="cpu", weights_only=True)
         medium.load_state_dict(seed["model"])
         return train(
-            medium, self.mixture(full), MEDIUM, self.work / "medium.pt", teacher=full, device=self.device, label="medium"
+            medium, self.mixture(full), MEDIUM, self.work / "medium.pt", teacher=full, device=self.device, compiled=self.compiled, label="medium"
         )
 
     def tiny(self, medium: LlamaForCausalLM) -> LlamaForCausalLM:
         stream = np.load(self.work / "mixture.npy")
         return train(
-            self._new("tiny"), stream, TINY, self.work / "tiny.pt", teacher=medium, device=self.device, label="tiny"
+            self._new("tiny"), stream, TINY, self.work / "tiny.pt", teacher=medium, device=self.device, compiled=self.compiled, label="tiny"
         )
 
     def mixture(self, full: LlamaForCausalLM) -> Stream:
         """Training text and the full model's own text, interleaved in blocks: ``[num_tokens]``."""
-        return self._cached("mixture", lambda: interleave(self.stream("train"), self.sampled(full), block=2048))
+        return self._cached("mixture", lambda: interleave(self.stream("train"), self.sampled(full), MIXED_TOKENS))
 
     def sampled(self, full: LlamaForCausalLM) -> Stream:
         """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind the beginning of a training text."""
@@ -153,8 +155,13 @@ def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, row
     return np.concatenate(written)
 
 
-def interleave(first: Stream, second: Stream, *, block: int) -> Stream:
-    """Equal shares of both streams in alternating blocks, as long as twice the shorter one."""
-    num_blocks = min(len(first), len(second)) // block
-    pairs = [s[i * block : (i + 1) * block] for i in range(num_blocks) for s in (first, second)]
-    return np.concatenate(pairs)
+def interleave(first: Stream, second: Stream, num_tokens: int, *, block: int = 2048) -> Stream:
+    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, drawn in random order, all before any again."""
+    rng = np.random.default_rng(0)
+    num_pairs = num_tokens // (2 * block)
+    shares = []
+    for stream in (first, second):
+        blocks = stream[: len(stream) // block * block].reshape(-1, block)
+        rounds = [rng.permutation(len(blocks)) for _ in range(-(-num_pairs // len(blocks)))]
+        shares.append(blocks[np.concatenate(rounds)[:num_pairs]])
+    return np.stack(shares, axis=1).reshape(-1)

@@ -1,0 +1,190 @@
+"""From the full tier's proposals to what a client gets. Pure; the library and the router run the same code.
+
+Text and token ids are cut together: a token is handed out with the text that it completes, and what a stop string may still
+take back is held until it is certain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from cascade.messages import Commit, Edge, Open, Proposal
+
+FinishReason = Literal["stop", "length"]
+
+
+class TextDecoder(Protocol):
+    """Incremental detokenization, see `cascade.tokenizer.Decoder`."""
+
+    def step(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What it took to write a text."""
+
+    prompt_tokens: int
+    completion_tokens: int  # as counted by the full tier, an ending token included
+    edges: tuple[Edge, ...] = ()  # the full tier's first
+
+    @property
+    def full_passes(self) -> int:
+        """Passes of the full tier."""
+        top = self.edges[0].verifier if self.edges else ""
+        return sum(edge.passes for edge in self.edges if edge.verifier == top)
+
+    @property
+    def tokens_per_full_pass(self) -> float:
+        return self.completion_tokens / self.full_passes if self.full_passes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished text, without its prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    stats: Stats
+    origins: bytes = b""  # history of each token, see `cascade.messages.origin`
+    index: int = 0  # of the prompt, in a batch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a text; the pieces of a request joined are its completion's ``text``, ``token_ids`` and ``origins``."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    origins: bytes
+    completion: Completion | None = None  # with the last piece
+    index: int = 0  # of the prompt, in a batch
+
+
+@dataclass(slots=True)
+class Answer:
+    """The text of one request as it grows; ``opening`` is what the full tier was first asked."""
+
+    opening: Open
+    decoder: TextDecoder
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
+    _origins: bytearray = field(default_factory=bytearray)
+    _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
+    _text: str = ""
+    _num_sent_chars: int = 0
+    _num_sent_tokens: int = 0
+    _edges: tuple[Edge, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of the full tier so far."""
+        return len(self._tokens)
+
+    def take(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
+        """What the full tier says: the next piece, if there is one, and the acknowledgement for the tier."""
+        if self.finished:
+            return None, None
+        begin = self.opening.prompt_len + len(self._tokens)
+        known = begin - proposal.start
+        new = proposal.tokens[known:] if known >= 0 else ()
+        if not new:
+            return None, None
+        if proposal.edges:
+            self._edges = proposal.edges
+        for token, origin in zip(new, proposal.origins[known:], strict=True):
+            self._append(token, origin)
+            if self.finished:
+                break
+        return self._piece(), Commit(proposal.session, begin, tuple(new))
+
+    def replay(self, session: str) -> Open:
+        """The opening that lets another replica go on where this text stands."""
+        opening = self.opening
+        tokens = (*opening.tokens[: opening.prompt_len], *self._tokens)
+        return replace(opening, session=session, tokens=tokens)
+
+    def _append(self, token: int, origin: int) -> None:
+        self._tokens.append(token)
+        self._origins.append(origin)
+        opening = self.opening
+        if token in opening.ends:
+            self.finish_reason = "stop"
+            self._text += self.decoder.flush()
+        else:
+            self._text += self.decoder.step(token)
+        if not self.finished and len(self._tokens) >= opening.params.max_tokens:
+            self.finish_reason = "length"
+            self._text += self.decoder.flush()
+        self._ends.append(len(self._text))
+        self._stop()
+
+    def _stop(self) -> None:
+        """Cut at the first stop string, of text that is not sent yet."""
+        found = [at for stop in self.opening.params.stop if (at := self._text.find(stop, self._num_sent_chars)) >= 0]
+        if found:
+            self.finish_reason = "stop"
+            self._text = self._text[: min(found)]
+
+    def _piece(self) -> Chunk | None:
+        """Everything that is certain and was not handed out yet."""
+        certain = len(self._text) if self.finished else self._num_certain()
+        num_tokens = self._num_sent_tokens
+        while num_tokens < len(self._ends) and self._ends[num_tokens] <= certain:
+            num_tokens += 1
+        if self.finished and self._covers(num_tokens) < certain:
+            num_tokens += 1  # a stop string began inside this token
+        if num_tokens == self._num_sent_tokens and not self.finished:
+            return None
+        end = certain if self.finished else self._covers(num_tokens)
+        sent = slice(self._num_sent_tokens, num_tokens)
+        text = self._text[self._num_sent_chars : end]
+        self._num_sent_chars, self._num_sent_tokens = end, num_tokens
+        ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
+        return Chunk(text, ids, origins, self._completion(num_tokens), self.index)
+
+    def _covers(self, num_tokens: int) -> int:
+        """Characters that the first ``num_tokens`` tokens complete."""
+        return self._ends[num_tokens - 1] if num_tokens else 0
+
+    def _num_certain(self) -> int:
+        """Characters that no stop string can take back any more."""
+        held = max((_overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
+        return len(self._text) - held
+
+    def _completion(self, num_tokens: int) -> Completion | None:
+        if self.finish_reason is None:
+            return None
+        seed = self.opening.params.seed
+        assert seed is not None
+        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges)
+        ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
+        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def check_prompt(ids: Sequence[int], max_tokens: int, vocab_size: int, max_len: int) -> str | None:
+    """One sentence saying why a prompt cannot be served, ``None`` if it can."""
+    if not ids:
+        return "The prompt is empty: it must have at least one token"
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        return f"Token id {wrong} is out of range: ids go from 0 to {vocab_size - 1}"
+    if len(ids) + max_tokens > max_len:
+        return (
+            f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
+            f"together {len(ids) + max_tokens}: the models take {max_len}"
+        )
+    return None

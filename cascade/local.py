@@ -1,0 +1,280 @@
+"""A whole cascade in one process: tiers in threads, joined by links in memory."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeAlias, overload
+
+from cascade.answer import Answer, Chunk, Completion, check_prompt
+from cascade.chain import join
+from cascade.errors import ConfigError, InvalidRequest, Unavailable
+from cascade.messages import Close, Failed, Link, Message, Open, Proposal
+from cascade.model import Model
+from cascade.params import SamplingParams, Speculation
+from cascade.planner import Policy
+from cascade.scorer import Scorer
+from cascade.tier import Tier, mint
+from cascade.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int]
+Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
+
+TIER_NAMES = {
+    1: ("full",),
+    2: ("tiny", "full"),
+    3: ("tiny", "medium", "full"),
+    4: ("tiny", "small", "medium", "full"),
+    5: ("tiny", "small", "medium", "large", "full"),
+}
+FULL_WINDOW = 4096  # tokens the full tier may write that nobody has taken yet
+DEFAULT_WINDOW = 16  # tokens a lower tier may run ahead
+
+
+class Cascade:
+    """One to five models of a family, the largest of which is answered for.
+
+    >>> with Cascade.demo() as cascade:
+    ...     print(cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
+
+    ``models`` go bottom to top. The text is that of the last one alone, whatever the others do. Safe to use from several
+    threads and event loops at once.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Scorer],
+        tokenizer: Tokenizer,
+        *,
+        names: Sequence[str] | None = None,
+        window: int = DEFAULT_WINDOW,
+        policy: Policy = Policy(),
+    ) -> None:
+        if not 1 <= len(models) <= len(TIER_NAMES):
+            raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+        self.names = tuple(names or TIER_NAMES[len(models)])
+        self.tokenizer = tokenizer
+        self.window = window
+        self.context_len = min(model.context_len for model in models)
+        self._vocab_size = min(model.vocab_size for model in models)
+        self.tiers = tuple(
+            Tier(name, level, model, policy=policy)
+            for level, (name, model) in enumerate(zip(self.names, models, strict=True))
+        )
+        join(self.tiers)
+        for tier in self.tiers:
+            tier.start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        models: Sequence[str],
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        names: Sequence[str] | None = None,
+        window: int = DEFAULT_WINDOW,
+        policy: Policy = Policy(),
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
+
+        ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
+        there is one. Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
+        """
+        tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in models]
+        for source, tokenizer in zip(models, tokenizers, strict=True):
+            if tokenizer.fingerprint != tokenizers[-1].fingerprint:
+                raise ConfigError(
+                    f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
+                )
+        loaded = [
+            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            for source in models
+        ]
+        return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
+
+    @classmethod
+    def demo(cls, *, dtype: str | None = "float32", device: str | None = None) -> Self:
+        """The embedded family: three small models that complete Python code."""
+        from cascade import family
+
+        return cls.from_pretrained(family.paths(), dtype=dtype, device=device)
+
+    # requests
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompt: Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Completion | list[Completion]:
+        """The whole text behind ``prompt``: a string or a list of token ids; a list of either gives a list.
+
+        Raises `InvalidRequest`, or `Unavailable` if the full tier fails.
+        """
+        completions = _collect(self.stream(prompt, params, speculation))
+        return completions if _is_batch(prompt) else completions[0]
+
+    def stream(
+        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Iterator[Chunk]:
+        """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
+        inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        call = self._call(prompt, params, speculation, inbox.put)
+        return call.run(inbox.get)
+
+    async def agenerate(
+        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Completion | list[Completion]:
+        """`generate` for an event loop."""
+        completions = _sort([c.completion async for c in self.astream(prompt, params, speculation)])
+        return completions if _is_batch(prompt) else completions[0]
+
+    async def astream(
+        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> AsyncIterator[Chunk]:
+        """`stream` for an event loop; leaving the loop early ends the request."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
+        call = self._call(prompt, params, speculation, lambda m: loop.call_soon_threadsafe(inbox.put_nowait, m))
+        try:
+            call.open()
+            while not call.finished:
+                for chunk in call.take(await inbox.get()):
+                    yield chunk
+        finally:
+            call.close()
+
+    def close(self) -> None:
+        """End all requests and free everything."""
+        for tier in reversed(self.tiers):
+            tier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        prompt: Prompt | Batch,
+        params: SamplingParams | None,
+        speculation: Speculation | None,
+        deliver: Callable[[Message], object],
+    ) -> "_Call":
+        params = params or SamplingParams()
+        speculation = speculation or Speculation()
+        chain = speculation.chain(self.names)
+        window = speculation.window or self.window
+        answers = []
+        for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
+            ids = self._encode(one, params.max_tokens)
+            seeded = params.seeded()
+            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
+            opening = Open(
+                session=mint(),
+                tokens=ids,
+                prompt_len=len(ids),
+                params=seeded,
+                ends=ends,
+                tier=self.names[-1],
+                chain=chain,
+                window=FULL_WINDOW,
+                draft_window=window,
+                lockstep=speculation.schedule == "lockstep",
+            )
+            answers.append(Answer(opening, self.tokenizer.decoder(ids), index))
+        return _Call(self.tiers[-1], answers, _Deliver(deliver))
+
+    def _encode(self, prompt: object, max_tokens: int) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            ids = list(prompt)
+        else:
+            raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
+        problem = check_prompt(ids, max_tokens, self._vocab_size, self.context_len)
+        if problem:
+            raise InvalidRequest(problem)
+        return tuple(ids)
+
+
+class _Call:
+    """The requests of one `stream`: opened together, told apart by their session."""
+
+    def __init__(self, full: Tier, answers: list[Answer], link: Link) -> None:
+        self._full = full
+        self._answers = {answer.opening.session: answer for answer in answers}
+        self._link = link
+
+    @property
+    def finished(self) -> bool:
+        return not self._answers
+
+    def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
+        try:
+            self.open()
+            while not self.finished:
+                yield from self.take(receive())
+        finally:
+            self.close()
+
+    def open(self) -> None:
+        self._full.post([answer.opening for answer in self._answers.values()], self._link)
+
+    def take(self, message: Message) -> list[Chunk]:
+        assert isinstance(message, Proposal | Failed)
+        answer = self._answers.get(message.session)
+        if answer is None:
+            return []
+        if isinstance(message, Failed):
+            raise Unavailable(f"The full tier failed: {message.reason}")
+        chunk, commit = answer.take(message)
+        if answer.finished:
+            del self._answers[message.session]
+            self._full.post([Close(message.session)])
+        elif commit is not None:
+            self._full.post([commit])
+        return [chunk] if chunk is not None else []
+
+    def close(self) -> None:
+        """End what has not finished."""
+        if self._answers:
+            self._full.post([Close(session) for session in self._answers])
+            self._answers.clear()
+
+
+class _Deliver(Link):
+    """The end of a link that hands each message to a function."""
+
+    def __init__(self, deliver: Callable[[Message], object]) -> None:
+        self._deliver = deliver
+
+    def send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._deliver(message)
+
+
+def _is_batch(prompt: object) -> bool:
+    return (
+        isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+    )
+
+
+def _collect(chunks: Iterator[Chunk]) -> list[Completion]:
+    return _sort([chunk.completion for chunk in chunks])
+
+
+def _sort(completions: Sequence[Completion | None]) -> list[Completion]:
+    return sorted((c for c in completions if c is not None), key=lambda c: c.index)

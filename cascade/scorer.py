@@ -1,0 +1,40 @@
+"""The seam between a tier and its model: rows of a pass go in, own tokens come out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cascade.params import SamplingParams
+
+
+class Store(Protocol):
+    """Keys and values of one session at one tier; see `cascade.kv.Cache`."""
+
+    def free(self) -> None:
+        """Give the memory back; the store is not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One session's part of a pass: score ``tokens`` from position ``start``; what the store held from there on is void."""
+
+    cache: Any  # a Store of the model that runs the pass
+    start: int  # absolute position of tokens[0]; all positions before are in the store
+    tokens: Sequence[int]
+    num_own: int  # own tokens wanted, of the last so many positions; 0 for a prefill chunk that does not end the text
+    params: SamplingParams  # with a seed
+
+
+class Scorer(Protocol):
+    """A model as a tier sees it; see `cascade.model.Model` and `cascade.toy.ToyModel`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_len(self) -> int: ...
+
+    def new_cache(self) -> Store: ...
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Own tokens of each row: of positions ``start + len(tokens) - num_own + 1`` and the ``num_own - 1`` behind it."""

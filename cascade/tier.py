@@ -1,0 +1,369 @@
+"""A tier: one model, many sessions, one loop in a thread of its own with three verbs: schedule, run, advance.
+
+Prefill chunks, verification of guesses and plain decoding are the same thing here: "score these tokens from this position".
+The loop never waits for a link: messages come in through `Tier.post` and go out through `Link.send`, neither of which blocks.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
+from cascade.planner import Policy
+from cascade.scorer import Row, Scorer, Store
+from cascade.session import ProtocolError, Session, Work
+
+log = logging.getLogger(__name__)
+
+MAX_PASS_FAILURES = 3  # passes that may fail one after another before the tier calls itself unhealthy
+FIRST_PASS_S = 0.01  # cost of a pass before one was timed
+FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
+MAX_BACKOFF_S = 8.0
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Totals since the tier started; seconds are wall-clock."""
+
+    passes: int = 0
+    tokens: int = 0  # positions scored
+    own_tokens: int = 0
+    busy_s: float = 0.0  # in passes
+    pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
+    failures: int = 0  # passes that raised
+
+
+@dataclass(slots=True)
+class Seat:
+    """A session with what it occupies at this tier."""
+
+    session: Session
+    cache: Store
+    up: Link
+    since: float  # when it became idle
+
+    @property
+    def degraded(self) -> bool:
+        """It drafts with another tier than the one it should, or with none."""
+        chain = self.session.opening.chain
+        return bool(chain) and self.session.drafter != chain[0]
+
+
+@dataclass(slots=True)
+class Health:
+    """Which tiers below failed lately and when to try them again."""
+
+    backoff_s: dict[str, float] = field(default_factory=dict)
+    retry_at: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, tier: str, now: float) -> None:
+        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
+        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
+
+    def works(self, tier: str) -> None:
+        self.backoff_s.pop(tier, None)
+        self.retry_at.pop(tier, None)
+
+    def usable(self, tier: str, now: float) -> bool:
+        return self.retry_at.get(tier, 0.0) <= now
+
+
+class Tier:
+    """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
+
+    ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
+    sessions. Their answers come back through `post`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        model: Scorer,
+        *,
+        below: Link | None = None,
+        policy: Policy = Policy(),
+        max_pass_tokens: int = 512,
+    ) -> None:
+        self.name = name
+        self.level = level
+        self.below = below
+        self.stats = TierStats()
+        self._model = model
+        self._policy = policy
+        self._max_pass_tokens = max_pass_tokens
+        self._seats: dict[str, Seat] = {}
+        self._by_drafter_session: dict[str, Seat] = {}
+        self._health = Health()
+        self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
+        self._out: dict[Link, list[Message]] = defaultdict(list)
+        self._thread = threading.Thread(target=self._serve, name=f"tier-{name}", daemon=True)
+        self._failures_in_a_row = 0
+        self._stopped = False
+
+    # from any thread
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
+        """Hand over messages; Opens come with the link that takes their session's proposals."""
+        self._inbox.put((messages, up))
+        if self._stopped:
+            self._refuse()
+
+    def drop(self, up: Link) -> None:
+        """The link ``up`` is broken: close all its sessions."""
+        self._inbox.put(up)
+
+    def close(self) -> None:
+        """Stop, close all sessions here and below, free everything. Sessions opened later fail at once."""
+        self._inbox.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def healthy(self) -> bool:
+        """The loop runs and its passes succeed."""
+        return self._thread.is_alive() and self._failures_in_a_row < MAX_PASS_FAILURES
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._seats)
+
+    # the loop
+
+    def _serve(self) -> None:
+        try:
+            wake_at: float | None = None
+            while self._receive(wake_at):
+                batch, wake_at = self._schedule(time.monotonic())
+                if batch:
+                    own = self._run(batch)
+                    self._advance(batch, own)
+                    wake_at = 0.0
+                self._flush()
+        finally:
+            for seat in list(self._seats.values()):
+                self._fail(seat, f"tier {self.name} stopped")
+            self._flush()
+            self._stopped = True
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Answer the Opens that came too late."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, tuple) and (up := item[1]) is not None:
+                    late = [m.session for m in item[0] if isinstance(m, Open)]
+                    up.send([Failed(session, f"tier {self.name} stopped", self.name) for session in late])
+
+    def _receive(self, wake_at: float | None) -> bool:
+        """Take in all messages, waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
+        try:
+            if wake_at is None:
+                item = self._inbox.get()
+            else:
+                item = self._inbox.get(timeout=max(0.0, wake_at - time.monotonic()))
+            while item is not None:
+                self._take(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _schedule(self, now: float) -> tuple[list[tuple[Seat, Work]], float | None]:
+        """The rows of the next pass, and when to look again if there are none (None: when a message comes)."""
+        batch: list[tuple[Seat, Work]] = []
+        wake_at: float | None = None
+        tokens_left = self._max_pass_tokens
+        for seat in sorted(self._seats.values(), key=lambda seat: seat.since):  # oldest first: nobody starves
+            session = seat.session
+            if seat.degraded:
+                wake_at = _earlier(wake_at, self._draft(seat, now))
+            if session.stalled:
+                continue
+            start_at = self._policy.start_at(session, seat.since, self.stats.pass_s)
+            if start_at > now:
+                wake_at = _earlier(wake_at, start_at)
+            elif tokens_left:
+                work = session.work(min(tokens_left, session.num_pending + self._policy.max_guesses))
+                tokens_left -= len(work.tokens)
+                batch.append((seat, work))
+        return batch, wake_at
+
+    def _run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
+        """Own tokens of each row, None for a row that cannot be scored."""
+        begin = time.monotonic()
+        for seat, work in batch:
+            if work.num_own:
+                seat.session.waited(begin - seat.since)
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
+        try:
+            own: list[list[int] | None] = [*self._model.run(rows)]
+        except Exception:
+            log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
+            self.stats.failures += 1
+            self._failures_in_a_row += 1
+            # a row that breaks its pass must not harm the others; scoring a row twice gives the same
+            return [None] if len(batch) == 1 else [self._run([row])[0] for row in batch]
+        self._failures_in_a_row = 0
+        self._account(batch, time.monotonic() - begin)
+        return own
+
+    def _advance(self, batch: list[tuple[Seat, Work]], own: list[list[int] | None]) -> None:
+        """Sessions take their own tokens; messages go out."""
+        now = time.monotonic()
+        for (seat, work), tokens in zip(batch, own, strict=True):
+            if tokens is None:
+                self._fail(seat, f"a pass of tier {self.name} failed")
+                continue
+            seat.since = now
+            commit = seat.session.advance(work, tokens)
+            if commit is not None:
+                self._down(seat, commit)
+                self._up(seat, seat.session.proposal())
+
+    def _flush(self) -> None:
+        for link, messages in self._out.items():
+            link.send(messages)
+        self._out.clear()
+
+    # messages
+
+    def _take(self, item: tuple[Sequence[Message], Link | None] | Link) -> None:
+        if not isinstance(item, tuple):
+            for seat in [s for s in self._seats.values() if s.up is item]:
+                self._leave(seat)
+            return
+        messages, up = item
+        for message in messages:
+            if isinstance(message, Open):
+                assert up is not None
+                self._open(message, up)
+            elif isinstance(message, Proposal | Failed):
+                self._hear(message)
+            elif (seat := self._seats.get(message.session)) is not None:
+                self._obey(seat, message)
+
+    def _open(self, opening: Open, up: Link) -> None:
+        now = time.monotonic()
+        end = opening.prompt_len + opening.params.max_tokens
+        problem = None
+        if end > self._model.context_len:
+            problem = f"tier {self.name} takes {self._model.context_len} tokens, the request may need {end}"
+        elif not all(0 <= token < self._model.vocab_size for token in opening.tokens):
+            problem = f"tier {self.name} has {self._model.vocab_size} token ids and the text has others"
+        elif opening.session in self._seats:
+            problem = f"session {opening.session} is open already"
+        if problem:
+            self._out[up].append(Failed(opening.session, problem, self.name))
+            return
+        session = Session(opening, self.name, self.level, self._model.vocab_size)
+        seat = Seat(session, self._model.new_cache(), up, now)
+        self._seats[opening.session] = seat
+        self._draft(seat, now)
+
+    def _obey(self, seat: Seat, message: Commit | Close) -> None:
+        """A message from above."""
+        if isinstance(message, Close):
+            self._leave(seat)
+            return
+        try:
+            stalled = seat.session.stalled
+            change = seat.session.commit(message.start, message.tokens)
+        except ProtocolError as error:
+            self._fail(seat, str(error))
+            return
+        if change is not None:
+            self._down(seat, change)
+        if change is not None or stalled:
+            seat.since = time.monotonic()
+
+    def _hear(self, message: Proposal | Failed) -> None:
+        """A message from below."""
+        seat = self._by_drafter_session.get(message.session)
+        if seat is None:
+            return
+        if isinstance(message, Proposal):
+            seat.session.propose(message)
+            self._health.works(seat.session.drafter)
+            return
+        log.info("Tier %s goes on without %s: %s", self.name, seat.session.drafter, message.reason)
+        now = time.monotonic()
+        self._health.failed(message.tier or seat.session.drafter, now)
+        self._detach(seat, tell=False)
+        self._draft(seat, now)
+
+    # drafters
+
+    def _draft(self, seat: Seat, now: float) -> float | None:
+        """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
+        chain = seat.session.opening.chain
+        if self.below is None or not chain or seat.session.done:
+            return None
+        usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
+        if usable is not None and chain[usable] != seat.session.drafter:
+            self._detach(seat, tell=True)
+            opening = seat.session.attach(chain[usable], mint(), chain[usable + 1 :])
+            self._by_drafter_session[opening.session] = seat
+            self._out[self.below].append(opening)
+        better = chain[:usable]
+        return min((self._health.retry_at[tier] for tier in better), default=None)
+
+    def _detach(self, seat: Seat, *, tell: bool) -> None:
+        """Let go of the drafter, if there is one."""
+        self._by_drafter_session.pop(seat.session.drafter_session, None)
+        closing = seat.session.detach()
+        if tell and closing is not None and self.below is not None:
+            self._out[self.below].append(closing)
+
+    def _leave(self, seat: Seat) -> None:
+        """Free everything the session occupies, here and below."""
+        self._detach(seat, tell=True)
+        del self._seats[seat.session.opening.session]
+        seat.cache.free()
+
+    def _fail(self, seat: Seat, reason: str) -> None:
+        self._leave(seat)
+        self._out[seat.up].append(Failed(seat.session.opening.session, reason, self.name))
+
+    def _down(self, seat: Seat, commit: Commit) -> None:
+        if seat.session.drafter and self.below is not None:
+            self._out[self.below].append(commit)
+
+    def _up(self, seat: Seat, proposal: Proposal | None) -> None:
+        if proposal is not None:
+            self._out[seat.up].append(proposal)
+
+    def _account(self, batch: list[tuple[Seat, Work]], seconds: float) -> None:
+        num_tokens = sum(len(work.tokens) for _, work in batch)
+        stats = self.stats
+        stats.passes += 1
+        stats.tokens += num_tokens
+        stats.own_tokens += sum(work.num_own for _, work in batch)
+        stats.busy_s += seconds
+        if all(work.num_own == len(work.tokens) for _, work in batch):  # no prefill in it
+            stats.pass_s += 0.1 * (seconds - stats.pass_s)
+
+    def snapshot(self) -> TierStats:
+        """A copy of the totals."""
+        return replace(self.stats)
+
+
+def mint() -> str:
+    """A session name that nobody else uses."""
+    return uuid.uuid4().hex
+
+
+def _earlier(first: float | None, second: float | None) -> float | None:
+    times: Iterable[float] = (t for t in (first, second) if t is not None)
+    return min(times, default=None)

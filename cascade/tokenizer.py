@@ -1,0 +1,110 @@
+"""Text to token ids and back, piece by piece; and the check that tiers speak the same language."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from cascade.errors import ModelError
+
+PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
+
+
+class Tokenizer:
+    """The tokenizer that a model was published with."""
+
+    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> None:
+        self.backend = backend
+        self.end_ids = end_ids  # tokens that end a text
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False
+    ) -> "Tokenizer":
+        """Load from a local path or the Hugging Face hub; raises `ModelError`."""
+        try:
+            backend = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"No tokenizer can be loaded from {source!r}: {_first_line(error)}") from error
+        if not backend.is_fast:
+            raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
+        return cls(backend, _end_ids(source, revision, backend))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects around it."""
+        ids: list[int] = self.backend.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        text = self.backend.decode(list(ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def decoder(self, prompt: Sequence[int]) -> "Decoder":
+        """A decoder for the text behind ``prompt``."""
+        return Decoder(self.backend.backend_tokenizer, prompt)
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that stand for something; models may have more, for padding."""
+        return len(self.backend)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of vocabulary and special tokens: equal iff the same ids mean the same text."""
+        special = {
+            name: str(token) for name, token in self.backend.special_tokens_map.items() if isinstance(token, str)
+        }
+        special.pop("pad_token", None)  # padding is not part of any text
+        content = json.dumps([sorted(self.backend.get_vocab().items()), special], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+class Decoder:
+    """Incremental detokenization: text comes out as soon as it is certain, never half a character."""
+
+    def __init__(self, backend: FastTokenizer, prompt: Sequence[int]) -> None:
+        self._backend = backend
+        self._prefix = [id for id in prompt[-PRIMING_TOKENS:]]
+        self._stream = DecodeStream(ids=self._prefix, skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._num_chars = 0
+
+    def step(self, token: int) -> str:
+        """The text that ``token`` completes, "" while a character is unfinished."""
+        self._ids.append(token)
+        text: str = self._stream.step(self._backend, token) or ""
+        self._num_chars += len(text)
+        return text
+
+    def flush(self) -> str:
+        """The rest at the end of the text: an unfinished character becomes U+FFFD."""
+        whole: str = self._backend.decode([*self._prefix, *self._ids], skip_special_tokens=True)
+        begin = len(self._backend.decode(self._prefix, skip_special_tokens=True))
+        return whole[begin + self._num_chars :]
+
+
+def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a text: those of the generation config, else of the model's, else of the tokenizer."""
+    for loader in (GenerationConfig, AutoConfig):
+        try:
+            ids = loader.from_pretrained(source, revision=revision).eos_token_id
+        except (OSError, ValueError):
+            continue
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset() if backend.eos_token_id is None else frozenset([backend.eos_token_id])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_local(source: str) -> bool:
+    """Whether ``source`` names a folder on this machine rather than a model on the hub."""
+    return Path(source).is_dir()

@@ -58,8 +58,7 @@ class Cascade:
         self.context_len = min(model.context_len for model in models)
         self._vocab_size = min(model.vocab_size for model in models)
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy)
-            for level, (name, model) in enumerate(zip(self.names, models, strict=True))
+            Tier(name, level, model, policy=policy) for level, (name, model) in enumerate(zip(self.names, models, strict=True))
         )
         join(self.tiers)
         for tier in self.tiers:
@@ -89,8 +88,7 @@ class Cascade:
                     f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
                 )
         loaded = [
-            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            for source in models
+            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for source in models
         ]
         return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
 
@@ -161,9 +159,7 @@ class Cascade:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _call(
@@ -267,9 +263,7 @@ class _Deliver(Link):
 
 
 def _is_batch(prompt: object) -> bool:
-    return (
-        isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
-    )
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
 
 
 def _collect(chunks: Iterator[Chunk]) -> list[Completion]:

@@ -20,8 +20,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 def own_tokens(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]]) -> Tensor:
     """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device, without a host read.
 
-    Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for positions ``position, position + 1, ...``
-    of a request with these parameters, which must have a seed.
+    Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for ``position, position + 1, ...`` of a
+    request with these parameters, which must have a seed.
     """
     own = logits.argmax(-1)
     begin = 0

@@ -114,7 +114,8 @@ class Session:
 
     def work(self, max_tokens: int) -> Work:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
-        assert 0 <= self.kv_len < len(self.text) and not self.stalled
+        assert 0 <= self.kv_len < len(self.text)
+        assert not self.stalled
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0, 0)
@@ -132,7 +133,7 @@ class Session:
 
     def advance(self, work: Work, own: Sequence[int]) -> Commit | None:
         """Take the own tokens ``[num_own]`` of a pass; the commit for the tier below, ``None`` after a prefill chunk."""
-        assert len(own) == work.num_own and work.start == self.kv_len
+        assert (len(own), self.kv_len) == (work.num_own, work.start)
         if not work.num_own:
             self.kv_len += len(work.tokens)
             return None

@@ -169,10 +169,7 @@ class Tier:
     def _receive(self, wake_at: float | None) -> bool:
         """Take in all messages, waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
         try:
-            if wake_at is None:
-                item = self._inbox.get()
-            else:
-                item = self._inbox.get(timeout=max(0.0, wake_at - time.monotonic()))
+            item = self._inbox.get(timeout=None if wake_at is None else max(0.0, wake_at - time.monotonic()))
             while item is not None:
                 self._take(item)
                 item = self._inbox.get_nowait()
@@ -251,8 +248,8 @@ class Tier:
                 self._open(message, up)
             elif isinstance(message, Proposal | Failed):
                 self._hear(message)
-            elif (seat := self._seats.get(message.session)) is not None:
-                self._obey(seat, message)
+            elif message.session in self._seats:
+                self._obey(self._seats[message.session], message)
 
     def _open(self, opening: Open, up: Link) -> None:
         now = time.monotonic()

@@ -22,9 +22,7 @@ class Tokenizer:
         self.end_ids = end_ids  # tokens that end a text
 
     @classmethod
-    def from_pretrained(
-        cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False
-    ) -> "Tokenizer":
+    def from_pretrained(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "Tokenizer":
         """Load from a local path or the Hugging Face hub; raises `ModelError`."""
         try:
             backend = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -57,9 +55,7 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """Hash of vocabulary and special tokens: equal iff the same ids mean the same text."""
-        special = {
-            name: str(token) for name, token in self.backend.special_tokens_map.items() if isinstance(token, str)
-        }
+        special = {name: str(token) for name, token in self.backend.special_tokens_map.items() if isinstance(token, str)}
         special.pop("pad_token", None)  # padding is not part of any text
         content = json.dumps([sorted(self.backend.get_vocab().items()), special], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -70,7 +66,7 @@ class Decoder:
 
     def __init__(self, backend: FastTokenizer, prompt: Sequence[int]) -> None:
         self._backend = backend
-        self._prefix = [id for id in prompt[-PRIMING_TOKENS:]]
+        self._prefix = list(prompt[-PRIMING_TOKENS:])
         self._stream = DecodeStream(ids=self._prefix, skip_special_tokens=True)
         self._ids: list[int] = []
         self._num_chars = 0

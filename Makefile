@@ -1,0 +1,43 @@
+# Everything runs in .venv, which the first target that needs it creates.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo serve test lint bench-cascade family proto clean
+
+demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
+	$(BIN)/cascade demo
+
+serve: $(VENV)/.installed          ## the same server, left running
+	$(BIN)/cascade serve
+
+test: $(VENV)/.installed-dev       ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev       ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the last line is JSON
+	$(BIN)/python -m benchmarks.cascade
+
+family: $(VENV)/.installed         ## train the embedded models again
+	$(BIN)/cascade family train
+
+proto: $(VENV)/.installed-dev      ## generate cascade/v1 from protos
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/cascade/v1/*.proto
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:                             ## remove the virtual environment
+	rm -rf $(VENV)

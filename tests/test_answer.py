@@ -1,0 +1,129 @@
+"""Text and tokens are cut at ends, stop strings and limits, token by token, however the proposals arrive."""
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cascade.answer import Answer, Completion, check_prompt
+from cascade.messages import Open, Proposal
+from cascade.params import SamplingParams
+
+END = 0
+WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
+
+
+class Words:
+    """A decoder for the vocabulary WORDS."""
+
+    def step(self, token: int) -> str:
+        return WORDS[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def answer_of(params: SamplingParams) -> Answer:
+    opening = Open("s", (1, 2), 2, params.seeded(), ends=frozenset() if params.ignore_eos else frozenset([END]))
+    return Answer(opening, Words())
+
+
+def feed(params: SamplingParams, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[list[str], Completion | None]:
+    """Pieces and completion when ``tokens`` come in proposals of these sizes, each repeating the one before."""
+    answer = answer_of(params)
+    pieces, ids, begin, last = [], [], 0, 0
+    completion = None
+    for size in sizes:
+        end = min(len(tokens), begin + size)
+        proposal = Proposal("s", 2 + last, tuple(tokens[last:end]), bytes(end - last))
+        chunk, _ = answer.take(proposal)
+        if chunk is not None:
+            pieces.append(chunk.text)
+            ids += chunk.token_ids
+            completion = chunk.completion or completion
+        last, begin = begin, end
+    if completion is not None:
+        assert "".join(pieces) == completion.text
+        assert tuple(ids) == completion.token_ids
+    return pieces, completion
+
+
+def reference(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str | None]:
+    """Text and finish reason, one token at a time over the whole text."""
+    text = ""
+    for count, token in enumerate(tokens, start=1):
+        ended = token == END and not params.ignore_eos
+        text += WORDS[token]
+        cuts = [text.find(stop) for stop in params.stop if stop in text]
+        if cuts:
+            return text[: min(cuts)], "stop"
+        if ended:
+            return text, "stop"
+        if count == params.max_tokens:
+            return text, "length"
+    return text, None
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=20),
+    stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),
+    max_tokens=st.integers(1, 20),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_cuts_do_not_depend_on_the_size_of_proposals(
+    tokens: list[int], stop: list[str], max_tokens: int, ignore_eos: bool, seed: int
+) -> None:
+    """Guards EOS, stop strings and max_tokens inside a window: counted per pass instead of per token they cut too late."""
+    params = SamplingParams(max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, seed=1)
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 6) for _ in range(2 * len(tokens) + 2)]
+    text, reason = reference(params, tokens)
+    _, completion = feed(params, tokens, sizes)
+    assert (completion is not None) == (reason is not None)
+    if completion is not None:
+        assert (completion.text, completion.finish_reason) == (text, reason)
+        assert len(completion.origins) == len(completion.token_ids)
+
+
+def test_tokens_are_cut_with_the_text() -> None:
+    """Guards token ids left past a stop string (vLLM 47616): ids cover exactly the text."""
+    params = SamplingParams(stop=("\n\n",), seed=1)
+    _, completion = feed(params, [1, 2, 4, 4, 1], [5])
+    assert completion is not None
+    assert (completion.text, completion.token_ids) == ("ab", (1, 2))
+
+
+def test_possible_stop_is_held_back() -> None:
+    """Guards a client that has seen the first half of a stop string."""
+    pieces, completion = feed(SamplingParams(stop=("\n\n",), seed=1), [1, 4, 2, 4, 4], [1] * 5)
+    assert pieces == ["a", "\nb", ""]
+    assert completion is not None
+
+
+def test_ending_token_has_no_text_and_is_counted() -> None:
+    """Guards an end-of-text token that shows in the text or is missing from the ids."""
+    _, completion = feed(SamplingParams(seed=1), [1, END, 2], [3])
+    assert completion is not None
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("a", (1, END), "stop")
+    assert completion.stats.completion_tokens == 2
+
+
+def test_replay_goes_on_behind_what_was_taken() -> None:
+    """Guards a replay that loses or repeats tokens after the death of a full replica."""
+    answer = answer_of(SamplingParams(seed=5))
+    answer.take(Proposal("s", 2, (1, 2, 4), bytes(3)))
+    opening = answer.replay("t")
+    assert (opening.session, opening.tokens, opening.prompt_len) == ("t", (1, 2, 1, 2, 4), 2)
+    assert opening.params.seed == 5
+
+
+def test_prompt_checks_name_the_numbers() -> None:
+    """Guards vague errors: the sentence holds the value and the limit."""
+    assert check_prompt([1], 1, 10, 2) is None
+    assert "empty" in (check_prompt([], 1, 10, 2) or "")
+    assert "-1" in (check_prompt([-1], 1, 10, 9) or "")
+    assert "10" in (check_prompt([10], 1, 10, 9) or "")
+    assert "8 tokens and max_tokens is 3" in (check_prompt([1] * 8, 3, 10, 9) or "")

@@ -59,7 +59,8 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
-    origins: bytes
+    ends: tuple[int, ...]  # characters of `text` that are complete with each token
+    origins: bytes  # history of each token, see `cascade.messages.origin`
     completion: Completion | None = None  # with the last piece
     index: int = 0  # of the prompt, in a batch
 
@@ -147,9 +148,10 @@ class Answer:
         end = certain if self.finished else self._covers(num_tokens)
         sent = slice(self._num_sent_tokens, num_tokens)
         text = self._text[self._num_sent_chars : end]
+        ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
         ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
-        return Chunk(text, ids, origins, self._completion(num_tokens), self.index)
+        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index)
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""

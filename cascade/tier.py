@@ -297,7 +297,7 @@ class Tier:
         log.info("Tier %s goes on without %s: %s", self.name, seat.session.drafter, message.reason)
         now = time.monotonic()
         self._health.failed(message.tier or seat.session.drafter, now)
-        self._detach(seat, tell=False)
+        self._detach(seat)
         self._draft(seat, now)
 
     # drafters
@@ -309,23 +309,23 @@ class Tier:
             return None
         usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
         if usable is not None and chain[usable] != seat.session.drafter:
-            self._detach(seat, tell=True)
+            self._detach(seat)
             opening = seat.session.attach(chain[usable], mint(), chain[usable + 1 :])
             self._by_drafter_session[opening.session] = seat
             self._out[self.below].append(opening)
         better = chain[:usable]
         return min((self._health.retry_at[tier] for tier in better), default=None)
 
-    def _detach(self, seat: Seat, *, tell: bool) -> None:
-        """Let go of the drafter, if there is one."""
+    def _detach(self, seat: Seat) -> None:
+        """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
         self._by_drafter_session.pop(seat.session.drafter_session, None)
         closing = seat.session.detach()
-        if tell and closing is not None and self.below is not None:
+        if closing is not None and self.below is not None:
             self._out[self.below].append(closing)
 
     def _leave(self, seat: Seat) -> None:
         """Free everything the session occupies, here and below."""
-        self._detach(seat, tell=True)
+        self._detach(seat)
         del self._seats[seat.session.opening.session]
         seat.cache.free()
 

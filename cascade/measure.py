@@ -1,0 +1,96 @@
+"""How fast a server or an in-process cascade answers, mode beside mode in one run.
+
+Modes take turns on every prompt, so that whatever else the machine does meanwhile hits all of them alike.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cascade.answer import Chunk, Completion
+from cascade.messages import Edge
+from cascade.params import SamplingParams, Speculation
+
+Stream = Callable[[str, SamplingParams, Speculation], Iterator[Chunk]]
+
+PROMPTS = (
+    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
+    "class TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_put",
+    "import os\nimport sys\n\ndef main():\n    parser = argparse.ArgumentParser(description=",
+    "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
+    "def parse_header(line):\n    key, sep, value = line.partition(':')\n    if not sep:\n        raise ValueError(",
+    "    def close(self):\n        if self._closed:\n            return\n        self._closed = True\n        try:\n",
+)
+"""Beginnings of Python files for the embedded family to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to serve a request."""
+
+    name: str
+    speculation: Speculation
+
+
+@dataclass(slots=True)
+class Measured:
+    """Totals of one mode over all prompts; seconds from sending a request to its last token."""
+
+    mode: Mode
+    tokens: int = 0
+    seconds: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)
+    texts: list[tuple[int, ...]] = field(default_factory=list)  # token ids, to compare modes
+    edges: dict[tuple[str, str], Edge] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_full_pass(self) -> float:
+        top = next(iter(self.edges.values())).verifier if self.edges else ""
+        passes = sum(edge.passes for edge in self.edges.values() if edge.verifier == top)
+        return self.tokens / passes if passes else 0.0
+
+    def add(self, completion: Completion, seconds: float, first_token_s: float) -> None:
+        """Count one finished request."""
+        self.tokens += completion.stats.completion_tokens
+        self.seconds += seconds
+        self.first_token_s.append(first_token_s)
+        self.texts.append(completion.token_ids)
+        for edge in completion.stats.edges:
+            key = (edge.drafter, edge.verifier)
+            self.edges[key] = self.edges[key] + edge if key in self.edges else edge
+
+
+def measure(
+    stream: Stream,
+    modes: Sequence[Mode],
+    params: SamplingParams,
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    rounds: int = 1,
+    step: Callable[[], object] = lambda: None,
+) -> list[Measured]:
+    """Serve every prompt in every mode, ``rounds`` times after one to warm up; ``step`` is called after each request."""
+    results = [Measured(mode) for mode in modes]
+    for mode in modes:
+        _time(stream, prompts[0], params, mode)
+    for _ in range(rounds):
+        for prompt in prompts:
+            for result in results:
+                result.add(*_time(stream, prompt, params, result.mode))
+                step()
+    return results
+
+
+def _time(stream: Stream, prompt: str, params: SamplingParams, mode: Mode) -> tuple[Completion, float, float]:
+    begin = time.perf_counter()
+    first_token_s = 0.0
+    completion = None
+    for chunk in stream(prompt, params, mode.speculation):
+        first_token_s = first_token_s or time.perf_counter() - begin
+        completion = chunk.completion or completion
+    assert completion is not None, "a stream ends with its completion"
+    return completion, time.perf_counter() - begin, first_token_s

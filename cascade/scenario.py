@@ -1,0 +1,137 @@
+"""What the simulator is told and what it tells: tiers with their costs, requests, faults; texts, times, totals."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cascade.messages import Edge
+from cascade.params import SamplingParams
+from cascade.planner import Policy
+from cascade.scorer import Scorer
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+DEFAULT_POLICY = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds that a pass takes: ``base_s + token_s * max(0, tokens - knee)``, or points ``(tokens, seconds)`` measured.
+
+    Between measured points it is a straight line, before the first the same as there, behind the last it goes on as steep.
+    """
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    knee: int = 1  # tokens that cost no more than one
+    points: tuple[tuple[int, float], ...] = ()  # of increasing tokens
+
+    def __call__(self, num_tokens: int) -> float:
+        points = self.points
+        if not points:
+            return self.base_s + self.token_s * max(0, num_tokens - self.knee)
+        if len(points) == 1 or num_tokens <= points[0][0]:
+            return points[0][1]
+        upper = next((i for i, (tokens, _) in enumerate(points) if tokens >= num_tokens), len(points) - 1)
+        (n0, s0), (n1, s1) = points[upper - 1], points[upper]
+        return s0 + (s1 - s0) * (num_tokens - n0) / (n1 - n0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimTier:
+    """One tier with one replica."""
+
+    name: str
+    model: Scorer
+    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens
+    hop_s: float = 0.0  # one way between it and the tier above, or the router
+    policy: Policy = DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks."""
+
+    prompt: tuple[int, ...] = (0,)
+    params: SamplingParams = GREEDY
+    ends: frozenset[int] = frozenset()
+    arrive_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The replica of ``tier`` loses everything at ``at_s`` and takes Opens again from ``back_s`` on."""
+
+    tier: str
+    at_s: float
+    back_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong. Only guesses between tiers are ever lost: commits and the answer travel on reliable, ordered links."""
+
+    seed: int = 0
+    jitter_s: float = 0.0  # every message is late by 0 to so much more; proposals overtake each other
+    loss: float = 0.0  # share of the proposals between tiers
+    duplication: float = 0.0  # share of all proposals that come twice
+    deaths: tuple[Death, ...] = ()
+
+
+NO_FAULTS = Faults()
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Tiers bottom to top, and what is asked of them."""
+
+    tiers: tuple[SimTier, ...]
+    requests: tuple[Request, ...]
+    window: int = 16  # tokens a lower tier may run ahead
+    lockstep: bool = False
+    faults: Faults = NO_FAULTS
+    max_pass_tokens: int = 512
+    deadline_s: float = math.inf  # virtual time after which it is `Stuck`
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a tier did; seconds are virtual."""
+
+    tier: str
+    passes: int = 0
+    tokens: int = 0  # positions scored
+    busy_s: float = 0.0
+    waited_s: float = 0.0  # sum over sessions of the time from being ready to being scored
+    corrections: int = 0  # passes that left a session without a guess
+    bubble_s: float = 0.0  # sum of the times from there to the session's next pass
+
+    @property
+    def mean_bubble_s(self) -> float:
+        return self.bubble_s / self.corrections if self.corrections else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a scenario led to."""
+
+    texts: tuple[tuple[int, ...], ...]  # output tokens per request
+    finish_s: tuple[float, ...]  # when the router had them all
+    edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
+    usage: tuple[Usage, ...]  # bottom to top
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(self.finish_s)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of the full tier."""
+        return self.num_tokens / self.usage[-1].passes

@@ -1,0 +1,379 @@
+"""The cascade in virtual time: the real sessions, policy and answers, with the passes and the wires made up.
+
+A discrete-event simulation of `cascade.tier` loops. Costs of passes and delays of hops are given, own tokens come from any
+`Scorer` without weights: `cascade.toy.ToyModel`, or `cascade.forecast.Reader` for a measured acceptance. What a wire may do to
+guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the same outcome.
+"""
+
+import heapq
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cascade.answer import Answer
+from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
+from cascade.scenario import Outcome, Scenario, SimTier, Usage
+from cascade.scorer import Row, Store
+from cascade.session import Session, Work
+from cascade.tier import Health
+
+ROUTER = "router"
+FULL_WINDOW = 1 << 20  # the full tier never waits for the router
+RETRY_S = 0.05  # before the router asks a full tier that died again
+
+
+class Stuck(RuntimeError):
+    """A request did not finish: nothing is under way any more, or the scenario's time is over."""
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run ``scenario`` to its end; raises `Stuck` if it has none."""
+    agenda = Agenda()
+    wires = Wires(agenda, scenario)
+    nodes = [Node(tier, level, scenario, wires) for level, tier in enumerate(scenario.tiers)]
+    router = Router(scenario, wires)
+    wires.receivers[ROUTER] = router.receive
+    wires.receivers.update({node.name: node.receive for node in nodes})
+    for index, request in enumerate(scenario.requests):
+        agenda.at(request.arrive_s, lambda index=index: router.ask(index))  # type: ignore[misc]
+    for death in scenario.faults.deaths:
+        node = next(node for node in nodes if node.name == death.tier)
+        agenda.at(death.at_s, node.die)
+        agenda.at(death.back_s, node.revive)
+    agenda.run(scenario.deadline_s, lambda: router.finished)
+    if not router.finished:
+        raise Stuck(f"{len(router.finish_s)} of {len(scenario.requests)} requests had finished after {agenda.now:.3f} s")
+    order = range(len(scenario.requests))
+    return Outcome(
+        tuple(tuple(router.texts[i]) for i in order),
+        tuple(router.finish_s[i] for i in order),
+        total_edges(router.edges),
+        tuple(node.usage for node in nodes),
+    )
+
+
+def total_edges(edges: list[Edge]) -> tuple[Edge, ...]:
+    """Sums per pair of tiers, in order of appearance."""
+    totals: dict[tuple[str, str], Edge] = {}
+    for edge in edges:
+        key = (edge.drafter, edge.verifier)
+        totals[key] = totals[key] + edge if key in totals else edge
+    return tuple(totals.values())
+
+
+class Agenda:
+    """What happens next. Things due at the same time happen in the order they were put down."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        if time < math.inf:
+            heapq.heappush(self._due, (max(time, self.now), self._count, action))
+
+    def run(self, deadline: float, finished: Callable[[], bool]) -> None:
+        """Until nothing is due, the deadline has passed or ``finished``."""
+        while self._due and self._due[0][0] <= deadline and not finished():
+            self.now, _, action = heapq.heappop(self._due)
+            action()
+
+
+class Wires:
+    """Carries messages between tiers and router."""
+
+    def __init__(self, agenda: Agenda, scenario: Scenario) -> None:
+        self.agenda = agenda
+        self.receivers: dict[str, Callable[[str, Message], None]] = {}
+        self._faults = scenario.faults
+        self._random = random.Random(scenario.faults.seed)
+        self._hops = {tier.name: tier.hop_s for tier in scenario.tiers}
+        self._levels = {tier.name: level for level, tier in enumerate(scenario.tiers)} | {ROUTER: len(scenario.tiers)}
+        self._last: dict[tuple[str, str], float] = defaultdict(float)  # arrival of the last ordered message
+
+    def send(self, source: str, target: str, message: Message) -> None:
+        if not isinstance(message, Proposal):
+            arrival = self._last[source, target] = max(self._last[source, target], self._arrival(source, target))
+            self._deliver(arrival, source, target, message)
+            return
+        faults, draw = self._faults, self._random.random
+        if target == ROUTER or draw() >= faults.loss:
+            self._deliver(self._arrival(source, target), source, target, message)
+        if draw() < faults.duplication:
+            self._deliver(self._arrival(source, target), source, target, message)
+
+    def _arrival(self, source: str, target: str) -> float:
+        hop_s = self._hops[min(source, target, key=self._levels.__getitem__)]
+        return self.agenda.now + hop_s + self._faults.jitter_s * self._random.random()
+
+    def _deliver(self, time: float, source: str, target: str, message: Message) -> None:
+        self.agenda.at(time, lambda: self.receivers[target](source, message))
+
+
+@dataclass(slots=True)
+class _Seat:
+    session: Session
+    cache: Store
+    above: str
+    since: float  # when it became idle
+    bare_since: float | None = None  # when a pass left it without a guess
+
+
+class Node:
+    """The loop of `cascade.tier.Tier` in virtual time."""
+
+    def __init__(self, tier: SimTier, level: int, scenario: Scenario, wires: Wires) -> None:
+        self.name = tier.name
+        self.usage = Usage(tier.name)
+        self._tier = tier
+        self._level = level
+        self._max_pass_tokens = scenario.max_pass_tokens
+        self._wires = wires
+        self._agenda = wires.agenda
+        self._seats: dict[str, _Seat] = {}
+        self._by_drafter_session: dict[str, _Seat] = {}
+        self._inbox: list[tuple[str, Message]] = []
+        self._health = Health()
+        self._busy = self._dead = False
+        self._lives = 0
+        self._num_opened = 0
+        self._wake_at = math.inf
+        self._pass_s = tier.cost(1)
+
+    def receive(self, source: str, message: Message) -> None:
+        """A message arrives; it is looked at between passes."""
+        if not self._dead:
+            self._inbox.append((source, message))
+            self._wake(self._agenda.now)
+        elif isinstance(message, Open):
+            self._wires.send(self.name, source, Failed(message.session, "the replica is dead", self.name))
+
+    def die(self) -> None:
+        self._dead, self._busy = True, False
+        self._lives += 1
+        for seat in list(self._seats.values()):
+            self._leave(seat)
+            self._wires.send(self.name, seat.above, Failed(seat.session.opening.session, "the replica died", self.name))
+        inbox, self._inbox = self._inbox, []
+        for source, message in inbox:
+            self.receive(source, message)
+
+    def revive(self) -> None:
+        self._dead = False
+
+    # the loop
+
+    def _wake(self, time: float) -> None:
+        if time < self._wake_at:
+            self._wake_at = time
+            self._agenda.at(time, lambda: self._awake(time))
+
+    def _awake(self, time: float) -> None:
+        if time == self._wake_at:
+            self._wake_at = math.inf
+            if not self._busy and not self._dead:
+                self._step()
+
+    def _step(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for source, message in inbox:
+            self._take(source, message)
+        batch, wake_at = self._schedule(self._agenda.now)
+        if batch:
+            self._run(batch)
+        else:
+            self._wake(wake_at)
+
+    def _schedule(self, now: float) -> tuple[list[tuple[_Seat, Work]], float]:
+        batch: list[tuple[_Seat, Work]] = []
+        wake_at, tokens_left, policy = math.inf, self._max_pass_tokens, self._tier.policy
+        for seat in sorted(self._seats.values(), key=lambda seat: seat.since):
+            session = seat.session
+            wake_at = min(wake_at, self._draft(seat, now))
+            if session.stalled:
+                continue
+            start_at = policy.start_at(session, seat.since, self._pass_s)
+            if start_at > now:
+                wake_at = min(wake_at, start_at)
+            elif tokens_left:
+                work = session.work(min(tokens_left, session.num_pending + policy.max_guesses))
+                tokens_left -= len(work.tokens)
+                batch.append((seat, work))
+        return batch, wake_at
+
+    def _run(self, batch: list[tuple[_Seat, Work]]) -> None:
+        now, usage = self._agenda.now, self.usage
+        for seat, work in batch:
+            if work.num_own:
+                seat.session.waited(now - seat.since)
+                usage.waited_s += now - seat.since
+            if seat.bare_since is not None:
+                usage.corrections += 1
+                usage.bubble_s += now - seat.bare_since
+                seat.bare_since = None
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
+        own = self._tier.model.run(rows)
+        num_tokens = sum(len(work.tokens) for _, work in batch)
+        seconds = self._tier.cost(num_tokens)
+        usage.passes += 1
+        usage.tokens += num_tokens
+        usage.busy_s += seconds
+        if all(work.num_own == len(work.tokens) for _, work in batch):
+            self._pass_s += 0.1 * (seconds - self._pass_s)
+        self._busy, life = True, self._lives
+        self._agenda.at(now + seconds, lambda: self._advance(batch, own, life))
+
+    def _advance(self, batch: list[tuple[_Seat, Work]], own: list[list[int]], life: int) -> None:
+        if life != self._lives:
+            return
+        self._busy = False
+        for (seat, work), tokens in zip(batch, own, strict=True):
+            session = seat.session
+            seat.since = self._agenda.now
+            commit = session.advance(work, tokens)
+            if commit is None:
+                continue
+            if session.drafter:
+                seat.bare_since = None if session.guess or session.done else seat.since
+                self._wires.send(self.name, session.drafter, commit)
+            if (proposal := session.proposal()) is not None:
+                self._wires.send(self.name, seat.above, proposal)
+        self._wake(self._agenda.now)
+
+    # messages
+
+    def _take(self, source: str, message: Message) -> None:
+        if isinstance(message, Open):
+            session = Session(message, self.name, self._level, self._tier.model.vocab_size)
+            self._seats[message.session] = _Seat(session, self._tier.model.new_cache(), source, self._agenda.now)
+        elif isinstance(message, Proposal | Failed):
+            self._hear(message)
+        elif (seat := self._seats.get(message.session)) is not None:
+            self._obey(seat, message)
+
+    def _obey(self, seat: _Seat, message: Commit | Close) -> None:
+        if isinstance(message, Close):
+            self._leave(seat)
+            return
+        session = seat.session
+        stalled = session.stalled
+        change = session.commit(message.start, message.tokens)
+        if change is not None and session.drafter:
+            self._wires.send(self.name, session.drafter, change)
+        if change is not None or stalled:
+            seat.since = self._agenda.now
+            seat.bare_since = None
+
+    def _hear(self, message: Proposal | Failed) -> None:
+        seat = self._by_drafter_session.get(message.session)
+        if seat is None:
+            return
+        if isinstance(message, Proposal):
+            seat.session.propose(message)
+            self._health.works(seat.session.drafter)
+        else:
+            self._health.failed(message.tier, self._agenda.now)
+            self._detach(seat, tell=False)
+
+    def _draft(self, seat: _Seat, now: float) -> float:
+        """Draft with the best usable tier of the session's chain; when to try a better one, infinity if never."""
+        chain = seat.session.opening.chain
+        if not chain or seat.session.drafter == chain[0] or seat.session.done:
+            return math.inf
+        usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
+        if usable is not None and chain[usable] != seat.session.drafter:
+            self._detach(seat, tell=True)
+            self._num_opened += 1
+            opening = seat.session.attach(chain[usable], f"{self.name}-{self._num_opened}", chain[usable + 1 :])
+            self._by_drafter_session[opening.session] = seat
+            self._wires.send(self.name, chain[usable], opening)
+        return min((self._health.retry_at[tier] for tier in chain[:usable]), default=math.inf)
+
+    def _detach(self, seat: _Seat, *, tell: bool) -> None:
+        drafter = seat.session.drafter
+        self._by_drafter_session.pop(seat.session.drafter_session, None)
+        closing = seat.session.detach()
+        if tell and closing is not None:
+            self._wires.send(self.name, drafter, closing)
+
+    def _leave(self, seat: _Seat) -> None:
+        self._detach(seat, tell=True)
+        del self._seats[seat.session.opening.session]
+        seat.cache.free()
+
+
+@dataclass(slots=True)
+class _Mute:
+    """A decoder for answers that nobody reads."""
+
+    def step(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Router:
+    """Opens requests at the full tier, takes its proposals for the answer, and asks again when it died."""
+
+    scenario: Scenario
+    wires: Wires
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    finish_s: dict[int, float] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
+    _answers: dict[str, Answer] = field(default_factory=dict)
+    _num_opened: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.finish_s) == len(self.scenario.requests)
+
+    def ask(self, index: int) -> None:
+        request, tiers = self.scenario.requests[index], self.scenario.tiers
+        opening = Open(
+            session=self._session(),
+            tokens=request.prompt,
+            prompt_len=len(request.prompt),
+            params=request.params,
+            ends=request.ends,
+            tier=tiers[-1].name,
+            chain=tuple(tier.name for tier in reversed(tiers[:-1])),
+            window=FULL_WINDOW,
+            draft_window=self.scenario.window,
+            lockstep=self.scenario.lockstep,
+        )
+        self.texts[index] = []
+        self._open(Answer(opening, _Mute(), index), opening)
+
+    def receive(self, source: str, message: Message) -> None:
+        answer = self._answers.get(message.session)
+        if answer is None:
+            return
+        if isinstance(message, Failed):
+            del self._answers[message.session]
+            now = self.wires.agenda.now
+            self.wires.agenda.at(now + RETRY_S, lambda: self._open(answer, answer.replay(self._session())))
+        elif isinstance(message, Proposal):
+            chunk, commit = answer.take(message)
+            if commit is not None:
+                self.wires.send(ROUTER, source, commit)
+            if chunk is not None:
+                self.texts[answer.index] += chunk.token_ids
+            if chunk is not None and chunk.completion is not None:
+                self.finish_s[answer.index] = self.wires.agenda.now
+                self.edges += chunk.completion.stats.edges
+                del self._answers[message.session]
+                self.wires.send(ROUTER, source, Close(message.session))
+
+    def _open(self, answer: Answer, opening: Open) -> None:
+        self._answers[opening.session] = answer
+        self.wires.send(ROUTER, opening.tier, opening)
+
+    def _session(self) -> str:
+        self._num_opened += 1
+        return f"{ROUTER}-{self._num_opened}"

@@ -1,0 +1,39 @@
+"""Multi-level speculative decoding: the full model's text, exactly, several times faster.
+
+>>> from cascade import Cascade, SamplingParams
+>>> with Cascade.demo() as cascade:
+...     completion = cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0))
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from cascade.answer import Chunk, Completion, Stats
+from cascade.errors import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.params import SamplingParams, Speculation
+
+if TYPE_CHECKING:
+    from cascade.local import Cascade
+
+__all__ = [
+    "Cascade",
+    "CascadeError",
+    "Chunk",
+    "Completion",
+    "ConfigError",
+    "InvalidRequest",
+    "ModelError",
+    "Overloaded",
+    "SamplingParams",
+    "Speculation",
+    "Stats",
+    "Unavailable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # clients import this package too and need no torch: the library is loaded when it is asked for
+    if name == "Cascade":
+        from cascade.local import Cascade
+
+        return Cascade
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

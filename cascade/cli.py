@@ -1,0 +1,230 @@
+"""The command line. The only module that prints."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from cascade import screen
+from cascade.errors import CascadeError
+from cascade.measure import PROMPTS, Mode, Stream, measure
+from cascade.params import SamplingParams, Speculation
+
+console = Console(highlight=False)
+DEFAULT_ADDRESS = "127.0.0.1:9000"
+
+
+class Cli(click.Group):
+    """Shows the errors that users can mend as one sentence instead of a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CascadeError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="cascade-serve", prog_name="cascade")
+def main() -> None:
+    """Serve a large language model several times faster, without changing a token of what it says.
+
+    \b
+    cascade demo                        see it work: three embedded models, one prompt, a comparison
+    cascade serve                       the same models as a server for gRPC clients
+    cascade serve my.yaml               your own models
+    cascade generate "def main():"      ask the server
+    """
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of `SamplingParams` and `Speculation`, collected into ``params`` and ``speculation``."""
+    options = [
+        click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
+        click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
+        click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
+        click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
+        click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
+        click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
+        click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
+        click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
+        click.option("--tiers", help="Lower tiers to use, separated by commas. All if not given."),
+        click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
+        click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
+    """The request that the sampling options describe."""
+    tiers = options.pop("tiers")
+    names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
+    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule")}
+    return SamplingParams(**options), Speculation(tiers=names, **chosen)
+
+
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+@click.option("--host", help="Address to listen on. Loopback unless given.")
+@click.option("--port", type=int, help="gRPC port.")
+def serve(config: Path | None, host: str | None, port: int | None) -> None:
+    """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the embedded family without one."""
+    from deployments.server import Server
+
+    with console.status("Starting Ray and the tiers"):
+        server = Server.start(config, host=host, port=port)
+    try:
+        console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.\n")
+        console.print(usage(server.address), markup=False)
+        server.wait()
+    finally:
+        with console.status("Shutting down"):
+            server.stop()
+
+
+def usage(address: str) -> str:
+    """How to call a server at ``address``."""
+    return f"""From a shell:
+  cascade generate --address {address} "def fibonacci(n):"
+  grpcurl -plaintext -d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
+      {address} cascade.v1.Cascade/Generate
+
+From Python:
+  from cascade.client import Client
+  from cascade.params import SamplingParams
+
+  with Client("{address}") as client:
+      for chunk in client.stream("def fibonacci(n):", SamplingParams(max_tokens=64, temperature=0)):
+          print(chunk.text, end="", flush=True)
+"""
+
+
+@main.command()
+@click.option("--prompt", default=PROMPTS[0], help="What the models go on with.")
+@click.option("--max-tokens", default=160, show_default=True)
+@click.option("--temperature", "-t", default=0.0, show_default=True)
+@click.option("--port", type=int, help="gRPC port. Any free one unless given.")
+def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> None:
+    """Start three embedded models on this machine, stream one answer, compare with the full model alone, shut down."""
+    from cascade.client import Client
+    from deployments.server import Server
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
+    with console.status("Starting Ray and the tiers (tiny, medium, full) on this machine's CPU"):
+        server = Server.start(None, port=port or 0)
+    try:
+        with Client(server.address) as client:
+            show_stream(client.stream, prompt, params, Speculation(), server.tiers)
+            compare(client.stream, params, server.tiers, rounds=1)
+    finally:
+        with console.status("Shutting down"):
+            server.stop()
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--address", help=f"Of a server. Without one the models run in this process. Example: {DEFAULT_ADDRESS}")
+@click.option("--model", "models", multiple=True, help="A path or hub id, bottom to top; repeat. The embedded family if none.")
+@click.option("--plain", is_flag=True, help="No colours, no statistics.")
+@sampling_options
+def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:
+    """Go on with PROMPT ("-" reads it from standard input), streaming."""
+    params, speculation = parameters(options)
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    with connected(address, models) as (stream, names):
+        if plain:
+            for chunk in stream(prompt, params, speculation):
+                click.echo(chunk.text, nl=False)
+            click.echo()
+        else:
+            show_stream(stream, prompt, params, speculation, names)
+
+
+@main.command()
+@click.option("--address", help=f"Of a server. Without one the embedded family runs in this process. Example: {DEFAULT_ADDRESS}")
+@click.option("--max-tokens", default=128, show_default=True)
+@click.option("--temperature", "-t", default=0.0, show_default=True)
+@click.option("--rounds", default=1, show_default=True, help="Times each prompt is sent in each mode.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of tables.")
+def bench(address: str | None, max_tokens: int, temperature: float, rounds: int, as_json: bool) -> None:
+    """Compare the cascade with the full model alone, in alternation, on built-in prompts."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
+    with connected(address, ()) as (stream, names):
+        compare(stream, params, names, rounds=rounds, as_json=as_json)
+
+
+@main.group()
+def family() -> None:
+    """The embedded models: train them again, look at how well they agree."""
+
+
+def show_stream(
+    stream: Stream, prompt: str, params: SamplingParams, speculation: Speculation, names: tuple[str, ...]
+) -> None:
+    """Print the answer as it comes, coloured by history, and what it took."""
+    console.print(screen.legend(names), "\n")
+    console.print(prompt, end="", style="dim", markup=False)
+    completion = None
+    for chunk in stream(prompt, params, speculation):
+        console.print(screen.coloured(chunk), end="")
+        completion = chunk.completion or completion
+    console.print("\n")
+    if completion is not None:
+        stats = completion.stats
+        console.print(
+            f"{stats.completion_tokens} tokens in {stats.full_passes} full passes "
+            f"({stats.tokens_per_full_pass:.2f} tokens per pass), finish: {completion.finish_reason}, seed {completion.seed}\n"
+        )
+
+
+def compare(
+    stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int, as_json: bool = False
+) -> None:
+    """Measure the full model alone and every chain below it, and print the tables."""
+    lower = names[:-1]
+    chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
+    modes = [Mode("full alone", Speculation("off"))]
+    modes += [Mode(" → ".join((*chain, names[-1])), Speculation(tiers=chain)) for chain in chains]
+    total = rounds * len(PROMPTS) * len(modes)
+    with Progress(console=console, transient=True, disable=as_json) as progress:
+        task = progress.add_task("Measuring", total=total)
+        results = measure(stream, modes, params, rounds=rounds, step=lambda: progress.advance(task))
+    same = all(result.texts == results[0].texts for result in results)
+    if as_json:
+        speeds = {result.mode.name: result.tokens_per_second for result in results}
+        click.echo(json.dumps({"tokens_per_second": speeds, "same_text": same}))
+        return
+    console.print(screen.speeds(results, "full alone"))
+    console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))
+    console.print("All modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")
+
+
+class connected:
+    """A stream function and the names of the tiers: of a server, or of a cascade in this process."""
+
+    def __init__(self, address: str | None, models: tuple[str, ...]) -> None:
+        self._address = address
+        self._models = models
+
+    def __enter__(self) -> tuple[Stream, tuple[str, ...]]:
+        if self._address:
+            from cascade.client import Client
+
+            self._open: Any = Client(self._address)
+            return self._open.stream, tuple(tier.name for tier in self._open.describe().tiers)
+        from cascade.local import Cascade
+
+        with console.status("Loading models"):
+            self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo()
+        return self._open.stream, self._open.names
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+

@@ -1,0 +1,193 @@
+"""The library in one process, on real models: the embedded family, against Transformers' own generate."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade.messages import origin_level
+from cascade.model import Model
+from cascade.tokenizer import Tokenizer
+
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
+SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
+
+
+@pytest.fixture(scope="module")
+def cascade() -> Iterator[Cascade]:
+    with Cascade.demo() as cascade:
+        yield cascade
+        assert [tier.num_sessions for tier in cascade.tiers] == [0, 0, 0]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
+
+
+def complete(cascade: Cascade, prompt: str, params: SamplingParams, speculation: Speculation | None = None) -> Completion:
+    return cascade.generate(prompt, params, speculation)
+
+
+def test_greedy_text_equals_transformers(cascade: Cascade) -> None:
+    """Guards the whole path against the reference: prompt to text, through three models, token by token."""
+    full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(family.paths()[-1])
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")
+        expected = full.generate(**ids, max_new_tokens=60, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+        completion = complete(cascade, prompt, SamplingParams(max_tokens=60, temperature=0))
+        assert list(completion.token_ids) == expected
+        assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=50, temperature=0),
+        SamplingParams(max_tokens=50, temperature=0.7, seed=1),
+        SamplingParams(max_tokens=50, temperature=1.5, seed=2),
+        SamplingParams(max_tokens=50, temperature=1.0, seed=3, top_k=20),
+        SamplingParams(max_tokens=50, temperature=1.0, seed=4, top_p=0.9),
+        SamplingParams(max_tokens=50, temperature=1.0, seed=5, min_p=0.05),
+    ],
+    ids=lambda p: f"T={p.temperature},k={p.top_k},p={p.top_p},min={p.min_p}",
+)
+def test_text_does_not_depend_on_tiers_windows_or_schedule(cascade: Cascade, params: SamplingParams) -> None:
+    """Guards the promise: any subset of tiers, window and schedule gives the text of the full model alone."""
+    rng = random.Random(params.seed or 0)
+    alone = complete(cascade, PROMPT, params, Speculation("off"))
+    assert {edge.drafter for edge in alone.stats.edges} == {""}
+    for tiers in SUBSETS:
+        for schedule in ("async", "lockstep"):
+            speculation = Speculation(tiers=tiers, window=rng.randint(1, 20), schedule=schedule)  # type: ignore[arg-type]
+            other = complete(cascade, PROMPT, params, speculation)
+            assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
+            assert len(other.origins) == len(other.token_ids)
+
+
+def test_companions_do_not_change_a_text(cascade: Cascade) -> None:
+    """Guards batching: a crowd of different requests in the same passes gives each the text it gives alone."""
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=9)
+    alone = [complete(cascade, prompt, params).text for prompt in PROMPTS]
+    crowd = cascade.generate(list(PROMPTS) * 4, params)
+    assert [completion.text for completion in crowd] == alone * 4
+    assert [completion.index for completion in crowd] == list(range(16))
+
+
+def test_lower_tiers_work(cascade: Cascade) -> None:
+    """Guards against drafts that are silently never used: most tokens are a lower tier's guess, in fewer full passes."""
+    completion = complete(cascade, PROMPT, SamplingParams(max_tokens=100, temperature=0), Speculation(schedule="lockstep"))
+    assert completion.stats.tokens_per_full_pass > 1.5
+    assert {origin_level(byte) for byte in completion.origins} >= {0, 2}
+
+
+def test_identical_models_accept_everything() -> None:
+    """Guards keys, values and positions of drafters: an error there leaves the text right and the guesses wrong."""
+    full = family.paths()[-1]
+    models = [Model.from_pretrained(full, dtype="float32") for _ in range(3)]
+    with Cascade(models, Tokenizer.from_pretrained(full)) as cascade:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=150, temperature=temperature, seed=3, ignore_eos=True)
+            for schedule in ("async", "lockstep"):
+                completion = cascade.generate(PROMPT, params, Speculation(schedule=schedule, window=7))  # type: ignore[arg-type]
+                assert sum(edge.proposed for edge in completion.stats.edges) > 0
+                assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
+
+
+def test_chunks_join_to_the_completion(cascade: Cascade) -> None:
+    """Guards streaming: nothing lost, repeated or cut in the middle of a character."""
+    params = SamplingParams(max_tokens=80, temperature=1.3, seed=11, stop=("\n\n",))
+    chunks = list(cascade.stream("# 日本語\ns = '", params))
+    completion = chunks[-1].completion
+    assert completion is not None
+    assert "".join(chunk.text for chunk in chunks) == completion.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == completion.token_ids
+    assert b"".join(chunk.origins for chunk in chunks) == completion.origins
+    assert all(chunk.completion is None for chunk in chunks[:-1])
+
+
+def test_stop_strings_and_ends(cascade: Cascade) -> None:
+    """Guards cuts inside windows on a real tokenizer: the text ends before the stop string, and ids stay with it."""
+    greedy = SamplingParams(max_tokens=60, temperature=0)
+    whole = complete(cascade, PROMPT, greedy)
+    stop = whole.text[20:24]
+    cut = complete(cascade, PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,)))
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert cut.finish_reason == "stop"
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+    end = whole.token_ids[10]
+    ended = complete(cascade, PROMPT, SamplingParams(max_tokens=60, temperature=0, stop_token_ids=(end,)))
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
+
+
+def test_async_twins_give_the_same(cascade: Cascade) -> None:
+    """Guards the event-loop variants against a different path."""
+    params = SamplingParams(max_tokens=20, temperature=0.6, seed=4)
+
+    async def both() -> tuple[Completion, str]:
+        completion = await cascade.agenerate(PROMPT, params)
+        text = "".join([chunk.text async for chunk in cascade.astream(PROMPT, params)])
+        assert isinstance(completion, Completion)
+        return completion, text
+
+    completion, text = asyncio.run(both())
+    assert completion.text == text == complete(cascade, PROMPT, params).text
+
+
+def test_left_streams_free_everything(cascade: Cascade) -> None:
+    """Guards against sessions of readers that left: the fixture counts the sessions at the end."""
+    params = SamplingParams(max_tokens=500, temperature=1.0, seed=1)
+    for _ in range(3):
+        stream = cascade.stream(PROMPT, params)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+    async def leave() -> None:
+        chunks = cascade.astream(PROMPT, params)
+        async for _ in chunks:
+            break
+        await chunks.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    complete(cascade, PROMPT, SamplingParams(max_tokens=5))
+
+
+def test_seed_is_reported_and_reproduces(cascade: Cascade) -> None:
+    """Guards reproducibility of requests that gave no seed."""
+    params = SamplingParams(max_tokens=30, temperature=1.0)
+    first = complete(cascade, PROMPT, params)
+    again = complete(cascade, PROMPT, SamplingParams(max_tokens=30, temperature=1.0, seed=first.seed))
+    assert again.text == first.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ("", SamplingParams(), "empty"),
+        ([], SamplingParams(), "empty"),
+        ([1, 99999], SamplingParams(), "99999"),
+        ([-1], SamplingParams(), "-1"),
+        ("x" * 5000, SamplingParams(), "1024"),
+        ("x", SamplingParams(max_tokens=100_000), "100000"),
+        (3.5, SamplingParams(), "float"),
+    ],
+)
+def test_bad_prompts_are_refused(cascade: Cascade, prompt: object, params: SamplingParams, words: str) -> None:
+    """Guards the tiers against requests that cannot be served, and users against vague errors."""
+    with pytest.raises(InvalidRequest, match=words):
+        cascade.generate(prompt, params)  # type: ignore[call-overload]
+
+
+def test_models_that_do_not_belong_together_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Guards against drafts in another language: the same ids must mean the same text in all tiers."""
+    tokenizer = AutoTokenizer.from_pretrained(family.paths()[0])
+    tokenizer.add_tokens(["surprise"])
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(family.paths()[0]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="different tokenizers"):
+        Cascade.from_pretrained([str(tmp_path), family.paths()[-1]])
+    with pytest.raises(ModelError, match="no-such-model"):
+        Cascade.from_pretrained(["./no-such-model"])

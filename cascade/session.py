@@ -177,9 +177,9 @@ class Session:
 
     def propose(self, proposal: Proposal) -> None:
         """Guesses from below: ignored if they do not join the text, the newest wins where they contradict older ones."""
-        if proposal.session != self.drafter_session:
+        if proposal.session != self.drafter_session or len(proposal.origins) != len(proposal.tokens):
             return
-        if proposal.edges:
+        if _num_passes(proposal.edges) > _num_passes(self._below_edges):  # else it was overtaken
             self._below_edges = proposal.edges
         known = len(self.text) - proposal.start
         tokens = list(proposal.tokens)
@@ -234,6 +234,10 @@ class Session:
         for edge in (self._edge, *self._below_edges):
             _add(self._past_edges, edge)
         self._edge, self._below_edges = Edge(drafter, self.tier), ()
+
+
+def _num_passes(edges: Sequence[Edge]) -> int:
+    return sum(edge.passes for edge in edges)
 
 
 def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:

@@ -63,6 +63,15 @@ class Measured:
             key = (edge.drafter, edge.verifier)
             self.edges[key] = self.edges[key] + edge if key in self.edges else edge
 
+    def merge(self, other: "Measured") -> None:
+        """Count what was measured in another run of the same mode."""
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.first_token_s += other.first_token_s
+        self.texts += other.texts
+        for key, edge in other.edges.items():
+            self.edges[key] = self.edges[key] + edge if key in self.edges else edge
+
 
 def measure(
     stream: Stream,

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cascade.answer import Chunk
+from cascade.forecast import Prediction
 from cascade.measure import Measured
 from cascade.messages import Edge, origin_corrected, origin_level
 
@@ -66,5 +67,21 @@ def acceptance(edges: Iterable[Edge]) -> Table:
             f"{edge.accepted}{share}",
             f"{edge.mean_accepted_len:.2f}",
             f"{edge.waited_s:.2f} s",
+        )
+    return table
+
+
+def predictions(rows: Iterable[Prediction]) -> Table:
+    """What the simulator says of each choice of tiers."""
+    table = Table("tiers", "schedule", "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
+    for row in rows:
+        table.add_row(
+            " → ".join(row.tiers),
+            row.schedule,
+            str(row.window or "-"),
+            f"{row.tokens_per_s:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.bubble_s * 1e3:.1f} ms",
         )
     return table

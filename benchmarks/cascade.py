@@ -1,0 +1,191 @@
+"""The cascade against its full model alone, in one run, through the running gRPC server. Under ten minutes on two cores.
+
+    make bench-cascade
+
+A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
+itself (one thread, pinned, bf16); the lower tiers, the router and everything else share core 1. The modes take turns on every
+prompt: full alone, the best lockstep pair, the asynchronous pair, the asynchronous three tiers; beside them Transformers'
+``generate`` and assisted generation on core 0. The full model alone with both cores is a server of its own, measured after.
+
+What each mode should give is predicted from measured pass costs, the measured hop and the recorded agreement of the tiers along
+the texts that were written. The last line is one JSON document.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import reference
+from cascade import family, screen
+from cascade.client import Client
+from cascade.forecast import Bench, TierCost, Trace
+from cascade.measure import PROMPTS, Measured, Mode, measure
+from cascade.params import SamplingParams, Speculation
+from cascade.scenario import PassCost
+from deployments.server import Server
+
+WORK = Path(__file__).parent / ".work"
+RESULTS = Path(__file__).parent / "results"
+FULL_CORE, OTHER_CORE = 0, 1
+MAX_TOKENS = 128
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
+LOCKSTEP_WINDOWS = {"medium": (4, 6, 8, 10), "tiny": (2, 3, 5)}
+console = Console(stderr=True)
+
+
+def tier(name: str, source: str, dtype: str, cores: list[int]) -> dict[str, Any]:
+    """One tier of the configuration, pinned to ``cores``."""
+    return {
+        "name": name,
+        "model_loading_config": {"model_id": name, "model_source": source},
+        "engine_kwargs": {"dtype": dtype, "num_threads": len(cores), "cpu_affinity": cores},
+        "deployment_config": {"ray_actor_options": {"num_cpus": 0}},
+    }
+
+
+def cascade_config(full: str) -> dict[str, Any]:
+    """Three tiers: the full one on its core, the others on the other."""
+    tiny, medium, _ = family.paths()
+    return {
+        "tiers": [
+            tier("tiny", tiny, "float32", [OTHER_CORE]),
+            tier("medium", medium, "float32", [OTHER_CORE]),
+            tier("full", full, "bfloat16", [FULL_CORE]),
+        ]
+    }
+
+
+def best_lockstep(client: Client) -> Mode:
+    """The fastest of all lockstep pairs, found on two prompts."""
+    modes = [
+        Mode(f"lockstep pair, {drafter}, window {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
+        for drafter, windows in LOCKSTEP_WINDOWS.items()
+        for window in windows
+    ]
+    results = measure(client.stream, modes, PARAMS, prompts=PROMPTS[:2])
+    for result in results:
+        console.print(f"  {result.mode.name}: {result.tokens_per_second:.1f} tokens/s")
+    return max(results, key=lambda result: result.tokens_per_second).mode
+
+
+def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float]]:
+    """Modes of the server, and Transformers' own speeds, tokens per second; in alternation."""
+    medium = family.paths()[1]
+    own: dict[str, list[tuple[int, float]]] = {"transformers_generate": [], "transformers_assisted": []}
+    with Server.start(cascade_config(full), port=0) as server, Client(server.address) as client:
+        modes = [
+            Mode("alone", Speculation("off")),
+            best_lockstep(client),
+            Mode("async_pair", Speculation(tiers=("medium",))),
+            Mode("async_three", Speculation()),
+        ]
+        results = [Measured(mode) for mode in modes]
+        for prompt in PROMPTS:
+            for result, again in zip(results, measure(client.stream, modes, PARAMS, prompts=[prompt]), strict=True):
+                result.merge(again)
+            for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, "bfloat16"))):
+                own[name].append(worker.submit(reference.generate, full, "bfloat16", prompt, MAX_TOKENS, assistant).result())
+            console.print(f"  {len(results[0].texts)}/{len(PROMPTS)} prompts")
+    rates = {name: sum(n for n, _ in runs) / sum(s for _, s in runs) for name, runs in own.items()}
+    return results, rates
+
+
+def measure_both_cores(full: str) -> float:
+    """Tokens per second of the full model alone with both cores."""
+    config = {"tiers": [tier("full", full, "bfloat16", [FULL_CORE, OTHER_CORE])]}
+    with Server.start(config, port=0) as server, Client(server.address) as client:
+        [result] = measure(client.stream, [Mode("alone_both_cores", Speculation("off"))], PARAMS)
+    return result.tokens_per_second
+
+
+def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], hop_s: float) -> dict[str, float]:
+    """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
+    tiny, medium, _ = family.paths()
+    tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
+    costs = []
+    for name, (source, dtype) in tiers.items():
+        points = tuple(worker.submit(reference.pass_costs, source, dtype).result())
+        console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in points))
+        costs.append(TierCost(name, PassCost(points=points), hop_s))
+    said: list[list[int]] = [[] for _ in tiers]
+    for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
+        for own, (source, dtype) in zip(said, tiers.values(), strict=True):
+            own += worker.submit(reference.own_tokens, source, dtype, prompt, text).result()
+    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]))
+    locked = results[1].mode.speculation
+    assert locked.tiers is not None
+    assert locked.window is not None
+    drafter = list(tiers).index(locked.tiers[0])
+    return {
+        "alone": bench.outcome((2,)).tokens_per_s,
+        "lockstep_pair": bench.outcome((drafter, 2), lockstep=True, window=locked.window).tokens_per_s,
+        "async_pair": bench.outcome((1, 2)).tokens_per_s,
+        "async_three": bench.outcome((0, 1, 2)).tokens_per_s,
+    }
+
+
+def timed(label: str, work: Callable[[], Any]) -> Any:
+    console.print(f"[bold]{label}[/]")
+    begin = time.perf_counter()
+    result = work()
+    console.print(f"  {time.perf_counter() - begin:.0f} s")
+    return result
+
+
+def main() -> None:
+    full = str(WORK / "full-200m")
+    # everything that is not pinned elsewhere inherits this: Ray, the router, this client
+    os.sched_setaffinity(0, [OTHER_CORE])
+    with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
+        parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
+        results, rates = timed("Serving three tiers", lambda: measure_cascade(full, worker))
+        both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
+        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s=0.0004))
+    report(results, rates, both, predicted, parameters)
+
+
+def report(
+    results: list[Measured], rates: dict[str, float], both: float, predicted: dict[str, float], parameters: int
+) -> None:
+    """Tables to standard error, the JSON document to a file and to the last line of standard output."""
+    alone, locked, pair, three = results
+    console.print(screen.speeds(results, "alone"), screen.acceptance(three.edges.values()))
+    served = {"alone": alone, "lockstep_pair": locked, "async_pair": pair, "async_three": three}
+    speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
+    [edge] = [edge for edge in three.edges.values() if (edge.drafter, edge.verifier) == ("medium", "full")]
+    document = {
+        "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
+        "predicted": {name: round(speed, 2) for name, speed in predicted.items()},
+        "ratios": {
+            "three_vs_alone": round(speeds["async_three"] / speeds["alone"], 3),
+            "three_vs_lockstep_pair": round(speeds["async_three"] / speeds["lockstep_pair"], 3),
+            "three_vs_alone_both_cores": round(speeds["async_three"] / both, 3),
+            "three_vs_predicted": round(speeds["async_three"] / predicted["async_three"], 3),
+            "alone_vs_transformers_generate": round(speeds["alone"] / speeds["transformers_generate"], 3),
+        },
+        "lockstep_pair": locked.mode.name,
+        "tokens_per_full_pass": round(three.tokens_per_full_pass, 3),
+        "accepted_share": round(edge.accepted / max(1, edge.proposed), 3),
+        "mean_wait_before_a_full_pass_ms": round(edge.waited_s / max(1, edge.passes) * 1e3, 2),
+        "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
+        "same_text": all(result.texts == alone.texts for result in results),
+        "full_parameters": parameters,
+        "max_tokens": MAX_TOKENS,
+        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "cascade.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the served cascade is compared with, and what the simulator needs: run in a process of its own, on its own core.
+
+Every function loads what it needs once; the process is a worker of `concurrent.futures.ProcessPoolExecutor`.
+"""
+
+import os
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from cascade import family
+from cascade.family.grow import grow
+from cascade.kv import Cache
+from cascade.model import Model
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+PASS_REPEATS = 12
+
+
+def pin(cores: list[int]) -> None:
+    """Bind this process to ``cores``, one thread a core."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+
+
+def grow_full(folder: Path) -> int:
+    """Write the embedded full model, grown to about 200 M parameters in bf16, to ``folder``; the number of parameters."""
+    if not (folder / "config.json").exists():
+        full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
+        grown = grow(full, hidden_size=960, intermediate_size=2560, num_layers=20, num_heads=30, num_kv_heads=10)
+        grown.to(torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(family.paths()[-1]).save_pretrained(folder)
+    return Model.from_pretrained(str(folder)).num_parameters
+
+
+@lru_cache
+def network(source: str, dtype: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
+
+
+@lru_cache
+def tokenizer(source: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(source)
+
+
+def generate(source: str, dtype: str, prompt: str, max_tokens: int, assistant: tuple[str, str] | None) -> tuple[int, float]:
+    """Transformers' own greedy ``generate``, assisted by the model ``assistant`` (source, dtype) if given: tokens, seconds."""
+    ids = tokenizer(source)(prompt, return_tensors="pt")
+    options = {"assistant_model": network(*assistant)} if assistant else {}
+    model = network(source, dtype)
+    begin = time.perf_counter()
+    out = model.generate(**ids, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **options)
+    return out.shape[1] - ids["input_ids"].shape[1], time.perf_counter() - begin
+
+
+@lru_cache
+def scorer(source: str, dtype: str) -> Model:
+    return Model.from_pretrained(source, dtype=dtype)
+
+
+def pass_costs(source: str, dtype: str, context: int = 150) -> list[tuple[int, float]]:
+    """Median seconds of a pass over 1, 2, ... tokens behind ``context`` others."""
+    model = scorer(source, dtype)
+    cache = model.new_cache()
+    model.run([Row(cache, 0, [7] * context, 1, GREEDY)])
+    points = []
+    for size in PASS_SIZES:
+        times = []
+        for _ in range(PASS_REPEATS):
+            begin = time.perf_counter()
+            model.run([Row(cache, context, [7] * size, size, GREEDY)])
+            times.append(time.perf_counter() - begin)
+        points.append((size, sorted(times)[len(times) // 2]))
+    return points
+
+
+def own_tokens(source: str, dtype: str, prompt: str, text: tuple[int, ...]) -> list[int]:
+    """What a tier says at each position of a finished text: ``[len(text)]``."""
+    model = scorer(source, dtype)
+    ids = tokenizer(source)(prompt)["input_ids"]
+    row = Row(Cache(), 0, [*ids, *text[:-1]], len(text), GREEDY)
+    return model.run([row])[0]

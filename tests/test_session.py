@@ -113,6 +113,7 @@ class Chain:
         row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params)
         [own] = self.models[level].run([row])
         commit = session.advance(work, own)
+        assert commit is None or session.num_pending == 1, "the last token, and only that, is scored by the next pass"
         self.pass_on(level, commit)
         if commit is not None and (proposal := session.proposal()) is not None:
             self.up[level].append(proposal)
@@ -212,14 +213,22 @@ class Wires(RuleBasedStateMachine):
         level=st.integers(1, 4),
         start=st.integers(-3, 30),
         tokens=st.lists(st.integers(-1, VOCAB), max_size=30),
-        num_origins=st.integers(0, 30),
-        fits=st.booleans(),
+        num_origins=st.none() | st.integers(0, 30),
+        num_right=st.integers(0, 4),
     )
-    def babble(self, level: int, start: int, tokens: list[int], num_origins: int, fits: bool) -> None:
-        session = self.chain.sessions[min(level, self.chain.top)]
-        if session is not None and session.drafter:
-            start = len(session.text) if fits else start
-            session.propose(Proposal(session.drafter_session, start, tuple(tokens), bytes(num_origins)))
+    def babble(self, level: int, start: int, tokens: list[int], num_origins: int | None, num_right: int) -> None:
+        """Guesses that no tier made; the first ``num_right`` of them true, so that they void what the drafter says."""
+        level = min(level, self.chain.top)
+        session, model = self.chain.sessions[level], self.chain.models[level]
+        if session is None or not session.drafter:
+            return
+        if num_right:
+            start, text = len(session.text), list(session.text)
+            for p in range(start, start + num_right):
+                text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.opening.params))
+            tokens = text[start:] + tokens
+        origins = bytes(len(tokens) if num_origins is None else num_origins)
+        session.propose(Proposal(session.drafter_session, start, tuple(tokens), origins))
 
     @precondition(lambda self: self.chain.num_opened < 12)
     @rule(level=st.integers(1, 4), again=st.booleans())
@@ -376,7 +385,42 @@ def test_commit_that_agrees_keeps_guesses() -> None:
     session.propose(Proposal("d", 3, (4, 5, 6), bytes([2, 2, 2])))
     session.commit(3, [4, 5])
     assert session.guess == [6]
+    assert session.committed == 5
+    session.propose(Proposal("d", 5, (6, 7, 8), bytes([2, 2, 2])))
+    session.commit(3, [4])  # says nothing new
+    assert session.committed == 5
     session.commit(5, [7])
+    assert session.guess == []
+
+
+def test_commit_that_differs_voids_guesses() -> None:
+    """Guards against guesses made for the text that was cut, even where they look like the new one."""
+    session = drafting(opening())
+    session.advance(session.work(10), [4])
+    session.propose(Proposal("d", 4, (7, 8), bytes([2, 2])))
+    session.commit(3, [7])
+    assert session.text == [1, 2, 3, 7]
+    assert session.guess == []
+
+
+def test_cut_voids_the_cache_from_there() -> None:
+    """Guards the cache: keys and values behind a cut are void even where the new text is longer than the old one."""
+    session = Session(opening(), "full", 0, VOCAB)
+    for token in (4, 5, 6):
+        session.advance(session.work(10), [token])
+    assert session.kv_len == 5
+    session.commit(3, [4, 9, 9, 9])
+    assert session.kv_len == 4
+    assert session.work(10).tokens == [9, 9, 9]
+
+
+def test_guesses_behind_a_pass_are_kept() -> None:
+    """Guards drafts that did not fit into a pass: they still follow a text that went on as they said."""
+    session = drafting(opening())
+    session.propose(Proposal("d", 3, (4, 5, 6), bytes([2, 2, 2])))
+    session.advance(session.work(4), [4, 5])
+    assert session.guess == [6]
+    session.advance(session.work(1), [7])
     assert session.guess == []
 
 
@@ -441,9 +485,27 @@ def test_totals_outlive_a_drafter() -> None:
     passes = {edge.verifier: 0 for edge in chain.full.edges}
     for edge in chain.full.edges:
         passes[edge.verifier] += edge.passes
-        assert edge.emitted == edge.passes + edge.accepted or edge.emitted >= edge.passes
+        assert edge.emitted == edge.passes + edge.accepted
+        assert edge.accepted <= edge.proposed
     assert passes["tier2"] == chain.passes
     assert len({(edge.drafter, edge.verifier) for edge in chain.full.edges}) == len(chain.full.edges)
+
+
+def test_totals_of_two_drafters_are_kept_apart() -> None:
+    """Guards metrics: a drafter is not praised or blamed for guesses of the one before."""
+    session = drafting(opening())
+    session.propose(Proposal("d", 3, (4,), bytes(1), (Edge("", "tiny", passes=2, emitted=2),)))
+    session.advance(session.work(10), [4, 5])
+    session.attach("medium", "e", ())
+    session.advance(session.work(10), [6])
+    session.propose(Proposal("e", 3, (4,), bytes(1), (Edge("", "medium", passes=1, emitted=1),)))
+    totals = {(edge.drafter, edge.verifier): (edge.passes, edge.accepted, edge.emitted) for edge in session.edges}
+    assert totals == {
+        ("tiny", "full"): (1, 1, 2),
+        ("medium", "full"): (1, 0, 1),
+        ("", "tiny"): (2, 0, 2),
+        ("", "medium"): (1, 0, 1),
+    }
 
 
 def test_origins_tell_who_said_it_first() -> None:

@@ -1,0 +1,181 @@
+"""Configuration of a served cascade. Names are those that users of Ray Serve LLM know.
+
+tiers:                                # bottom to top; the last is the full one
+  - name: tiny
+    model_loading_config: {model_id: Qwen/Qwen3-0.6B}
+    deployment_config: {ray_actor_options: {num_gpus: 1}}
+  - name: full
+    model_loading_config: {model_id: qwen3-32b, model_source: /models/qwen3-32b}
+    engine_kwargs: {dtype: bfloat16}
+    accelerator_type: H100
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cascade import family
+from cascade.errors import ConfigError
+from cascade.params import MAX_WINDOW
+from cascade.planner import Policy
+
+EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
+MAX_TIERS = 5
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelLoadingConfig(Section):
+    """Where a tier's model comes from."""
+
+    model_id: str  # its name, and its source unless one is given
+    model_source: str | None = None  # local path, hub id, or embedded:tiny, embedded:medium, embedded:full
+
+    @property
+    def source(self) -> str:
+        """What `from_pretrained` takes."""
+        source = self.model_source or self.model_id
+        return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+
+    @field_validator("model_source")
+    @classmethod
+    def _known(cls, source: str | None) -> str | None:
+        if source and source.startswith(EMBEDDED) and source.removeprefix(EMBEDDED) not in family.NAMES:
+            raise ValueError(f"the embedded models are {', '.join(EMBEDDED + name for name in family.NAMES)}")
+        return source
+
+
+class EngineKwargs(Section):
+    """How a replica runs its model."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # the checkpoint's if not given
+    device: str | None = None  # the GPU if there is one
+    revision: str | None = None
+    trust_remote_code: bool = False
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
+    cpu_affinity: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # cores the replica is bound to
+    max_pass_tokens: Annotated[int, Field(ge=1)] = 512
+    patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
+    max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
+
+    @property
+    def policy(self) -> Policy:
+        """When to start a pass."""
+        chosen = {"patience": self.patience, "max_guesses": self.max_guesses}
+        return Policy(**{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]
+
+
+class DeploymentConfig(Section):
+    """Options of the Ray Serve deployment, handed on as they are."""
+
+    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    autoscaling_config: dict[str, Any] | None = None
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
+    max_queued_requests: Annotated[int, Field(ge=-1)] = -1
+    max_replicas_per_node: Annotated[int, Field(ge=1)] | None = None
+    health_check_period_s: Annotated[float, Field(gt=0)] = 2.0
+    health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
+    graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
+
+
+class TierConfig(Section):
+    """One tier: a model and its deployment."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+    model_loading_config: ModelLoadingConfig
+    engine_kwargs: EngineKwargs = EngineKwargs()
+    accelerator_type: str | None = None  # such as L4, A100, H100
+    placement_group_config: dict[str, Any] | None = None  # bundles, strategy
+    deployment_config: DeploymentConfig = DeploymentConfig()
+
+
+class RouterConfig(Section):
+    """The gRPC ingress."""
+
+    deployment_config: DeploymentConfig = DeploymentConfig(max_queued_requests=256)
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
+
+
+class CascadeConfig(Section):
+    """A whole cascade."""
+
+    tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
+    router: RouterConfig = RouterConfig()
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 16  # tokens a lower tier may run ahead
+    max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
+    verify: bool = True  # compare tokenizers and contexts before anything starts
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Self:
+        names = [tier.name for tier in self.tiers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"two tiers are named {twice!r}; give each its own name")
+        if "router" in names:
+            raise ValueError("no tier can be named 'router'; that is the name of the ingress")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tiers, bottom to top."""
+        return tuple(tier.name for tier in self.tiers)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], origin: str = "The configuration") -> Self:
+        """Check ``values``; raises `ConfigError` with one sentence that names the field, the value and the fix."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{origin}: {_sentence(error)}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a YAML file; raises `ConfigError`."""
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must be a mapping with the key 'tiers'")
+        return cls.parse(values, str(path))
+
+    @classmethod
+    def demo(cls) -> Self:
+        """The embedded family on CPU, one thread each."""
+        tiers = [
+            {
+                "name": name,
+                "model_loading_config": {"model_id": f"cascade-{name}", "model_source": EMBEDDED + name},
+                "engine_kwargs": {"dtype": "float32", "num_threads": 1},
+                "deployment_config": {"ray_actor_options": {"num_cpus": 0.5}},
+            }
+            for name in family.NAMES
+        ]
+        return cls.parse({"tiers": tiers})
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem: where, what it is, what it must be."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the whole"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not a known key; remove it or mend its spelling"
+    if first["type"] == "missing":
+        return f"{where} is missing; add it"
+    value = first["input"]
+    shown = f" is {value!r}" if isinstance(value, str | int | float | bool | None) else ""
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}{shown}: {message}{more}"

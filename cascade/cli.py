@@ -72,14 +72,13 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
 
 @main.command()
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@click.option("--host", help="Address to listen on. Loopback unless given.")
 @click.option("--port", type=int, help="gRPC port.")
-def serve(config: Path | None, host: str | None, port: int | None) -> None:
+def serve(config: Path | None, port: int | None) -> None:
     """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the embedded family without one."""
     from deployments.server import Server
 
     with console.status("Starting Ray and the tiers"):
-        server = Server.start(config, host=host, port=port)
+        server = Server.start(config, port=port)
     try:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.\n")
         console.print(usage(server.address), markup=False)
@@ -148,7 +147,9 @@ def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: b
 
 
 @main.command()
-@click.option("--address", help=f"Of a server. Without one the embedded family runs in this process. Example: {DEFAULT_ADDRESS}")
+@click.option(
+    "--address", help=f"Of a server. Without one the embedded family runs in this process. Example: {DEFAULT_ADDRESS}"
+)
 @click.option("--max-tokens", default=128, show_default=True)
 @click.option("--temperature", "-t", default=0.0, show_default=True)
 @click.option("--rounds", default=1, show_default=True, help="Times each prompt is sent in each mode.")
@@ -215,9 +216,7 @@ def family() -> None:
     """The embedded models: train them again, look at how well they agree."""
 
 
-def show_stream(
-    stream: Stream, prompt: str, params: SamplingParams, speculation: Speculation, names: tuple[str, ...]
-) -> None:
+def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation: Speculation, names: tuple[str, ...]) -> None:
     """Print the answer as it comes, coloured by history, and what it took."""
     console.print(screen.legend(names), "\n")
     console.print(prompt, end="", style="dim", markup=False)
@@ -234,9 +233,7 @@ def show_stream(
         )
 
 
-def compare(
-    stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int, as_json: bool = False
-) -> None:
+def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int, as_json: bool = False) -> None:
     """Measure the full model alone and every chain below it, and print the tables."""
     lower = names[:-1]
     chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
@@ -277,4 +274,3 @@ class connected:
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
-

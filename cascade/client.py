@@ -1,0 +1,233 @@
+"""Clients of a served cascade. They need neither torch nor Ray; answers are those of the library.
+
+>>> with Client("127.0.0.1:9000") as client:
+...     print(client.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import grpc
+
+from cascade.answer import Chunk, Completion, FinishReason, Stats
+from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from cascade.messages import Edge, origin
+from cascade.params import SamplingParams, Speculation
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+
+Prompt: TypeAlias = str | Sequence[int]
+
+ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """One tier of a server; ``sessions`` are those of the replica that answered."""
+
+    name: str
+    model: str
+    replicas: int
+    sessions: int
+    context_len: int
+    vocab_size: int
+    parameters: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server serves; tiers bottom to top."""
+
+    tiers: tuple[TierInfo, ...]
+    max_model_len: int
+    window: int
+    version: str
+
+
+class Client:
+    """Talks to the server at ``address``; ``application`` names the Serve application if there are several.
+
+    Errors of the server are those of `cascade.errors`. ``timeout_s`` is the deadline of each request.
+    """
+
+    def __init__(self, address: str, *, application: str | None = None, timeout_s: float | None = None) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
+        self._metadata = _metadata(application)
+        self._timeout_s = timeout_s
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Completion:
+        """The whole text behind ``prompt``, a string or token ids."""
+        with errors():
+            request = encode_request(prompt, params, speculation)
+            response = self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
+            return _completion(response.text, list(response.tokens), response.finish)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Iterator[Chunk]:
+        """The text piece by piece; closing the iterator ends the request on the server."""
+        pieces = Pieces()
+        with errors():
+            request = encode_request(prompt, params, speculation)
+            call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                for response in call:
+                    yield pieces.take(response)
+            finally:
+                call.cancel()
+
+    def describe(self) -> ServerInfo:
+        """What is served."""
+        with errors():
+            return _server_info(self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """`Client` for an event loop."""
+
+    def __init__(self, address: str, *, application: str | None = None, timeout_s: float | None = None) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
+        self._metadata = _metadata(application)
+        self._timeout_s = timeout_s
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> Completion:
+        """The whole text behind ``prompt``, a string or token ids."""
+        with errors():
+            request = encode_request(prompt, params, speculation)
+            response = await self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
+            return _completion(response.text, list(response.tokens), response.finish)
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+    ) -> AsyncIterator[Chunk]:
+        """The text piece by piece; closing the iterator ends the request on the server."""
+        pieces = Pieces()
+        with errors():
+            request = encode_request(prompt, params, speculation)
+            call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                async for response in call:
+                    yield pieces.take(response)
+            finally:
+                call.cancel()
+
+    async def describe(self) -> ServerInfo:
+        """What is served."""
+        with errors():
+            return _server_info(await self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Pieces:
+    """Turns responses of a stream into chunks, the last of which brings the completion."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._tokens: list[pb.Token] = []
+
+    def take(self, response: pb.GenerateResponse) -> Chunk:
+        """One more response."""
+        self._text.append(response.text)
+        self._tokens += response.tokens
+        completion = None
+        if response.HasField("finish"):
+            completion = _completion("".join(self._text), self._tokens, response.finish)
+        ids = tuple(token.id for token in response.tokens)
+        ends = tuple(token.end for token in response.tokens)
+        return Chunk(response.text, ids, ends, _origins(response.tokens), completion)
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """Raise the library's errors instead of gRPC's."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        code = error.code()
+        if code is grpc.StatusCode.CANCELLED:
+            raise
+        raise ERRORS.get(code, CascadeError)(error.details() or str(code)) from None
+
+
+def encode_request(prompt: Prompt, params: SamplingParams | None, speculation: Speculation | None) -> pb.GenerateRequest:
+    """The request on the wire; raises `InvalidRequest` for what the protocol cannot say."""
+    params, speculation = params or SamplingParams(), speculation or Speculation()
+    mode = "off" if speculation.tiers == () else speculation.mode
+    try:
+        return pb.GenerateRequest(
+            prompt=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
+            sampling=pb.Sampling(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=params.seed,
+                stop=params.stop,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=params.ignore_eos,
+            ),
+            speculation=pb.Speculation(
+                mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
+            ),
+        )
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidRequest(f"The request cannot be sent: {error}") from None
+
+
+def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish) -> Completion:
+    edges = tuple(Edge(e.drafter, e.verifier, e.passes, e.proposed, e.accepted, e.emitted, e.waited_s) for e in finish.edges)
+    reason: FinishReason = "length" if finish.reason == "length" else "stop"
+    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges)
+    return Completion(text, tuple(token.id for token in tokens), reason, finish.seed, stats, _origins(tokens))
+
+
+def _origins(tokens: Sequence[pb.Token]) -> bytes:
+    return bytes(origin(token.level, token.corrected) for token in tokens)
+
+
+def _server_info(response: pb.DescribeResponse) -> ServerInfo:
+    tiers = tuple(
+        TierInfo(t.name, t.model, t.replicas, t.sessions, t.context_len, t.vocab_size, t.parameters, t.device)
+        for t in response.tiers
+    )
+    return ServerInfo(tiers, response.max_model_len, response.window, response.version)
+
+
+def _metadata(application: str | None) -> tuple[tuple[str, str], ...]:
+    return (("application", application),) if application else ()

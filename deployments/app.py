@@ -1,0 +1,113 @@
+"""From a configuration to a Ray Serve application. The only place that binds deployments.
+
+serve run deployments.app:build config=my.yaml
+serve deploy cluster/serve/demo.yaml
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from transformers import AutoConfig
+
+from cascade.config import CascadeConfig, TierConfig
+from cascade.errors import ConfigError
+from cascade.tokenizer import Tokenizer
+from deployments.router import Router
+from deployments.tier import TierReplica
+
+# user code in the replica's own event loop: one thread less between a link and its tier (must be set before Serve is imported)
+ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+QUIET = {"enable_access_log": False}
+
+
+def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
+    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; the embedded family if empty.
+
+    Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
+    """
+    config = parse(args)
+    if config.verify:
+        verify(config)
+    handles: dict[str, Any] = {}
+    for level, tier in enumerate(config.tiers):
+        deployment = serve.deployment(TierReplica, **tier_options(tier))
+        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles))
+    router = config.router.deployment_config.model_dump(exclude_none=True)
+    router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
+    deployment = serve.deployment(Router, name="router", logging_config=QUIET, **router)
+    return deployment.bind(config.model_dump(mode="json"), handles)
+
+
+def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
+    """The configuration that `build` was given."""
+    if isinstance(args, CascadeConfig):
+        return args
+    if not args:
+        return CascadeConfig.demo()
+    if "config" in args:
+        if len(args) > 1:
+            raise ConfigError("config is a path: give it alone, or give the keys of the configuration without it")
+        return CascadeConfig.load(Path(args["config"]))
+    return CascadeConfig.parse(args)
+
+
+def tier_options(tier: TierConfig) -> dict[str, Any]:
+    """Ray Serve's options for the deployment of a tier."""
+    options = tier.deployment_config.model_dump(exclude_none=True)
+    actor = _environment(options.pop("ray_actor_options"))
+    if tier.accelerator_type is not None:
+        actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
+    if tier.placement_group_config is not None:
+        known = {"bundles": "placement_group_bundles", "strategy": "placement_group_strategy"}
+        for key, value in tier.placement_group_config.items():
+            if key not in known:
+                raise ConfigError(
+                    f"placement_group_config of tier {tier.name} has the key {key!r}: it takes {', '.join(known)}"
+                )
+            options[known[key]] = value
+    return {"name": tier.name, "logging_config": QUIET, "ray_actor_options": actor, **options}
+
+
+def verify(config: CascadeConfig) -> None:
+    """Compare tokenizers and contexts of all tiers, without loading weights; raises `ConfigError`."""
+    full = config.tiers[-1]
+    fingerprints = {tier.name: _tokenizer(tier).fingerprint for tier in config.tiers}
+    for tier in config.tiers:
+        if fingerprints[tier.name] != fingerprints[full.name]:
+            raise ConfigError(
+                f"Tier {tier.name} ({tier.model_loading_config.source}) and tier {full.name} "
+                f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
+            )
+        context = _context_len(tier)
+        if config.max_model_len is not None and context is not None and context < config.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, but tier {tier.name} takes {context} tokens: "
+                "lower it or choose another model"
+            )
+
+
+def _tokenizer(tier: TierConfig) -> Tokenizer:
+    engine = tier.engine_kwargs
+    source = tier.model_loading_config.source
+    return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+
+
+def _context_len(tier: TierConfig) -> int | None:
+    engine = tier.engine_kwargs
+    source = tier.model_loading_config.source
+    try:
+        config = AutoConfig.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model_source of tier {tier.name} is {source!r}, which has no readable config: {reason}") from None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
+    """Actor options with our environment below the user's."""
+    runtime_env = dict(actor.get("runtime_env") or {})
+    runtime_env["env_vars"] = ENVIRONMENT | dict(runtime_env.get("env_vars") or {})
+    return {**actor, "runtime_env": runtime_env}

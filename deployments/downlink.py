@@ -1,0 +1,203 @@
+"""The caller's end of links: an Open takes a lease on a replica of the tier it names, and what follows goes there."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.v1 import link_pb2_grpc
+from deployments.codec import decode, encode
+from deployments.link import CHANNEL_OPTIONS, Mailbox
+
+log = logging.getLogger(__name__)
+
+
+class Lease(Protocol):
+    """A lease being held: yields the replica's address, then stays open; a streaming Serve call."""
+
+    def __aiter__(self) -> AsyncIterator[str]: ...
+
+    def cancel(self) -> Any: ...
+
+
+Lessor = Callable[[str], Lease]
+"""Takes a lease for a session on some replica of a tier."""
+
+
+@dataclass(slots=True)
+class Route:
+    """Where the messages of a session go."""
+
+    tier: str
+    waiting: list[Message]  # until there is a stream
+    stream: "Stream | None" = None
+    opening: "asyncio.Task[None] | None" = None
+    lease: Lease | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """The one stream to a replica, for all sessions that go there."""
+
+    address: str
+    mailbox: Mailbox
+    sessions: set[str] = field(default_factory=set)
+    task: "asyncio.Task[None] | None" = None
+
+
+class Downlink(Link):
+    """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
+
+    Made in a running event loop; `send` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        lessors: Mapping[str, Lessor],
+        deliver: Callable[[Sequence[Message]], object],
+        *,
+        lease_timeout_s: float = 5.0,
+    ) -> None:
+        self._lessors = lessors
+        self._deliver = deliver
+        self._lease_timeout_s = lease_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._routes: dict[str, Route] = {}
+        self._streams: dict[str, Stream] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._routes)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self.put, messages)
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """`send` from the loop's own thread."""
+        batches: dict[str, list[Message]] = {}
+        for message in messages:
+            if isinstance(message, Open):
+                self._open(message)
+                continue
+            route = self._routes.get(message.session)
+            if route is None:
+                continue
+            if route.stream is None:
+                route.waiting.append(message)
+            else:
+                batches.setdefault(route.stream.address, []).append(message)
+            if isinstance(message, Close):
+                self._leave(message.session)
+        for address, batch in batches.items():
+            if address in self._streams:
+                self._streams[address].mailbox.put(batch)
+
+    async def close(self) -> None:
+        """Break all links and let go of all leases."""
+        for session in list(self._routes):
+            self._leave(session)
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+
+    # sessions
+
+    def _open(self, opening: Open) -> None:
+        route = self._routes[opening.session] = Route(opening.tier, [opening])
+        route.opening = self._loop.create_task(self._take_lease(opening, route))
+
+    async def _take_lease(self, opening: Open, route: Route) -> None:
+        session = opening.session
+        try:
+            lessor = self._lessors[opening.tier]
+            route.lease = lessor(session)
+            address = await asyncio.wait_for(anext(aiter(route.lease)), self._lease_timeout_s)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # whatever Ray raises: the tier cannot be had
+            reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
+            log.info("Session %s: %s: %s", session, reason, error)
+            self._fail(session, reason)
+            return
+        route.stream = self._stream(address)
+        route.stream.sessions.add(session)
+        route.stream.mailbox.put(route.waiting)
+        route.waiting = []
+        route.opening = None
+
+    def _leave(self, session: str) -> None:
+        """Forget a session and let go of its lease."""
+        route = self._routes.pop(session, None)
+        if route is None:
+            return
+        if route.opening is not None:
+            route.opening.cancel()
+        if route.stream is not None:
+            route.stream.sessions.discard(session)
+        if route.lease is not None:
+            self._loop.create_task(_cancel(route.lease))
+
+    def _fail(self, session: str, reason: str) -> None:
+        route = self._routes.get(session)
+        if route is not None:
+            route.opening = None
+            self._leave(session)
+            self._deliver([Failed(session, reason, route.tier)])
+
+    # streams
+
+    def _stream(self, address: str) -> Stream:
+        if address not in self._streams:
+            stream = self._streams[address] = Stream(address, Mailbox(self._loop))
+            stream.task = self._loop.create_task(self._run(stream))
+        return self._streams[address]
+
+    async def _run(self, stream: Stream) -> None:
+        """Carry messages both ways until the link breaks; then its sessions have failed."""
+        reason = "the link was closed"
+        channel = grpc.aio.insecure_channel(stream.address, options=CHANNEL_OPTIONS)
+        self._channels[stream.address] = channel
+        writing: asyncio.Task[None] | None = None
+        try:
+            call = link_pb2_grpc.LinkStub(channel).Connect()
+            writing = self._loop.create_task(_write(call, stream.mailbox))
+            async for batch in call:
+                self._hear(decode(batch))
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            reason = error.details() or str(error.code()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        finally:
+            if writing is not None:
+                writing.cancel()
+            self._streams.pop(stream.address, None)
+            self._channels.pop(stream.address, None)
+            for session in list(stream.sessions):
+                self._fail(session, f"the link to {stream.address} broke ({reason})")
+            await channel.close()
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        known = [message for message in messages if message.session in self._routes]
+        for message in known:
+            if isinstance(message, Failed):
+                self._leave(message.session)
+        if known:
+            self._deliver(known)
+
+
+async def _write(call: Any, mailbox: Mailbox) -> None:
+    while True:
+        await call.write(encode(await mailbox.take()))
+
+
+async def _cancel(lease: Lease) -> None:
+    with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
+        lease.cancel()

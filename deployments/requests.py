@@ -1,0 +1,88 @@
+"""Between the client's protocol and the library's words."""
+
+from typing import Any
+
+from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from cascade.answer import Chunk, Completion
+from cascade.errors import InvalidRequest
+from cascade.messages import origin_corrected, origin_level
+from cascade.params import SamplingParams, Speculation
+from cascade.tokenizer import Tokenizer
+from cascade.v1 import serving_pb2 as pb
+
+MAX_PROMPT_CHARS = 4_000_000
+
+
+def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the prompt; raises `InvalidRequest`."""
+    refuse_unknown(request, "the request")
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if len(request.prompt) > MAX_PROMPT_CHARS:
+        raise InvalidRequest(f"The prompt has {len(request.prompt)} characters: at most {MAX_PROMPT_CHARS} are tokenized")
+    return tokenizer.encode(request.prompt)
+
+
+def parse_sampling(request: pb.GenerateRequest) -> SamplingParams:
+    """Sampling parameters, defaults where nothing is set; raises `InvalidRequest`."""
+    sampling = request.sampling
+    refuse_unknown(sampling, "sampling")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in names if sampling.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids), **chosen)
+
+
+def parse_speculation(request: pb.GenerateRequest) -> Speculation:
+    """How drafts may be used; raises `InvalidRequest`."""
+    speculation = request.speculation
+    refuse_unknown(speculation, "speculation")
+    names = ("mode", "window", "schedule")
+    chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}  # type: ignore[arg-type]
+    return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
+
+
+def refuse_unknown(message: ProtoMessage, where: str) -> None:
+    """A parameter is honoured or refused: raises `InvalidRequest` if there are fields that this version does not know."""
+    unknown = [field.field_number for field in UnknownFieldSet(message)]
+    if unknown:
+        numbers = ", ".join(map(str, unknown))
+        raise InvalidRequest(f"There are unknown fields in {where} (numbers {numbers}): is the client newer than the server?")
+
+
+def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
+    """Tokens of a piece with their history; ``num_chars`` come before it in the message's text."""
+    return [
+        pb.Token(id=id, level=origin_level(byte), corrected=origin_corrected(byte), end=num_chars + end)
+        for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
+    ]
+
+
+def finish(completion: Completion | None) -> pb.Finish | None:
+    """How the answer ended, with the last message."""
+    if completion is None:
+        return None
+    edges = [
+        pb.Edge(
+            drafter=edge.drafter,
+            verifier=edge.verifier,
+            passes=edge.passes,
+            proposed=edge.proposed,
+            accepted=edge.accepted,
+            emitted=edge.emitted,
+            mean_accepted_len=edge.mean_accepted_len,
+            waited_s=edge.waited_s,
+        )
+        for edge in completion.stats.edges
+    ]
+    return pb.Finish(
+        reason=completion.finish_reason,
+        seed=completion.seed,
+        prompt_tokens=completion.stats.prompt_tokens,
+        completion_tokens=completion.stats.completion_tokens,
+        edges=edges,
+    )

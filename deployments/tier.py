@@ -1,0 +1,96 @@
+"""The deployment of one tier: a shim around `cascade.tier.Tier` that loads the model and joins the links."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray.util
+import torch
+from ray.serve.handle import DeploymentHandle
+
+from cascade.config import EngineKwargs, TierConfig
+from cascade.model import Model
+from cascade.tier import Tier
+from deployments.downlink import Downlink, Lessor
+from deployments.link import LinkServer
+
+LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
+
+
+class TierReplica:
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name."""
+
+    async def __init__(self, config: Mapping[str, Any], level: int, lower: Mapping[str, DeploymentHandle]) -> None:
+        self._config = TierConfig.model_validate(config)
+        engine = self._config.engine_kwargs
+        bind_threads(engine)
+        self._model = await asyncio.to_thread(_load, self._config)
+        self._tier = Tier(self._config.name, level, self._model, policy=engine.policy, max_pass_tokens=engine.max_pass_tokens)
+        lessors = {name: lessor(handle) for name, handle in lower.items()}
+        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
+        self._tier.below = self._downlink if lower else None
+        self._server = LinkServer(self._tier)
+        self._tier.start()
+        await self._server.start(ray.util.get_node_ip_address())
+
+    async def lease(self, session: str) -> AsyncIterator[str]:
+        """Hold this replica for a session: the address for its link, then nothing until the session is over."""
+        async for address in self._server.lease(session):
+            yield address
+
+    async def describe(self) -> dict[str, Any]:
+        """What runs here; sessions and leases are 0 when idle."""
+        stats = self._tier.snapshot()
+        return {
+            "name": self._config.name,
+            "model": self._config.model_loading_config.model_id,
+            "context_len": self._model.context_len,
+            "vocab_size": self._model.vocab_size,
+            "parameters": self._model.num_parameters,
+            "device": str(self._model.device),
+            "pid": os.getpid(),
+            "sessions": self._tier.num_sessions,
+            "leases": len(self._server.leases),
+            "drafting": self._downlink.num_sessions,
+            "passes": stats.passes,
+            "busy_s": stats.busy_s,
+            "pass_s": stats.pass_s,
+        }
+
+    def check_health(self) -> None:
+        """Called by Serve; raising makes it replace this replica."""
+        if not self._tier.healthy:
+            raise RuntimeError(f"the loop of tier {self._config.name} has stopped or its passes fail")
+
+    async def __del__(self) -> None:
+        await self._server.stop()
+        await self._downlink.close()
+        await asyncio.to_thread(self._tier.close)
+
+
+def lessor(handle: DeploymentHandle) -> Lessor:
+    """Takes leases on the replicas behind ``handle``."""
+    streaming = handle.options(stream=True)
+    return lambda session: streaming.lease.remote(session)
+
+
+def bind_threads(engine: EngineKwargs) -> None:
+    """Bind all threads of this process to the configured cores, and limit those of a pass."""
+    if engine.cpu_affinity is not None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
+    if engine.num_threads is not None:
+        torch.set_num_threads(engine.num_threads)
+
+
+def _load(config: TierConfig) -> Model:
+    engine = config.engine_kwargs
+    return Model.from_pretrained(
+        config.model_loading_config.source,
+        dtype=engine.dtype,
+        device=engine.device,
+        revision=engine.revision,
+        trust_remote_code=engine.trust_remote_code,
+    )

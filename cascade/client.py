@@ -141,7 +141,7 @@ class AsyncClient:
             return _server_info(await self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,20 +4,25 @@ A row of a pass writes its keys and values at its positions and attends to every
 at an earlier position, and needs no code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
+ATTENTION = "cascade"  # our attention function's name at Transformers
+SURVEY = "cascade_survey"  # another, which only notes what each layer may see
+FAR = 4096  # a position to ask a mask about that names no size of its own
 FIRST_CAPACITY = 64  # positions; storage doubles when it is full
 
 
 class Cache:
     """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``, growing; K and V may differ in size."""
+
+    __slots__ = ("_layers",)
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -58,17 +63,19 @@ class Span:
     begin: int
     end: int
     start: int
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # shared by all layers of a pass
+    masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)  # shared by all layers of a pass
 
-    def mask(self, window: int | None, group: int, device: torch.device) -> Tensor:
-        """What each query may see, bool ``[group * n, start + n]``; queries of a group's heads lie behind each other."""
-        key = (window, group)
+    def mask(self, visible: int, window: int | None, group: int, device: torch.device) -> Tensor:
+        """What each query may see of the last ``visible`` positions, bool ``[group * n, visible]``.
+
+        Queries of a group's heads lie behind each other.
+        """
+        key = (visible, window, group)
         if key not in self.masks:
-            queries = torch.arange(self.start, self.start + self.end - self.begin, device=device)[:, None]
-            keys = torch.arange(self.start + self.end - self.begin, device=device)[None]
-            seen = keys <= queries
+            n = self.end - self.begin
+            seen = torch.ones(n, visible, dtype=torch.bool, device=device).tril(visible - n)
             if window is not None:
-                seen &= keys > queries - window
+                seen = seen.triu(visible - n - window + 1)
             self.masks[key] = seen.repeat(group, 1)
         return self.masks[key]
 
@@ -78,7 +85,15 @@ class Pass:
     """The rows of one forward, on their way through the model to the attention function."""
 
     spans: Sequence[Span]
-    layers: set[int] = field(default_factory=set)  # layers that asked; a model is refused unless all do
+    windows: dict[int, int | None]  # by layer: positions a query sees, itself included; see `Survey`
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a forward with the attention `SURVEY` found: the window of each layer, as by the mask the model makes for it."""
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+    strange: bool = False  # some layer's mask is neither causal nor a sliding window
 
 
 def attend(
@@ -89,7 +104,6 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cascade_pass: Pass | None = None,
@@ -98,43 +112,50 @@ def attend(
     """Attention of a packed pass, for `transformers.AttentionInterface`.
 
     ``query`` ``[1, heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[1, kv_heads, total_tokens, head_dim]``; returns
-    ``[1, total_tokens, heads, head_dim]``. Sliding windows, soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured.
+    ``[1, total_tokens, heads, head_dim]``. Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the
+    pass's, for not every model that slides says so here.
     """
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    cascade_pass.layers.add(layer)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    window = cascade_pass.windows[layer]
+    query, key, value = query[0], key[0], value[0]
     pieces = []
     for span in cascade_pass.spans:
         rows = slice(span.begin, span.end)
-        keys, values = span.cache.write(layer, span.start, key[0, :, rows], value[0, :, rows])
-        queries = query[0, :, rows]
+        keys, values = span.cache.write(layer, span.start, key[:, rows], value[:, rows])
         if softcap is None and s_aux is None:
-            pieces.append(_attend(span, queries, keys, values, scaling, sliding_window))
+            pieces.append(_attend(span, query[:, rows], keys, values, scaling, window))
         else:
-            pieces.append(_attend_plainly(span, queries, keys, values, scaling, sliding_window, softcap, s_aux))
+            pieces.append(_attend_plainly(span, query[:, rows], keys, values, scaling, window, softcap, s_aux))
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
     return out.transpose(0, 1)[None], None
 
 
-def _attend(
-    span: Span, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
+def _visible(n: int, length: int, window: int | None) -> tuple[int, int | None]:
+    """How many last positions any of ``n`` queries sees, and the window if it hides any of those from some query."""
+    if window is None or window >= length:
+        return length, None
+    return min(length, window + n - 1), window if n > 1 else None
+
+
+def _attend(span: Span, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """``[heads, n, head_dim]`` against ``[kv_heads, length, head_dim]`` by PyTorch's fused kernels."""
     (heads, n, _), (kv_heads, length, _) = query.shape, key.shape
     group = heads // kv_heads
-    if window is not None and window >= length:
-        window = None
-    if n == length and window is None:  # a whole prompt
+    visible, window = _visible(n, length, window)
+    if n == length and n > 1 and window is None:  # a whole prompt
         out = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=n > 1, scale=scaling, enable_gqa=group > 1
+            query[None], key[None], value[None], is_causal=True, scale=scaling, enable_gqa=group > 1
         )
         return out[0]
+    if visible < length:
+        key, value = key[:, length - visible :], value[:, length - visible :]
     # heads that share keys become queries of one head: nothing is copied for them
-    mask = None if n == 1 and window is None else span.mask(window, group, query.device)
-    folded = query.reshape(kv_heads, group * n, -1)
-    out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=mask, scale=scaling)
-    return out[0].reshape(heads, n, -1)
+    mask = None if n == 1 else span.mask(visible, window, group, query.device)
+    folded = query.reshape(1, kv_heads, group * n, -1)
+    out = F.scaled_dot_product_attention(folded, key[None], value[None], attn_mask=mask, scale=scaling)
+    return out.reshape(heads, n, -1)
 
 
 def _attend_plainly(
@@ -150,17 +171,57 @@ def _attend_plainly(
     """The same written out, for models that cap scores (Gemma 2) or let heads attend to nothing (GPT-OSS)."""
     (heads, n, head_dim), (kv_heads, length, _) = query.shape, key.shape
     group = heads // kv_heads
+    visible, window = _visible(n, length, window)
+    key, value = key[:, length - visible :], value[:, length - visible :]
     folded = query.reshape(kv_heads, group * n, head_dim)
     scores = folded @ key.transpose(1, 2) * (head_dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~span.mask(window, group, query.device), -torch.inf)
+    if n > 1:
+        scores = scores.masked_fill(~span.mask(visible, window, group, query.device), -torch.inf)
     if sinks is not None:
         sink = sinks.reshape(kv_heads, group, 1).expand(-1, -1, n).reshape(kv_heads, group * n, 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., :length]
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., :visible]
     return (weights @ value).reshape(heads, n, -1)
 
 
-# No mask function is registered beside it: for a name without one Transformers builds no masks, and none are wanted here.
-AttentionInterface.register("cascade", attend)
+def survey(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cascade_pass: Survey | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Note the window of a layer; the outcome of attention is of no interest."""
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
+    cascade_pass.strange |= window < 0
+    cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def sight(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
+    """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
+
+    Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
+    """
+    far = 2 * local_size if local_size else FAR
+    counts = set()
+    for position in (far, far + far // 4):  # chunks, unlike windows, show less to one than to the other
+        query, keys, first = torch.tensor(position), torch.arange(position + 2), torch.tensor(0)
+        seen = mask_function(first, first, query, keys).expand_as(keys)
+        count = int(seen.sum())
+        regular = seen[position + 1 - count : position + 1].all() and not seen[position + 1]
+        counts.add(-1 if not regular else 0 if count == position + 1 else count)
+    return torch.tensor(counts.pop() if len(counts) == 1 else -1).reshape(1, 1, 1, 1)
+
+
+# No mask function is registered for ATTENTION: for a name without one Transformers builds no masks, and none are wanted.
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(SURVEY, survey)
+AttentionMaskInterface.register(SURVEY, sight)

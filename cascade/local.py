@@ -102,7 +102,7 @@ class Cascade:
     # requests
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and meant as one prompt
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
     ) -> Completion: ...
 

@@ -9,10 +9,15 @@ LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Start with whatever guesses are there; when there are none, wait a fraction of a pass, then go alone."""
+    """Wait for one more guess while it is worth the wait, then start with those that are there.
 
-    patience: float = 0.5  # longest wait for guesses, as a share of one pass of this tier
-    wanted: int = 1  # guesses to wait for; a pass starts at once with that many
+    One more guess is of use if the ``k`` at hand are all right: with probability ``agreement ** k``. It takes the drafter
+    ``1 / guesses`` passes of this tier to make it. The session measures both, see `cascade.session.Pace`. So a tier far
+    slower than its drafter waits for a few guesses after a correction, and one that is not starts at once.
+    """
+
+    patience: float = 1.0  # longest wait for guesses, as a share of one pass of this tier
+    guess_worth: float = 0.17  # what one more guess is worth if those before it are right, as a share of one pass
     max_guesses: int = 16  # guesses scored in one pass at most
 
     def start_at(self, session: Session, since: float, pass_s: float) -> float:
@@ -24,6 +29,7 @@ class Policy:
             return since
         if session.opening.lockstep:
             return since if session.window_full else since + LOCKSTEP_PATIENCE_S
-        if session.usable >= min(self.wanted, session.room):
-            return since
-        return since + self.patience * pass_s
+        pace, usable = session.pace, session.usable
+        if usable < session.room and self.guess_worth * pace.agreement**usable > 1 / pace.guesses:
+            return since + self.patience * pass_s
+        return since

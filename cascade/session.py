@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from cascade.messages import Close, Commit, Edge, Open, Proposal, origin
 
+PACE_WEIGHT = 0.3  # of the latest count of guesses
+
 
 class ProtocolError(Exception):
     """The tier above sent a commit that does not join the text: the link is broken and the session void."""
@@ -26,6 +28,34 @@ class Work:
     tokens: list[int]
     num_own: int  # 0 for a prefill chunk that does not end the text, else 1 + num_guess
     num_guess: int
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast a drafter guesses and how well, counted in passes of its verifier, without a clock."""
+
+    guesses: float = 4.0  # that come while one pass runs
+    right: float = 3.0  # guesses found right, and to begin with a few made up
+    wrong: float = 1.0  # guesses found wrong; those behind them do not count
+    _left: int | None = None  # guesses left by the last pass, None if the drafter was corrected
+
+    @property
+    def agreement(self) -> float:
+        """Share of right guesses among those that followed right ones."""
+        return self.right / (self.right + self.wrong)
+
+    def passed(self, num_guess: int, num_right: int, num_own: int) -> None:
+        """A pass gave ``num_own`` tokens where ``num_guess`` guesses were at hand, of which ``num_right`` agree with them."""
+        if self._left is not None and num_guess:
+            self.guesses += PACE_WEIGHT * (num_guess - self._left - self.guesses)
+        corrected = num_right < min(num_guess, num_own)
+        self.right += num_right
+        self.wrong += corrected
+        self._left = None if corrected else num_guess - num_own  # -1: the drafter has a guess for the last own token to come
+
+    def stopped(self) -> None:
+        """The drafter has to begin anew: what comes next does not tell how fast it is."""
+        self._left = None
 
 
 class Session:
@@ -49,6 +79,7 @@ class Session:
         "kv_len",
         "level",
         "opening",
+        "pace",
         "text",
         "tier",
         "vocab_size",
@@ -71,6 +102,7 @@ class Session:
         self._edge = Edge("", tier)
         self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
         self._below_edges: tuple[Edge, ...] = ()  # totals of the edges below the current drafter
+        self.pace = Pace()  # of the current drafter
 
     # what the tier asks
 
@@ -151,6 +183,7 @@ class Session:
         else:
             self._origins.append(origin(self.level, accepted < len(guess)))
         keep = len(new) if agrees else len(guess)
+        self.pace.passed(len(guess), accepted + agrees, len(new))
         self.guess, self._guess_origins = guess[keep:], self._guess_origins[keep:]
         self.kv_len = len(self.text) - 1
         self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new))
@@ -172,6 +205,7 @@ class Session:
         self.text[cut:] = rest
         self._origins[cut:] = bytes(len(rest))
         self.kv_len = min(self.kv_len, cut)
+        self.pace.stopped()
         self.committed = end
         return Commit(self.drafter_session, cut, rest)
 
@@ -185,7 +219,7 @@ class Session:
         tokens = list(proposal.tokens)
         if not 0 <= known < len(tokens) or tokens[:known] != self.text[proposal.start :]:
             return
-        fresh = tokens[known:]
+        fresh = tokens[known : known + self.opening.draft_window]
         bad = next((i for i, token in enumerate(fresh) if not 0 <= token < self.vocab_size), len(fresh))
         if fresh[:bad] != self.guess[:bad]:
             self.guess, self._guess_origins = fresh[:bad], bytearray(proposal.origins[known : known + bad])
@@ -200,6 +234,7 @@ class Session:
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
         self._bank_edges(drafter)
+        self.pace = Pace()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
         return replace(

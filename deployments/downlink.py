@@ -108,7 +108,7 @@ class Downlink(Link):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
 
     # sessions
 
@@ -182,7 +182,7 @@ class Downlink(Link):
             self._channels.pop(stream.address, None)
             for session in list(stream.sessions):
                 self._fail(session, f"the link to {stream.address} broke ({reason})")
-            await channel.close()
+            await channel.close(None)
 
     def _hear(self, messages: Sequence[Message]) -> None:
         known = [message for message in messages if message.session in self._routes]

@@ -33,7 +33,7 @@ def parse_sampling(request: pb.GenerateRequest) -> SamplingParams:
     sampling = request.sampling
     refuse_unknown(sampling, "sampling")
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in names if sampling.HasField(name)}  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in names if sampling.HasField(name)}
     return SamplingParams(stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids), **chosen)
 
 
@@ -42,13 +42,13 @@ def parse_speculation(request: pb.GenerateRequest) -> Speculation:
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
     names = ("mode", "window", "schedule")
-    chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
     return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
 
 
 def refuse_unknown(message: ProtoMessage, where: str) -> None:
     """A parameter is honoured or refused: raises `InvalidRequest` if there are fields that this version does not know."""
-    unknown = [field.field_number for field in UnknownFieldSet(message)]
+    unknown = [field.field_number for field in UnknownFieldSet(message)]  # type: ignore[attr-defined]
     if unknown:
         numbers = ", ".join(map(str, unknown))
         raise InvalidRequest(f"There are unknown fields in {where} (numbers {numbers}): is the client newer than the server?")
@@ -62,10 +62,8 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
     ]
 
 
-def finish(completion: Completion | None) -> pb.Finish | None:
+def finish(completion: Completion) -> pb.Finish:
     """How the answer ended, with the last message."""
-    if completion is None:
-        return None
     edges = [
         pb.Edge(
             drafter=edge.drafter,

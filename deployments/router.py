@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -42,7 +42,9 @@ STATUS = {
 class Router:
     """Serves `cascade.v1.Cascade`; ``handles`` are those of all tiers, bottom to top."""
 
-    async def __init__(self, config: Mapping[str, Any], handles: Mapping[str, DeploymentHandle]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Mapping[str, Any], handles: Mapping[str, DeploymentHandle]
+    ) -> None:
         self._config = CascadeConfig.model_validate(config)
         self._handles = handles
         full = self._config.tiers[-1]
@@ -64,7 +66,8 @@ class Router:
         with status(grpc_context):
             async with contextlib.aclosing(self._chunks(request)) as chunks:
                 async for chunk in chunks:
-                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=finish(chunk.completion))
+                    end = None if chunk.completion is None else finish(chunk.completion)
+                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
@@ -97,7 +100,7 @@ class Router:
 
     # requests
 
-    async def _chunks(self, request: pb.GenerateRequest) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request: pb.GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
         opening = self._admit(request)
         answer = Answer(opening, self._tokenizer.decoder(opening.tokens))
@@ -173,7 +176,7 @@ class Router:
 
 
 @contextlib.contextmanager
-def status(context: RayServegRPCContext) -> Any:
+def status(context: RayServegRPCContext) -> Iterator[None]:
     """Give errors their gRPC status and their sentence; a client never sees a traceback."""
     try:
         yield

@@ -22,7 +22,9 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name."""
 
-    async def __init__(self, config: Mapping[str, Any], level: int, lower: Mapping[str, DeploymentHandle]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Mapping[str, Any], level: int, lower: Mapping[str, DeploymentHandle]
+    ) -> None:
         self._config = TierConfig.model_validate(config)
         engine = self._config.engine_kwargs
         bind_threads(engine)

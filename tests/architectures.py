@@ -1,0 +1,162 @@
+"""Small random models of many architectures, for tests of the packed pass."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB = 96
+CONTEXT = 128
+WINDOW = 8
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
+
+# by Transformers' model_type, with a suffix for variants; what differs from BASE
+SERVED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-untied-bias": {"tie_word_embeddings": False, "attention_bias": True},
+    "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    "qwen2": {},
+    "qwen2-sliding": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma": {"head_dim": 8, "num_key_value_heads": 1},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen2_moe-sliding": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+    },
+    "qwen3_moe": EXPERTS,
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": WINDOW},
+    "phi3-longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "granite": {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "starcoder2": {"sliding_window": WINDOW},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+    },
+    "gpt2": GPT,
+    "gpt2-scaled": {**GPT, "scale_attn_by_inverse_layer_idx": True},
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
+    "gptj": {**GPT, "rotary_dim": 4},
+    "mamba": {},
+    "qwen3_next": {
+        **EXPERTS,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "head_dim": 8,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+    "bert": {},
+}
+
+
+def config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """Configuration of the architecture ``name``."""
+    own = SERVED.get(name, REFUSED.get(name, {}))
+    base = {} if "n_embd" in own else BASE
+    return AutoConfig.for_model(name.split("-")[0], **{**base, **own, **overrides})
+
+
+def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A model whose weights are large enough for every part of it to change which token is likeliest."""
+    torch.manual_seed(seed)
+    network = AutoModelForCausalLM.from_config(config(name, **overrides), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 1.2 * weight[0].numel() ** -0.5)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    network.generation_config.eos_token_id = None
+    network.generation_config.pad_token_id = 0
+    return network.eval()
+
+
+transformers.logging.set_verbosity_error()

@@ -1,0 +1,332 @@
+"""The packed pass on real architectures, against Transformers' own generate."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import CONTEXT, REFUSED, SERVED, VOCAB, WINDOW, build
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from cascade import ModelError, SamplingParams
+from cascade.kv import Cache, Pass, Span, attend, sight
+from cascade.model import Model
+from cascade.scorer import Row
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+PROMPTS = ((5, 9, 2), (1, *range(20, 41)), (7, 7, 8, 3, 60, 61, 62, 63, 64, 11, 12))
+NEW = 24
+PREFIX = tuple(range(3, 33))  # several windows long
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def served(name: str) -> tuple[Model, tuple[tuple[int, ...], ...]]:
+    """A model and the texts that `generate` writes for PROMPTS with its weights."""
+    network = build(name)
+    network.set_attn_implementation("eager")
+    texts = tuple(tuple(_generate(network, prompt)) for prompt in PROMPTS)
+    return Model(network), texts
+
+
+def _generate(network: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out: Tensor = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return out[0].tolist()  # type: ignore[no-any-return]
+
+
+@dataclass
+class Writer:
+    """One session, driven by a random schedule: chunked prompt, windows partly right, rollbacks."""
+
+    cache: Cache
+    prompt: tuple[int, ...]
+    goal: tuple[int, ...]
+    rng: random.Random
+    text: list[int] = field(default_factory=list)
+    held: int = 0  # positions of the text in the cache
+
+    @property
+    def done(self) -> bool:
+        return len(self.text) >= len(self.goal)
+
+    def row(self) -> Row:
+        """A chunk of the prompt, or the text's end and a draft behind it, from anywhere the cache allows."""
+        self.text = self.text or list(self.prompt)
+        start = self.held if self.rng.random() < 0.7 else self.rng.randint(0, self.held)
+        unread = self.text[start:]
+        if len(unread) > 2 and self.rng.random() < 0.3:
+            return Row(self.cache, start, unread[: self.rng.randint(1, len(unread) - 1)], 0, GREEDY)
+        right = list(self.goal[len(self.text) :][: self.rng.randint(0, 6)])
+        draft = right + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, 3))]
+        return Row(self.cache, start, unread + draft, len(draft) + 1, GREEDY)
+
+    def take(self, row: Row, own: list[int]) -> None:
+        """Accept the draft up to its first wrong token, and the own token there."""
+        if not row.num_own:
+            self.held = row.start + len(row.tokens)
+            return
+        draft = list(row.tokens[len(row.tokens) - row.num_own + 1 :])
+        agreed = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
+        self.held = len(self.text) + agreed
+        self.text += own[: agreed + 1]
+
+
+def _logits(model: Model, *rows: tuple[Any, int, tuple[int, ...]]) -> Tensor:
+    return model.logits([Row(store, start, tokens, len(tokens), GREEDY) for store, start, tokens in rows])
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_text_equals_generate_under_any_schedule(name: str) -> None:
+    """Guards exactness: no chunking, draft, rollback or companion in the pass may change a greedy token."""
+    model, goals = served(name)
+    for seed in range(3):
+        rng = random.Random(seed)
+        writers = [Writer(model.new_cache(), p, goal, rng) for p, goal in zip(PROMPTS, goals, strict=True)]
+        while unfinished := [writer for writer in writers if not writer.done]:
+            chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+            rows = [writer.row() for writer in chosen]
+            for writer, row, own in zip(chosen, rows, model.run(rows), strict=True):
+                assert len(own) == row.num_own
+                writer.take(row, own)
+        for writer in writers:
+            assert tuple(writer.text[: len(writer.goal)]) == writer.goal
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_rollback_equals_recompute(name: str) -> None:
+    """Guards rollback: what a cache held behind the start of a row must not be seen, whatever it was."""
+    model, _ = served(name)
+    used, fresh = model.new_cache(), model.new_cache()
+    _logits(model, (used, 0, PREFIX))
+    _logits(model, (used, 11, tuple(range(90, 40, -1))))  # wrong, and longer: the cache grows meanwhile
+    rolled = _logits(model, (used, 17, PREFIX[17:21]), (model.new_cache(), 0, PREFIX[5:]))[:4]
+    expected = _logits(model, (fresh, 0, (*PREFIX[:11], *range(90, 84, -1), *PREFIX[17:21])))[-4:]
+    torch.testing.assert_close(rolled, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if "longrope" not in name])
+def test_network_is_the_reference_at_every_position(name: str) -> None:
+    """Guards the logits behind the greedy tokens: a small error would show only in sampled texts."""
+    model, _ = served(name)
+    network = build(name)
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(input_ids=torch.tensor([PREFIX]), use_cache=False).logits[0]
+    torch.testing.assert_close(_logits(model, (model.new_cache(), 0, PREFIX)), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if "sliding_window" in SERVED[name]])
+def test_window_hides_what_is_behind_it(name: str) -> None:
+    """Guards sliding windows that models apply by their mask alone (Qwen2-MoE): attention would see too much."""
+    model, _ = served(name)
+    layers = model._network.config.num_hidden_layers
+    kinds = getattr(model._network.config, "layer_types", None) or ["sliding_attention"] * layers
+    assert model._windows == {i: WINDOW if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2"])
+def test_a_narrow_window_forgets(name: str) -> None:
+    """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
+    types = {"layer_types": ["sliding_attention"] * 2} if name != "mistral" else {}
+    model = Model(build(name, sliding_window=4, **types))
+    far, near = (50, *PREFIX[1:]), (*PREFIX[:-3], 50, *PREFIX[-2:])
+    last = [_logits(model, (model.new_cache(), 0, text))[-1] for text in (PREFIX, far, near)]
+    torch.testing.assert_close(last[1], last[0], rtol=0, atol=1e-5)
+    assert (last[2] - last[0]).abs().max() > 1e-2
+    store = model.new_cache()
+    one_by_one = [_logits(model, (store, place, (token,)))[0] for place, token in enumerate(PREFIX)]
+    torch.testing.assert_close(one_by_one[-1], last[0], rtol=1e-3, atol=1e-3)
+
+
+def test_identical_models_say_the_same() -> None:
+    """Guards determinism: a session moved to another replica of a model must go on as it would have here."""
+    one, other = (Model(build("llama", seed=3)) for _ in range(2))
+    assert torch.equal(_logits(one, (one.new_cache(), 0, PREFIX)), _logits(other, (other.new_cache(), 0, PREFIX)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
+    """Guards the projection to the vocabulary, dear at 150k tokens, and its order, with models that keep all logits too."""
+    model = Model(build("llama"))
+    model._keeps_logits = keeps
+    everything = _logits(model, (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[:5]))
+    rows = [Row(model.new_cache(), 0, PREFIX, 2, GREEDY), Row(model.new_cache(), 0, PREFIX[:5], 3, GREEDY)]
+    wanted = model.logits(rows)
+    assert wanted.shape == (5, VOCAB)
+    torch.testing.assert_close(wanted, torch.cat([everything[28:30], everything[-3:]]))
+    chunk = Row(model.new_cache(), 0, PREFIX, 0, GREEDY)
+    assert model.logits([chunk]).shape == (0, VOCAB)
+    assert model.run([chunk]) == [[]]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_architectures_are_named(name: str) -> None:
+    """Guards against serving a model whose layers bypass the cache: its text would be nonsense."""
+    network = build(name)
+    with pytest.raises(ModelError, match=f"^{type(network).__name__} cannot be served: .+"):
+        Model(network)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
+    """Guards loading: dtype as asked or as saved, sizes from the configuration, weights untouched."""
+    loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
+    assert torch.equal(_logits(loaded, (Cache(), 0, PREFIX)), _logits(built, (Cache(), 0, PREFIX)))
+    assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
+    half = Model.from_pretrained(str(checkpoint), dtype="bfloat16", device="cpu")
+    assert half.dtype is torch.bfloat16
+    assert half.num_parameters == loaded.num_parameters
+
+
+def _spoil(checkpoint: Path, problem: str) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load(file.read_bytes()).items()}
+    if problem == "truncated":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif problem == "garbage":
+        file.write_bytes(b"garbage" * 100)
+    elif problem == "gone":
+        file.unlink()
+    elif problem == "config":
+        (checkpoint / "config.json").write_text("{")
+    elif problem == "lacks a layer":
+        rest = {name: tensor for name, tensor in weights.items() if "layers.1.self_attn" not in name}
+        file.write_bytes(save(rest, metadata={"format": "pt"}))
+    else:
+        norm = torch.ones(5) if problem == "shape" else torch.full((32,), torch.nan)
+        file.write_bytes(save({**weights, "model.norm.weight": norm}, metadata={"format": "pt"}))
+
+
+@pytest.mark.parametrize("problem", ["truncated", "garbage", "gone", "config", "lacks a layer", "shape", "not numbers"])
+def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, problem: str) -> None:
+    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
+    _spoil(checkpoint, problem)
+    with pytest.raises(ModelError) as caught:
+        Model.from_pretrained(str(checkpoint), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "warp"}, "warp"),
+    ],
+)
+def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, str], words: str) -> None:
+    """Guards the message: what the user wrote, and no traceback of another library."""
+    with pytest.raises(ModelError, match=words) as caught:
+        Model.from_pretrained(**{"source": str(checkpoint), "device": "cpu", **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long RoPE (Phi 3): one long text in a pass changes the frequencies of all rows, and of their past."""
+    assert served("phi3-longrope")[0].context_len == 64
+    assert served("llama-dynamic")[0].context_len == CONTEXT
+    assert served("gpt2")[0].context_len == CONTEXT
+    model = Model(build("llama"))
+    monkeypatch.setitem(vars(model._network.config), "max_position_embeddings", None)
+    assert model.context_len > 10**6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SERVED)
+def test_rounding_is_no_reason_to_refuse(name: str, dtype: torch.dtype) -> None:
+    """Guards against a probe so strict that good models in 16 bits are refused, such as mixtures of experts."""
+    assert Model(build(name).to(dtype)).dtype is dtype
+
+
+class Stray:
+    """Our attention with a mistake in it."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Any:
+        rows: Pass = options["cascade_pass"]
+        if self.mistake == "late":
+            options["cascade_pass"] = Pass(
+                [Span(s.cache, s.begin, s.end, max(0, s.start - 1)) for s in rows.spans], rows.windows
+            )
+        elif self.mistake == "mixed":
+            options["cascade_pass"] = Pass([Span(Cache(), 0, query.shape[2], 0)], rows.windows)
+        elif self.mistake == "scale":
+            options["scaling"] = 0.5
+        elif self.mistake == "layer" and module.layer_idx == 1:
+            return torch.full_like(query.transpose(1, 2), torch.nan), None
+        return attend(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("mistake", ["late", "mixed", "scale", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_sees_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: str, dtype: torch.dtype) -> None:
+    """Guards the probe: a network that treats rows wrongly must not be served, be its logits numbers or not."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cascade", Stray(mistake))
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: its logits change"):
+        Model(build("llama").to(dtype))
+
+
+def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards models that number tokens by themselves, as if the packed input were one text."""
+    network = build("llama")
+    forward = network.model.forward
+    monkeypatch.setattr(network.model, "forward", lambda *args, position_ids=None, **options: forward(*args, **options))
+    with pytest.raises(ModelError, match="logits change"):
+        Model(network)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size", "window"),
+    [
+        (causal_mask_function, None, 0),
+        (sliding_window_causal_mask_function(8), 8, 8),
+        (sliding_window_causal_mask_function(1), 1, 1),
+        (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long)), 8, -1),
+        (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.long)), 8192, -1),
+        (lambda batch, head, query, keys: keys <= query + 1, None, -1),
+        (lambda batch, head, query, keys: (keys <= query) & (keys % 2 == 0), None, -1),
+    ],
+)
+def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) -> None:
+    """Guards the survey: chunked, dilated or two-sided attention must not pass for a window."""
+    assert int(sight(mask_function=mask, local_size=size)) == window
+
+
+def test_cache_holds_and_frees() -> None:
+    """Guards memory: what the planner counts is what is held, growth keeps what is written, nothing stays when freed."""
+    model = Model(build("llama"))
+    store = model.new_cache()
+    assert store.nbytes == 0
+    _logits(model, (store, 0, PREFIX))
+    small = store.nbytes
+    assert small == 2 * 2 * 2 * 8 * 64 * 4  # layers, keys and values, heads, size of a head, positions, bytes
+    _logits(model, (store, len(PREFIX), PREFIX * 2))
+    assert store.nbytes == 2 * small
+    store.free()
+    assert store.nbytes == 0

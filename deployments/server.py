@@ -99,6 +99,7 @@ def free_port() -> int:
 def _start_ray() -> None:
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
         ray.init(address=address, **options)
     else:

@@ -32,29 +32,47 @@ class Work:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a drafter guesses and how well, counted in passes of its verifier, without a clock."""
+    """How fast a drafter guesses and how well, counted in passes of its verifier, without a clock.
+
+    Errors come in bursts: the first guess behind a correction is counted apart from the others.
+    """
 
     guesses: float = 4.0  # that come while one pass runs
     right: float = 3.0  # guesses found right, and to begin with a few made up
     wrong: float = 1.0  # guesses found wrong; those behind them do not count
+    first_right: float = 2.0  # the same for the first one behind a correction
+    first_wrong: float = 1.0
     _left: int | None = None  # guesses left by the last pass, None if the drafter was corrected
 
     @property
-    def agreement(self) -> float:
-        """Share of right guesses among those that followed right ones."""
-        return self.right / (self.right + self.wrong)
+    def interrupted(self) -> bool:
+        """The drafter was corrected and no pass was run since."""
+        return self._left is None
+
+    def chance(self, num_guess: int) -> float:
+        """That the first ``num_guess`` guesses behind a correction are all right."""
+        if not num_guess:
+            return 1.0
+        share = self.right / (self.right + self.wrong)
+        return self.first_right / (self.first_right + self.first_wrong) * share ** (num_guess - 1)
 
     def passed(self, num_guess: int, num_right: int, num_own: int) -> None:
         """A pass gave ``num_own`` tokens where ``num_guess`` guesses were at hand, of which ``num_right`` agree with them."""
-        if self._left is not None and num_guess:
-            self.guesses += PACE_WEIGHT * (num_guess - self._left - self.guesses)
         corrected = num_right < min(num_guess, num_own)
-        self.right += num_right
-        self.wrong += corrected
+        if self._left is not None:
+            self.right += num_right
+            self.wrong += corrected
+            if num_guess:
+                self.guesses += PACE_WEIGHT * (num_guess - self._left - self.guesses)
+        elif num_guess:
+            self.first_right += num_right > 0
+            self.first_wrong += num_right == 0
+            self.right += max(0, num_right - 1)
+            self.wrong += corrected and num_right > 0
         self._left = None if corrected else num_guess - num_own  # -1: the drafter has a guess for the last own token to come
 
-    def stopped(self) -> None:
-        """The drafter has to begin anew: what comes next does not tell how fast it is."""
+    def interrupt(self) -> None:
+        """The drafter has to begin anew: when its next guess comes does not tell how fast it is."""
         self._left = None
 
 
@@ -205,7 +223,7 @@ class Session:
         self.text[cut:] = rest
         self._origins[cut:] = bytes(len(rest))
         self.kv_len = min(self.kv_len, cut)
-        self.pace.stopped()
+        self.pace.interrupt()
         self.committed = end
         return Commit(self.drafter_session, cut, rest)
 

@@ -5,11 +5,7 @@ A discrete-event simulation of `cascade.tier` loops. Costs of passes and delays 
 guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the same outcome.
 """
 
-import heapq
 import math
-import random
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cascade.answer import Answer
@@ -18,8 +14,8 @@ from cascade.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.scorer import Row, Store
 from cascade.session import Session, Work
 from cascade.tier import Health
+from cascade.virtual import ROUTER, Agenda, Wires
 
-ROUTER = "router"
 FULL_WINDOW = 1 << 20  # the full tier never waits for the router
 RETRY_S = 0.05  # before the router asks a full tier that died again
 
@@ -61,57 +57,6 @@ def total_edges(edges: list[Edge]) -> tuple[Edge, ...]:
         key = (edge.drafter, edge.verifier)
         totals[key] = totals[key] + edge if key in totals else edge
     return tuple(totals.values())
-
-
-class Agenda:
-    """What happens next. Things due at the same time happen in the order they were put down."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        self._count += 1
-        if time < math.inf:
-            heapq.heappush(self._due, (max(time, self.now), self._count, action))
-
-    def run(self, deadline: float, finished: Callable[[], bool]) -> None:
-        """Until nothing is due, the deadline has passed or ``finished``."""
-        while self._due and self._due[0][0] <= deadline and not finished():
-            self.now, _, action = heapq.heappop(self._due)
-            action()
-
-
-class Wires:
-    """Carries messages between tiers and router."""
-
-    def __init__(self, agenda: Agenda, scenario: Scenario) -> None:
-        self.agenda = agenda
-        self.receivers: dict[str, Callable[[str, Message], None]] = {}
-        self._faults = scenario.faults
-        self._random = random.Random(scenario.faults.seed)
-        self._hops = {tier.name: tier.hop_s for tier in scenario.tiers}
-        self._levels = {tier.name: level for level, tier in enumerate(scenario.tiers)} | {ROUTER: len(scenario.tiers)}
-        self._last: dict[tuple[str, str], float] = defaultdict(float)  # arrival of the last ordered message
-
-    def send(self, source: str, target: str, message: Message) -> None:
-        if not isinstance(message, Proposal):
-            arrival = self._last[source, target] = max(self._last[source, target], self._arrival(source, target))
-            self._deliver(arrival, source, target, message)
-            return
-        faults, draw = self._faults, self._random.random
-        if target == ROUTER or draw() >= faults.loss:
-            self._deliver(self._arrival(source, target), source, target, message)
-        if draw() < faults.duplication:
-            self._deliver(self._arrival(source, target), source, target, message)
-
-    def _arrival(self, source: str, target: str) -> float:
-        hop_s = self._hops[min(source, target, key=self._levels.__getitem__)]
-        return self.agenda.now + hop_s + self._faults.jitter_s * self._random.random()
-
-    def _deliver(self, time: float, source: str, target: str, message: Message) -> None:
-        self.agenda.at(time, lambda: self.receivers[target](source, message))
 
 
 @dataclass(slots=True)
@@ -189,21 +134,20 @@ class Node:
             self._wake(wake_at)
 
     def _schedule(self, now: float) -> tuple[list[tuple[_Seat, Work]], float]:
+        seats = sorted(self._seats.values(), key=lambda seat: seat.since)
+        wake_at = min((self._draft(seat, now) for seat in seats), default=math.inf)
+        policy, pass_s = self._tier.policy, self._pass_s
+        ready = [(policy.start_at(s.session, s.since, pass_s), s) for s in seats if not s.session.stalled]
+        first = min((start_at for start_at, _ in ready), default=math.inf)
         batch: list[tuple[_Seat, Work]] = []
-        wake_at, tokens_left, policy = math.inf, self._max_pass_tokens, self._tier.policy
-        for seat in sorted(self._seats.values(), key=lambda seat: seat.since):
+        tokens_left = self._max_pass_tokens if first <= now else 0
+        for start_at, seat in ready:  # one that would wait joins all the same: it would miss a whole pass
             session = seat.session
-            wake_at = min(wake_at, self._draft(seat, now))
-            if session.stalled:
-                continue
-            start_at = policy.start_at(session, seat.since, self._pass_s)
-            if start_at > now:
-                wake_at = min(wake_at, start_at)
-            elif tokens_left:
+            if tokens_left and (start_at <= now or not session.opening.lockstep):
                 work = session.work(min(tokens_left, session.num_pending + policy.max_guesses))
                 tokens_left -= len(work.tokens)
                 batch.append((seat, work))
-        return batch, wake_at
+        return batch, min(wake_at, first)
 
     def _run(self, batch: list[tuple[_Seat, Work]]) -> None:
         now, usage = self._agenda.now, self.usage

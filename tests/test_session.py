@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cascade.messages import Close, Commit, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.session import ProtocolError, Session
+from cascade.session import Pace, ProtocolError, Session
 from cascade.toy import ToyCache, ToyModel, full_text
 
 VOCAB = 12
@@ -535,3 +535,28 @@ def test_prefill_in_chunks(seed: int, chunk: int, length: int) -> None:
     assert passes == -(-length // chunk)
     chain.finish()
     assert chain.full.text == full_text(chain.models[0], chain.first)
+
+
+def test_pace_is_counted_without_a_clock() -> None:
+    """Guards the policy's eyes: only guesses that came while the drafter was left alone tell how fast it is."""
+    pace = Pace(guesses=5.0)
+    assert pace.interrupted
+    pace.passed(num_guess=2, num_right=2, num_own=3)  # the first ones behind a correction
+    assert not pace.interrupted
+    assert pace.guesses == 5.0
+    pace.passed(num_guess=9, num_right=9, num_own=10)
+    assert pace.guesses > 5.0
+    pace.passed(num_guess=9, num_right=1, num_own=2)
+    assert pace.interrupted
+
+
+def test_chance_of_guesses_follows_what_was_right() -> None:
+    """Guards the policy against waiting for guesses that are wrong behind every correction."""
+    good, bad = Pace(), Pace()
+    for _ in range(20):
+        good.passed(num_guess=4, num_right=3, num_own=4)
+        bad.passed(num_guess=4, num_right=0, num_own=1)
+    assert good.chance(0) == bad.chance(0) == 1
+    assert good.chance(1) > 0.9
+    assert good.chance(3) < good.chance(2) < good.chance(1)
+    assert bad.chance(1) < 0.1

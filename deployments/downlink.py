@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
 
 from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
-from deployments.link import CHANNEL_OPTIONS, Mailbox
+from deployments.link import CHANNEL_OPTIONS, Mailbox, race
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class Downlink(Link):
         self._loop = asyncio.get_running_loop()
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
 
     @property
     def num_sessions(self) -> int:
@@ -107,8 +107,6 @@ class Downlink(Link):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close(None)
 
     # sessions
 
@@ -145,7 +143,8 @@ class Downlink(Link):
         if route.stream is not None:
             route.stream.sessions.discard(session)
         if route.lease is not None:
-            self._loop.create_task(_cancel(route.lease))
+            with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
+                route.lease.cancel()
 
     def _fail(self, session: str, reason: str) -> None:
         route = self._routes.get(session)
@@ -164,25 +163,25 @@ class Downlink(Link):
 
     async def _run(self, stream: Stream) -> None:
         """Carry messages both ways until the link breaks; then its sessions have failed."""
-        reason = "the link was closed"
+        reason = "the replica closed it"
         channel = grpc.aio.insecure_channel(stream.address, options=CHANNEL_OPTIONS)
-        self._channels[stream.address] = channel
-        writing: asyncio.Task[None] | None = None
         try:
             call = link_pb2_grpc.LinkStub(channel).Connect()
-            writing = self._loop.create_task(_write(call, stream.mailbox))
-            async for batch in call:
-                self._hear(decode(batch))
-        except (grpc.aio.AioRpcError, ValueError) as error:
-            reason = error.details() or str(error.code()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            await race(self._read(call), _write(call, stream.mailbox))
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or str(error.code())
+        except Exception as error:  # whatever it is, the sessions must go on without this replica
+            log.exception("The link to %s broke", stream.address)
+            reason = f"{type(error).__name__}: {error}"
         finally:
-            if writing is not None:
-                writing.cancel()
             self._streams.pop(stream.address, None)
-            self._channels.pop(stream.address, None)
             for session in list(stream.sessions):
                 self._fail(session, f"the link to {stream.address} broke ({reason})")
             await channel.close(None)
+
+    async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
+        async for batch in call:
+            self._hear(decode(batch))
 
     def _hear(self, messages: Sequence[Message]) -> None:
         known = [message for message in messages if message.session in self._routes]
@@ -196,8 +195,3 @@ class Downlink(Link):
 async def _write(call: Any, mailbox: Mailbox) -> None:
     while True:
         await call.write(encode(await mailbox.take()))
-
-
-async def _cancel(lease: Lease) -> None:
-    with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
-        lease.cancel()

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 import grpc
 
@@ -26,6 +27,7 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # also how long a connection may take to come about
 ]
 
 
@@ -107,6 +109,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         """Listen on any free port of ``host``, the address under which other nodes reach this one."""
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         link_pb2_grpc.add_LinkServicer_to_server(self, self._server)
+        host = f"[{host}]" if ":" in host else host
         port = self._server.add_insecure_port(f"{host}:0")
         await self._server.start()
         self.address = f"{host}:{port}"
@@ -131,38 +134,32 @@ class LinkServer(link_pb2_grpc.LinkServicer):
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
-    ) -> AsyncIterator[pb.Batch]:
+    ) -> None:
         """One stream: what comes in goes to the tier, what the tier says goes out."""
         mailbox = Mailbox(asyncio.get_running_loop())
         sessions: set[str] = set()
-        reading = asyncio.create_task(self._read(request_iterator, mailbox, sessions))
         try:
-            while not reading.done():
-                taking = asyncio.ensure_future(mailbox.take())
-                await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
-                    taking.cancel()
-                    break
-                messages = taking.result()
-                for message in messages:
-                    if isinstance(message, Failed):
-                        self._end(message.session, sessions)
-                yield encode(messages)
+            await race(self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions))
+        except ValueError as error:
+            log.warning("A link was broken off: %s", error)
         finally:
-            reading.cancel()
             self._tier.drop(mailbox)
             for session in list(sessions):
                 self._end(session, sessions)
 
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
-            try:
-                messages = decode(batch)
-            except ValueError as error:
-                log.warning("A link was broken off: %s", error)
-                return
-            known = [message for message in messages if self._admit(message, mailbox, sessions)]
-            self._tier.post(known, mailbox)
+            known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
+            if known:
+                self._tier.post(known, mailbox)
+
+    async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
+        while True:
+            messages = await mailbox.take()
+            for message in messages:
+                if isinstance(message, Failed):
+                    self._end(message.session, sessions)
+            await context.write(encode(messages))
 
     def _admit(self, message: Message, mailbox: Mailbox, sessions: set[str]) -> bool:
         """Whether the message may reach the tier: only of sessions that hold a lease and came over this link."""
@@ -179,5 +176,19 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         return known
 
     def _end(self, session: str, sessions: set[str]) -> None:
-        sessions.discard(session)
-        self.leases.end(session)
+        if session in sessions:  # else it is a session of another link
+            sessions.remove(session)
+            self.leases.end(session)
+
+
+async def race(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one ends, then stop the others; raises what it raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,6 +1,7 @@
 """The command line. The only module that prints."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -266,6 +267,8 @@ class connected:
 
             self._open: Any = Client(self._address)
             return self._open.stream, tuple(tier.name for tier in self._open.describe().tiers)
+        if not self._models:
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time
         from cascade.local import Cascade
 
         with console.status("Loading models"):
@@ -274,3 +277,7 @@ class connected:
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class LinkStub:
-    """Missing associated documentation comment in .proto file."""
+    """Between two processes.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class LinkStub:
 
 
 class LinkServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Between two processes.
+    """
 
     def Connect(self, request_iterator, context):
         """Opened by the upper side. Down go Open, Commit and Close; up go Proposal and Failed. Batches arrive in order.
@@ -68,7 +70,8 @@ def add_LinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Link:
-    """Missing associated documentation comment in .proto file."""
+    """Between two processes.
+    """
 
     @staticmethod
     def Connect(request_iterator,

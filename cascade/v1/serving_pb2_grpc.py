@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CascadeStub:
-    """Missing associated documentation comment in .proto file."""
+    """The router of a served cascade.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +53,8 @@ class CascadeStub:
 
 
 class CascadeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """The router of a served cascade.
+    """
 
     def Generate(self, request, context):
         """Go on with a prompt; the answer streams.
@@ -102,7 +104,8 @@ def add_CascadeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cascade:
-    """Missing associated documentation comment in .proto file."""
+    """The router of a served cascade.
+    """
 
     @staticmethod
     def Generate(request,

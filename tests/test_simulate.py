@@ -281,7 +281,7 @@ def test_cheap_drafter_is_waited_for() -> None:
 
 def test_waiting_session_joins_a_pass() -> None:
     """Guards batches: a session that waits for guesses must not miss the pass that another one starts."""
-    tiers = toy_tiers(2, hop_s=0.002)
-    outcome = simulate(Scenario(tiers, tuple(asked(seed=seed) for seed in range(4))))
-    alone = [simulate(Scenario(tiers, (asked(seed=seed),))).usage[-1].passes for seed in range(4)]
-    assert outcome.usage[-1].passes < 1.5 * max(alone)
+    costs = (TierCost("tiny", PassCost(0.001)), TierCost("full", PassCost(0.03)))
+    bench = Bench(costs, Trace.drawn(Acceptance((0.75,)), 4000), 300)
+    four = replace(bench, num_requests=4).outcome((0, 1))
+    assert four.tokens_per_s > 3.3 * bench.outcome((0, 1)).tokens_per_s

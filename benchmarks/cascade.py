@@ -11,6 +11,7 @@ What each mode should give is predicted from measured pass costs, the measured h
 the texts that were written. The last line is one JSON document.
 """
 
+import asyncio
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import reference
+from benchmarks import hop, reference
 from cascade import family, screen
 from cascade.client import Client
 from cascade.forecast import Bench, TierCost, Trace
@@ -149,12 +150,13 @@ def main() -> None:
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
         results, rates = timed("Serving three tiers", lambda: measure_cascade(full, worker))
         both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
-        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s=0.0004))
-    report(results, rates, both, predicted, parameters)
+        hop_s = asyncio.run(hop.measure(worker.submit(hop.serve).result()))
+        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s))
+    report(results, rates, both, predicted, parameters, hop_s)
 
 
 def report(
-    results: list[Measured], rates: dict[str, float], both: float, predicted: dict[str, float], parameters: int
+    results: list[Measured], rates: dict[str, float], both: float, predicted: dict[str, float], parameters: int, hop_s: float
 ) -> None:
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
     alone, locked, pair, three = results
@@ -178,6 +180,7 @@ def report(
         "mean_wait_before_a_full_pass_ms": round(edge.waited_s / max(1, edge.passes) * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
+        "hop_ms": round(hop_s * 1e3, 3),
         "full_parameters": parameters,
         "max_tokens": MAX_TOKENS,
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

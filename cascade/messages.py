@@ -51,8 +51,8 @@ class Open:
     ends: frozenset[int] = frozenset()  # token ids that end the text
     tier: str = ""  # that shall serve it
     chain: tuple[str, ...] = ()  # tiers to use below that one, top to bottom
-    window: int = 32  # tokens this session may run ahead of what is committed
-    draft_window: int = 32  # the same for the sessions below
+    window: int = 16  # tokens this session may run ahead of what is committed
+    draft_window: int = 16  # the same for the sessions below
     lockstep: bool = False  # verify only whole windows
 
     def __post_init__(self) -> None:

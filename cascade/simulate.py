@@ -12,8 +12,8 @@ from cascade.answer import Answer
 from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
 from cascade.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.scorer import Row, Store
+from cascade.seat import Health
 from cascade.session import Session, Work
-from cascade.tier import Health
 from cascade.virtual import ROUTER, Agenda, Wires
 
 FULL_WINDOW = 1 << 20  # the full tier never waits for the router

@@ -12,19 +12,20 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
+from cascade.params import SamplingParams
 from cascade.planner import Policy
-from cascade.scorer import Row, Scorer, Store
+from cascade.scorer import Row, Scorer
+from cascade.seat import Health, Seat
 from cascade.session import ProtocolError, Session, Work
 
 log = logging.getLogger(__name__)
 
-MAX_PASS_FAILURES = 3  # passes that may fail one after another before the tier calls itself unhealthy
+MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
-FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
-MAX_BACKOFF_S = 8.0
+CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
 
 
 @dataclass(slots=True)
@@ -37,41 +38,6 @@ class TierStats:
     busy_s: float = 0.0  # in passes
     pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
     failures: int = 0  # passes that raised
-
-
-@dataclass(slots=True)
-class Seat:
-    """A session with what it occupies at this tier."""
-
-    session: Session
-    cache: Store
-    up: Link
-    since: float  # when it became idle
-
-    @property
-    def degraded(self) -> bool:
-        """It drafts with another tier than the one it should, or with none."""
-        chain = self.session.opening.chain
-        return bool(chain) and self.session.drafter != chain[0]
-
-
-@dataclass(slots=True)
-class Health:
-    """Which tiers below failed lately and when to try them again."""
-
-    backoff_s: dict[str, float] = field(default_factory=dict)
-    retry_at: dict[str, float] = field(default_factory=dict)
-
-    def failed(self, tier: str, now: float) -> None:
-        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
-        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
-
-    def works(self, tier: str) -> None:
-        self.backoff_s.pop(tier, None)
-        self.retry_at.pop(tier, None)
-
-    def usable(self, tier: str, now: float) -> bool:
-        return self.retry_at.get(tier, 0.0) <= now
 
 
 class Tier:
@@ -104,7 +70,7 @@ class Tier:
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)
         self._thread = threading.Thread(target=self._serve, name=f"tier-{name}", daemon=True)
-        self._failures_in_a_row = 0
+        self._broken = 0
         self._stopped = False
 
     # from any thread
@@ -131,8 +97,8 @@ class Tier:
 
     @property
     def healthy(self) -> bool:
-        """The loop runs and its passes succeed."""
-        return self._thread.is_alive() and self._failures_in_a_row < MAX_PASS_FAILURES
+        """The loop runs and its model works."""
+        return self._thread.is_alive() and self._broken < MAX_PASS_FAILURES
 
     @property
     def num_sessions(self) -> int:
@@ -178,20 +144,25 @@ class Tier:
         return False
 
     def _schedule(self, now: float) -> tuple[list[tuple[Seat, Work]], float | None]:
-        """The rows of the next pass, and when to look again if there are none (None: when a message comes)."""
-        batch: list[tuple[Seat, Work]] = []
+        """The rows of the next pass, and when to look again if there are none (None: when a message comes).
+
+        A pass starts when one session wants it, and takes along those that would still wait: it costs them less than the next.
+        """
         wake_at: float | None = None
-        tokens_left = self._max_pass_tokens
+        ready: list[tuple[float, Seat]] = []
         for seat in sorted(self._seats.values(), key=lambda seat: seat.since):  # oldest first: nobody starves
-            session = seat.session
             if seat.degraded:
                 wake_at = _earlier(wake_at, self._draft(seat, now))
-            if session.stalled:
-                continue
-            start_at = self._policy.start_at(session, seat.since, self.stats.pass_s)
-            if start_at > now:
-                wake_at = _earlier(wake_at, start_at)
-            elif tokens_left:
+            if not seat.session.stalled:
+                ready.append((self._policy.start_at(seat.session, seat.since, self.stats.pass_s), seat))
+        first = min((start_at for start_at, _ in ready), default=None)
+        if first is None or first > now:
+            return [], _earlier(wake_at, first)
+        batch: list[tuple[Seat, Work]] = []
+        tokens_left = self._max_pass_tokens
+        for start_at, seat in ready:
+            session = seat.session
+            if tokens_left and (start_at <= now or not session.opening.lockstep):
                 work = session.work(min(tokens_left, session.num_pending + self._policy.max_guesses))
                 tokens_left -= len(work.tokens)
                 batch.append((seat, work))
@@ -199,22 +170,41 @@ class Tier:
 
     def _run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
         """Own tokens of each row, None for a row that cannot be scored."""
-        begin = time.monotonic()
+        now = time.monotonic()
         for seat, work in batch:
             if work.num_own:
-                seat.session.waited(begin - seat.since)
+                seat.session.waited(now - seat.since)
+        own = self._score(batch)
+        if own is None:
+            # a row that breaks its pass must not harm the others; scoring a row twice gives the same
+            own = [(self._score([row]) or [None])[0] for row in batch]
+            self._broken = 0 if any(own) or self._sings() else self._broken + 1
+        return own
+
+    def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
+        """Own tokens of each row in one pass, None if the pass fails."""
         rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
+        begin = time.monotonic()
         try:
             own: list[list[int] | None] = [*self._model.run(rows)]
         except Exception:
             log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
             self.stats.failures += 1
-            self._failures_in_a_row += 1
-            # a row that breaks its pass must not harm the others; scoring a row twice gives the same
-            return [None] if len(batch) == 1 else [self._run([row])[0] for row in batch]
-        self._failures_in_a_row = 0
+            return None
         self._account(batch, time.monotonic() - begin)
         return own
+
+    def _sings(self) -> bool:
+        """Whether the model still scores a row that nothing can be wrong with: a canary."""
+        cache = self._model.new_cache()
+        try:
+            self._model.run([Row(cache, 0, (0,), 1, CANARY)])
+        except Exception:
+            log.exception("The model of tier %s is broken", self.name)
+            return False
+        finally:
+            cache.free()
+        return True
 
     def _advance(self, batch: list[tuple[Seat, Work]], own: list[list[int] | None]) -> None:
         """Sessions take their own tokens; messages go out."""

@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture()
+@pytest.fixture
 def client(server: Server) -> Iterator[Client]:
     """A client; behind it nothing may be left on any tier."""
     with Client(server.address) as client:

@@ -65,7 +65,7 @@ class CountingModel(ToyModel):
         return sum(not cache.freed for cache in self.caches)
 
 
-@pytest.fixture()
+@pytest.fixture
 def models() -> list[CountingModel]:
     return [
         CountingModel(agreement=0.6, pass_s=0.0002),
@@ -74,7 +74,7 @@ def models() -> list[CountingModel]:
     ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
     tiers = [Tier(name, level, model) for level, (name, model) in enumerate(zip(NAMES, models, strict=True))]
     join(tiers)
@@ -270,3 +270,19 @@ def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     assert model.tokens == 1000 + 9
     assert model.passes >= 1000 // 64
     tier.close()
+
+
+def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None:
+    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas."""
+    model = models[-1]
+    tier = Tier("full", 0, model)
+    tier.start()
+    for token, healthy in ((7, True), (0, False)):
+        model.poison = token  # 0 is in the canary's row
+        inbox = Inbox()
+        for _ in range(5):
+            tier.post([replace(opening(), tokens=(1, token), prompt_len=2, chain=())], inbox)
+            assert isinstance(inbox.messages.get(timeout=10), Failed)
+        assert tier.healthy == healthy
+    tier.close()
+    assert model.leaks == 0

@@ -1,0 +1,45 @@
+"""What a session occupies at a tier, and what the tier knows of those below it."""
+
+from dataclasses import dataclass, field
+
+from cascade.messages import Link
+from cascade.scorer import Store
+from cascade.session import Session
+
+FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
+MAX_BACKOFF_S = 8.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """A session with what it occupies at this tier."""
+
+    session: Session
+    cache: Store
+    up: Link
+    since: float  # when it became idle
+
+    @property
+    def degraded(self) -> bool:
+        """It drafts with another tier than the one it should, or with none."""
+        chain = self.session.opening.chain
+        return bool(chain) and self.session.drafter != chain[0]
+
+
+@dataclass(slots=True)
+class Health:
+    """Which tiers below failed lately and when to try them again."""
+
+    backoff_s: dict[str, float] = field(default_factory=dict)
+    retry_at: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, tier: str, now: float) -> None:
+        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
+        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
+
+    def works(self, tier: str) -> None:
+        self.backoff_s.pop(tier, None)
+        self.retry_at.pop(tier, None)
+
+    def usable(self, tier: str, now: float) -> bool:
+        return self.retry_at.get(tier, 0.0) <= now

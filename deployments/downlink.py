@@ -127,6 +127,8 @@ class Downlink(Link):
             log.info("Session %s: %s: %s", session, reason, error)
             self._fail(session, reason)
             return
+        if self._routes.get(session) is not route:  # closed while the address was on its way: `wait_for` may swallow a cancel
+            return
         route.stream = self._stream(address)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)

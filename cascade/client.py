@@ -13,7 +13,7 @@ from typing import Self, TypeAlias
 import grpc
 
 from cascade.answer import Chunk, Completion, FinishReason, Stats
-from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
 from cascade.messages import Edge, origin
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
@@ -26,6 +26,7 @@ ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelError,
 }
 
 
@@ -188,6 +189,8 @@ def encode_request(prompt: Prompt, params: SamplingParams | None, speculation: S
     params, speculation = params or SamplingParams(), speculation or Speculation()
     mode = "off" if speculation.tiers == () else speculation.mode
     try:
+        if prompt is None or isinstance(prompt, bytes):  # protobuf would take them for token ids
+            raise TypeError(f"a prompt is a string or token ids, not {type(prompt).__name__}")
         return pb.GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),

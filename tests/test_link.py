@@ -421,6 +421,7 @@ class Peer:
 
     def __init__(self, node: Node, net: Net) -> None:
         self._node, self._net = node, net
+        self._arrived: list[Message] = []
 
     async def __aenter__(self) -> "Peer":
         self._channel = grpc.aio.insecure_channel(self._node.server.address)
@@ -441,8 +442,9 @@ class Peer:
 
     async def answer(self) -> Message:
         """The next message."""
-        batch = await asyncio.wait_for(self.call.read(), PATIENCE_S)
-        return decode(batch)[0]
+        if not self._arrived:
+            self._arrived += decode(await asyncio.wait_for(self.call.read(), PATIENCE_S))
+        return self._arrived.pop(0)
 
     async def end(self) -> None:
         """Read until the link is over."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cascade.family import NAMES, WEIGHTS, corpus
 from cascade.family.text import continuations
@@ -67,9 +67,7 @@ def evaluate_family(folder: Path = WEIGHTS, *, device: str = "cpu", num_prompts:
 
 def load(folder: Path, device: str = "cpu") -> dict[str, LlamaForCausalLM]:
     """The models of a family folder by name, bottom to top, in float32."""
-    return {
-        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).to(device).eval() for name in NAMES
-    }
+    return {name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).to(device).eval() for name in NAMES}
 
 
 def library_files() -> list[Path]:

@@ -52,9 +52,7 @@ def grow(
     return grown
 
 
-def _fill(
-    name: str, weight: torch.Tensor, source: torch.Tensor | None, norm_scale: float, generator: torch.Generator
-) -> None:
+def _fill(name: str, weight: torch.Tensor, source: torch.Tensor | None, norm_scale: float, generator: torch.Generator) -> None:
     """Write one weight of the grown model in place; ``source`` is the old weight, ``None`` in a new layer."""
     if "norm" in name:
         weight.fill_(1.0)

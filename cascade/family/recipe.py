@@ -15,7 +15,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cascade.family import NAMES, corpus
+from cascade.family.export import export
 from cascade.family.grow import grow
+from cascade.family.text import continuations
 from cascade.family.train import Schedule, Stream, train
 
 CONTEXT = 1024  # longest text the shipped models take, in tokens
@@ -57,8 +59,8 @@ SHAPES = {
 }
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
-MEDIUM = Schedule(steps=600, decay_share=0.7, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
-TINY = Schedule(steps=1500, decay_share=0.5, muon_lr=0.02, final_context=CONTEXT)
+MEDIUM = Schedule(steps=420, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+TINY = Schedule(steps=500, batch_size=4, context=CONTEXT, decay_share=0.5, muon_lr=0.02)
 SAMPLED_TOKENS = 400_000
 MIXED_TOKENS = 3_000_000
 
@@ -75,7 +77,7 @@ class Recipe:
         """Train whatever is missing and return the three models by name."""
         full = self.full()
         medium = self.medium(full)
-        return {"tiny": self.tiny(medium), "medium": medium, "full": full}
+        return {"tiny": self.tiny(medium, full), "medium": medium, "full": full}
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         folder = self.work / "tokenizer"
@@ -87,7 +89,7 @@ class Recipe:
         return self._cached(split, lambda: corpus.encode(self.tokenizer(), corpus.source_files(split)))
 
     def full(self) -> LlamaForCausalLM:
-        seed = train(self._new("medium"), self.stream("train"), SEED, self.work / "seed.pt", device=self.device, compiled=self.compiled, label="seed")
+        seed = self._train("seed", self._new("medium"), self.stream("train"), SEED)
         shape = SHAPES["full"]
         grown = grow(
             seed,
@@ -97,22 +99,17 @@ class Recipe:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
         )
-        # the seed has read the first steps' windows of the first epoch: the full model goes on behind them
-        return train(grown, self.stream("train"), FULL, self.work / "full.pt", device=self.device, compiled=self.compiled, label="full", skip=SEED.steps)
+        # the seed has read the windows of the first steps: the full model goes on behind them
+        return self._train("full", grown, self.stream("train"), FULL, skip=SEED.steps)
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
         medium = self._new("medium")
         seed = torch.load(self.work / "seed.pt", map_location="cpu", weights_only=True)
         medium.load_state_dict(seed["model"])
-        return train(
-            medium, self.mixture(full), MEDIUM, self.work / "medium.pt", teacher=full, device=self.device, compiled=self.compiled, label="medium"
-        )
+        return self._train("medium", medium, self.mixture(full), MEDIUM, teacher=full)
 
-    def tiny(self, medium: LlamaForCausalLM) -> LlamaForCausalLM:
-        stream = np.load(self.work / "mixture.npy")
-        return train(
-            self._new("tiny"), stream, TINY, self.work / "tiny.pt", teacher=medium, device=self.device, compiled=self.compiled, label="tiny"
-        )
+    def tiny(self, medium: LlamaForCausalLM, full: LlamaForCausalLM) -> LlamaForCausalLM:
+        return self._train("tiny", self._new("tiny"), self.mixture(full), TINY, teacher=medium)
 
     def mixture(self, full: LlamaForCausalLM) -> Stream:
         """Training text and the full model's own text, interleaved in blocks: ``[num_tokens]``."""
@@ -121,6 +118,28 @@ class Recipe:
     def sampled(self, full: LlamaForCausalLM) -> Stream:
         """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind the beginning of a training text."""
         return self._cached("sampled", lambda: sample_text(full.to(self.device), self.stream("train"), SAMPLED_TOKENS))
+
+    def _train(
+        self,
+        name: str,
+        model: LlamaForCausalLM,
+        stream: Stream,
+        schedule: Schedule,
+        *,
+        teacher: LlamaForCausalLM | None = None,
+        skip: int = 0,
+    ) -> LlamaForCausalLM:
+        return train(
+            model,
+            stream,
+            schedule,
+            self.work / f"{name}.pt",
+            teacher=teacher,
+            device=self.device,
+            label=name,
+            skip=skip,
+            compiled=self.compiled,
+        )
 
     def _new(self, name: str) -> LlamaForCausalLM:
         torch.manual_seed(NAMES.index(name))
@@ -136,22 +155,32 @@ class Recipe:
         return loaded
 
 
-@torch.inference_mode()
+def train_family(
+    work: Path, out: Path, *, device: str = "cpu", threads: int | None = None, compiled: bool = True
+) -> dict[str, int]:
+    """Train the family in ``work``, going on where an earlier call was stopped, and export it to ``out``.
+
+    Returns each model's number of parameters. ``threads`` are torch's, all cores if ``None``; ``compiled`` needs a C++
+    compiler and saves a fifth of the time.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    recipe = Recipe(work, device, compiled)
+    models = recipe.run()
+    for name, model in models.items():
+        export(model, recipe.tokenizer(), out / name)
+    return {name: model.num_parameters() for name, model in models.items()}
+
+
 def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, rows: int = 128, length: int = 256) -> Stream:
     """Text of the model: rows of ``length`` tokens that begin with 32 tokens of ``stream``, at temperatures 0, 0.7 and 1."""
     rng = np.random.default_rng(0)
     written: list[Stream] = []
     for index in tqdm(range(-(-num_tokens // (rows * length))), desc="sample"):
         starts = rng.integers(0, len(stream) - 32, rows)
-        prompts = torch.from_numpy(np.stack([stream[s : s + 32] for s in starts]).astype(np.int64)).to(model.device)
-        temperature = (0.0, 0.7, 1.0)[index % 3]
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        torch.manual_seed(index)
-        mask = torch.ones_like(prompts)
-        out = model.generate(
-            prompts, attention_mask=mask, max_new_tokens=length - 32, min_new_tokens=length - 32, **sampling
-        )
-        written.append(out.cpu().numpy().astype(np.uint16).reshape(-1))
+        prompts = torch.from_numpy(np.stack([stream[s : s + 32] for s in starts]).astype(np.int64))
+        out = continuations(model, prompts, length - 32, temperature=(0.0, 0.7, 1.0)[index % 3], seed=index)
+        written.append(out.numpy().astype(np.uint16).reshape(-1))
     return np.concatenate(written)
 
 

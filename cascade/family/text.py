@@ -13,7 +13,7 @@ def continuations(
     The end-of-text token is never written, so that all rows are equally long.
     """
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling = {"do_sample": temperature > 0} | ({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {})
     written: torch.Tensor = model.generate(
         prompts.to(model.device),
         attention_mask=torch.ones_like(prompts, device=model.device),

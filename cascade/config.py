@@ -29,14 +29,16 @@ MAX_TIERS = 5
 class Section(BaseModel):
     """Unknown keys are errors, and nothing changes later."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelLoadingConfig(Section):
     """Where a tier's model comes from."""
 
-    model_id: str  # its name, and its source unless one is given
-    model_source: str | None = None  # local path, hub id, or embedded:tiny, embedded:medium, embedded:full
+    model_id: Annotated[str, Field(min_length=1)]  # its name, and its source unless one is given
+    model_source: Annotated[str, Field(min_length=1)] | None = (
+        None  # local path, hub id, or embedded:tiny, embedded:medium, embedded:full
+    )
 
     @property
     def source(self) -> str:
@@ -44,7 +46,7 @@ class ModelLoadingConfig(Section):
         source = self.model_source or self.model_id
         return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
-    @field_validator("model_source")
+    @field_validator("model_id", "model_source")
     @classmethod
     def _known(cls, source: str | None) -> str | None:
         if source and source.startswith(EMBEDDED) and source.removeprefix(EMBEDDED) not in family.NAMES:
@@ -60,7 +62,9 @@ class EngineKwargs(Section):
     revision: str | None = None
     trust_remote_code: bool = False
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
-    cpu_affinity: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # cores the replica is bound to
+    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
+        None  # cores the replica is bound to
+    )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
@@ -98,10 +102,16 @@ class TierConfig(Section):
     deployment_config: DeploymentConfig = DeploymentConfig()
 
 
+class RouterDeploymentConfig(DeploymentConfig):
+    """The same for the router, which refuses what it cannot take."""
+
+    max_queued_requests: Annotated[int, Field(ge=-1)] = 256
+
+
 class RouterConfig(Section):
     """The gRPC ingress."""
 
-    deployment_config: DeploymentConfig = DeploymentConfig(max_queued_requests=256)
+    deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()
     stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
 
 
@@ -132,10 +142,12 @@ class CascadeConfig(Section):
     @classmethod
     def parse(cls, values: Mapping[str, Any], origin: str = "The configuration") -> Self:
         """Check ``values``; raises `ConfigError` with one sentence that names the field, the value and the fix."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{origin} must be a mapping with the key 'tiers'")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{origin}: {_sentence(error)}") from None
+            raise ConfigError(f"{origin}: {sentence(error)}") from None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -144,10 +156,8 @@ class CascadeConfig(Section):
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be a mapping with the key 'tiers'")
         return cls.parse(values, str(path))
 
     @classmethod
@@ -165,7 +175,7 @@ class CascadeConfig(Section):
         return cls.parse({"tiers": tiers})
 
 
-def _sentence(error: ValidationError) -> str:
+def sentence(error: ValidationError) -> str:
     """The first problem: where, what it is, what it must be."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "the whole"

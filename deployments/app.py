@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from transformers import AutoConfig
 
-from cascade.config import CascadeConfig, TierConfig
-from cascade.errors import ConfigError
+from cascade.config import CascadeConfig, TierConfig, sentence
+from cascade.errors import ConfigError, ModelError
 from cascade.tokenizer import Tokenizer
 from deployments.router import Router
 from deployments.tier import TierReplica
@@ -33,11 +34,11 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
         verify(config)
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers):
-        deployment = serve.deployment(TierReplica, **tier_options(tier))
+        deployment = _deployment(TierReplica, tier_options(tier))
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles))
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = serve.deployment(Router, name="router", logging_config=QUIET, **router)
+    deployment = _deployment(Router, {"name": "router", "logging_config": QUIET, **router})
     return deployment.bind(config.model_dump(mode="json"), handles)
 
 
@@ -45,12 +46,15 @@ def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
     """The configuration that `build` was given."""
     if isinstance(args, CascadeConfig):
         return args
-    if not args:
+    if args is None or args == {}:
         return CascadeConfig.demo()
-    if "config" in args:
+    if isinstance(args, Mapping) and "config" in args:
+        path = args["config"]
+        if not isinstance(path, str | Path):
+            raise ConfigError(f"config is {path!r}: it must be the path of a YAML file")
         if len(args) > 1:
             raise ConfigError("config is a path: give it alone, or give the keys of the configuration without it")
-        return CascadeConfig.load(Path(args["config"]))
+        return CascadeConfig.load(Path(path))
     return CascadeConfig.parse(args)
 
 
@@ -92,7 +96,10 @@ def verify(config: CascadeConfig) -> None:
 def _tokenizer(tier: TierConfig) -> Tokenizer:
     engine = tier.engine_kwargs
     source = tier.model_loading_config.source
-    return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    try:
+        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
 
 
 def _context_len(tier: TierConfig) -> int | None:
@@ -106,8 +113,24 @@ def _context_len(tier: TierConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def _deployment(kind: type, options: Mapping[str, Any]) -> Deployment:
+    """A deployment; raises `ConfigError` if Ray Serve does not take its options."""
+    try:
+        return serve.deployment(kind, **options)
+    except (ValueError, TypeError) as error:
+        reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
+        owner = options["name"] if kind is Router else f"tier {options['name']}"
+        raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
+
+
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
     """Actor options with our environment below the user's."""
-    runtime_env = dict(actor.get("runtime_env") or {})
-    runtime_env["env_vars"] = ENVIRONMENT | dict(runtime_env.get("env_vars") or {})
+    runtime_env = _mapping("runtime_env", actor.get("runtime_env"))
+    runtime_env["env_vars"] = ENVIRONMENT | _mapping("runtime_env.env_vars", runtime_env.get("env_vars"))
     return {**actor, "runtime_env": runtime_env}
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{name} in ray_actor_options is {value!r}: it must be a mapping")
+    return dict(value or {})

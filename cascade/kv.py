@@ -120,16 +120,28 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = cascade_pass.windows[layer]
     query, key, value = query[0], key[0], value[0]
-    pieces = []
-    for span in cascade_pass.spans:
-        rows = slice(span.begin, span.end)
-        keys, values = span.cache.write(layer, span.start, key[:, rows], value[:, rows])
-        if softcap is None and s_aux is None:
-            pieces.append(_attend(span, query[:, rows], keys, values, scaling, window))
-        else:
-            pieces.append(_attend_plainly(span, query[:, rows], keys, values, scaling, window, softcap, s_aux))
+    pieces = [_row(span, layer, query, key, value, scaling, window, softcap, s_aux) for span in cascade_pass.spans]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
     return out.transpose(0, 1)[None], None
+
+
+def _row(
+    span: Span,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Write one row's keys and values and attend over its session's, ``[heads, n, head_dim]``."""
+    rows = slice(span.begin, span.end)
+    keys, values = span.cache.write(layer, span.start, key[:, rows], value[:, rows])
+    if softcap is None and sinks is None:
+        return _attend(span, query[:, rows], keys, values, scaling, window)
+    return _attend_plainly(span, query[:, rows], keys, values, scaling, window, softcap, sinks)
 
 
 def _visible(n: int, length: int, window: int | None) -> tuple[int, int | None]:

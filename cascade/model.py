@@ -46,10 +46,7 @@ class Model:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
-        """Load from a local path or the Hugging Face hub; raises `ModelError`.
-
-        ``dtype`` is the checkpoint's and ``device`` the GPU if there is one, unless given.
-        """
+        """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`."""
         if dtype is not None and dtype not in DTYPES:
             raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +58,7 @@ class Model:
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-            network = network.to(device)
+            network.to(device)
         except Exception as error:  # of any library or downloaded code
             raise ModelError(f"No model can be loaded from {source!r} on {device}: {_reason(error)}") from error
         if missing := sorted(report["missing_keys"]):  # Transformers made them up

@@ -73,3 +73,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> npt.NDArray
         ids += tokenizer(text, verbose=False)["input_ids"]
         ids.append(tokenizer.eos_token_id)
     return np.asarray(ids, dtype=np.uint16)
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that stand for single bytes in the vocabulary."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -60,7 +60,7 @@ SHAPES = {
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 MEDIUM = Schedule(steps=420, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
-TINY = Schedule(steps=500, batch_size=4, context=CONTEXT, decay_share=0.5, muon_lr=0.02)
+TINY = Schedule(steps=740, batch_size=4, context=CONTEXT, decay_share=0.5, muon_lr=0.02)
 SAMPLED_TOKENS = 400_000
 MIXED_TOKENS = 3_000_000
 

@@ -8,6 +8,7 @@ saved before the decay.
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,37 +92,48 @@ def train(
     With a teacher the loss is the cross-entropy against the teacher's distribution (forward KL up to a constant,
     Hinton, Vinyals, Dean, arXiv 1503.02531), which is what agreement between neighbouring tiers needs.
     """
-    models = [model.to(device).train()] + ([teacher.to(device).eval()] if teacher else [])
-    for each in models:
-        each.set_attn_implementation(CAUSAL)
+    model.to(device).train()
+    models = [model] if teacher is None else [model, teacher.to(device).eval()]
     loss_of = torch.compile(_loss, dynamic=False) if compiled else _loss
     optimizers = _optimizers(model, schedule)
-    base_lrs = [group["lr"] for o in optimizers for group in o.param_groups]
     first_step = _resume(checkpoint, model, optimizers)
     progress = tqdm(total=schedule.steps, initial=first_step, desc=label, mininterval=5.0, dynamic_ncols=True)
     mean_loss = math.nan
-    for step, ids in enumerate(batches(stream, schedule, first_step, skip), start=first_step):
-        factor = schedule.lr_factor(step)
-        for group, lr in zip((g for o in optimizers for g in o.param_groups), base_lrs, strict=True):
-            group["lr"] = lr * factor
-        loss = loss_of(model, teacher, ids.to(device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        value = loss.item()
-        mean_loss = value if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * value
-        progress.set_postfix(loss=f"{mean_loss:.3f}", refresh=False)
-        progress.update()
-        if (step + 1) % save_every == 0 or step + 1 == schedule.steps or step + 1 == schedule.decay_start:
-            _save(checkpoint, model, optimizers, step + 1)
-            if step + 1 == schedule.decay_start:
-                _save(checkpoint.with_suffix(".stable.pt"), model, optimizers, step + 1)
-    progress.close()
-    for each in models:
-        each.set_attn_implementation("sdpa")
+    with _causal(models), progress:
+        for step, ids in enumerate(batches(stream, schedule, first_step, skip), start=first_step):
+            loss = loss_of(model, teacher, ids.to(device))
+            loss.backward()
+            _update(model, optimizers, schedule, step)
+            mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
+            progress.set_postfix(loss=f"{mean_loss:.3f}", refresh=False)
+            progress.update()
+            if (step + 1) % save_every == 0 or step + 1 in (schedule.steps, schedule.decay_start):
+                _save(checkpoint, model, optimizers, step + 1)
+                if step + 1 == schedule.decay_start:
+                    _save(checkpoint.with_suffix(".stable.pt"), model, optimizers, step + 1)
     return model.eval()
+
+
+@contextmanager
+def _causal(models: list[LlamaForCausalLM]) -> Iterator[None]:
+    """Attention without a mask tensor while training; see ``CAUSAL``."""
+    for model in models:
+        model.set_attn_implementation(CAUSAL)
+    try:
+        yield
+    finally:
+        for model in models:
+            model.set_attn_implementation("sdpa")
+
+
+def _update(model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], schedule: Schedule, step: int) -> None:
+    """One optimizer step from the gradients, which are cleared."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer, lr in zip(optimizers, (schedule.muon_lr, schedule.adam_lr), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * schedule.lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, ids: torch.Tensor) -> torch.Tensor:

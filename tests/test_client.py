@@ -86,8 +86,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
 
     def _wait(self, context: grpc.ServicerContext) -> None:
         gone = threading.Event()
-        context.add_callback(gone.set)
-        if gone.wait(PATIENCE_S):
+        if not context.add_callback(gone.set) or gone.wait(PATIENCE_S):  # False: it is gone already
             self.left.set()
 
     def _note(self, request: pb.GenerateRequest | None, context: grpc.ServicerContext) -> None:

@@ -68,26 +68,34 @@ class Canned(serving_pb2_grpc.CascadeServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self._note(request, context)
+        gone = self._watch(context)  # before the first piece: behind it, a client that is gone ends this generator
         if self.silent:
             yield PIECES[0]
-            self._wait(context)
+            gone.wait(PATIENCE_S)
             return
         yield from PIECES
 
     def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
         self._note(request, context)
         if self.silent:
-            self._wait(context)
+            self._watch(context).wait(PATIENCE_S)
         return pb.CompleteResponse(text="abc", tokens=TOKENS, finish=FINISH)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._note(None, context)
         return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3")
 
-    def _wait(self, context: grpc.ServicerContext) -> None:
+    def _watch(self, context: grpc.ServicerContext) -> threading.Event:
+        """Set, as `left`, when the call is over."""
         gone = threading.Event()
-        if not context.add_callback(gone.set) or gone.wait(PATIENCE_S):  # False: it is gone already
+
+        def leave() -> None:
+            gone.set()
             self.left.set()
+
+        if not context.add_callback(leave):
+            leave()  # it is over already
+        return gone
 
     def _note(self, request: pb.GenerateRequest | None, context: grpc.ServicerContext) -> None:
         self.metadata = {item.key: item.value for item in context.invocation_metadata()}

@@ -125,7 +125,7 @@ class Model:
     def _take_path(self) -> None:
         """Switch the network to our attention; raise if not all its layers use it, or if it then says something else."""
         network = self._network
-        network.set_attn_implementation("eager")  # others leave out soft caps
+        network.set_attn_implementation("eager")  # the one that every network has
         texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
         expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():

@@ -22,6 +22,7 @@ def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     if kind is None:
         raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
     if kind == "token_ids":
+        refuse_unknown(request.token_ids, "token_ids")
         return list(request.token_ids.ids)
     if len(request.prompt) > MAX_PROMPT_CHARS:
         raise InvalidRequest(f"The prompt has {len(request.prompt)} characters: at most {MAX_PROMPT_CHARS} are tokenized")

@@ -41,10 +41,10 @@ class Server:
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
         port = DEFAULT_PORT if port is None else port or free_port()
-        owns_ray = not ray.is_initialized()
-        if owns_ray:
+        joins = ray.is_initialized() or bool(_cluster())
+        if not ray.is_initialized():
             _start_ray()
-        server = cls(parsed, f"127.0.0.1:{port}", owns_ray)
+        server = cls(parsed, f"127.0.0.1:{port}", owns_ray=not joins)
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,
@@ -73,7 +73,7 @@ class Server:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Stop the tiers, and Ray if it was started here."""
+        """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
         if ray.is_initialized():
             if self._owns_ray:
                 serve.shutdown()
@@ -96,8 +96,14 @@ def free_port() -> int:
         return port
 
 
+def _cluster() -> str:
+    """Address of the Ray cluster to join, "" if there is none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
 def _start_ray() -> None:
-    address = os.environ.get("RAY_ADDRESS")
+    address = _cluster()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:

@@ -1,6 +1,7 @@
 """A whole cascade in one process: tiers in threads, joined by links in memory."""
 
 import asyncio
+import contextlib
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
@@ -142,7 +143,12 @@ class Cascade:
         """`stream` for an event loop; leaving the loop early ends the request."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Message] = asyncio.Queue()
-        call = self._call(prompt, params, speculation, lambda m: loop.call_soon_threadsafe(inbox.put_nowait, m))
+
+        def deliver(message: Message) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: its reader is gone
+                loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+        call = self._call(prompt, params, speculation, deliver)
         try:
             call.open()
             while not call.finished:

@@ -220,16 +220,19 @@ class Tier:
                 self._up(seat, seat.session.proposal())
 
     def _flush(self) -> None:
-        for link, messages in self._out.items():
-            link.send(messages)
-        self._out.clear()
+        while self._out:
+            link, messages = self._out.popitem()
+            try:
+                link.send(messages)
+            except Exception:  # a broken link must not harm the sessions of others
+                log.exception("A link of tier %s broke", self.name)
+                self._drop(link)
 
     # messages
 
     def _take(self, item: tuple[Sequence[Message], Link | None] | Link) -> None:
         if not isinstance(item, tuple):
-            for seat in [s for s in self._seats.values() if s.up is item]:
-                self._leave(seat)
+            self._drop(item)
             return
         messages, up = item
         for message in messages:
@@ -240,6 +243,10 @@ class Tier:
                 self._hear(message)
             elif message.session in self._seats:
                 self._obey(self._seats[message.session], message)
+
+    def _drop(self, up: Link) -> None:
+        for seat in [s for s in self._seats.values() if s.up is up]:
+            self._leave(seat)
 
     def _open(self, opening: Open, up: Link) -> None:
         now = time.monotonic()

@@ -3,15 +3,18 @@
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from architectures import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade.kv import Cache
 from cascade.messages import origin_level
 from cascade.model import Model
+from cascade.scorer import Row
 from cascade.tokenizer import Tokenizer
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -66,6 +69,53 @@ def test_text_does_not_depend_on_tiers_windows_or_schedule(cascade: Cascade, par
             other = complete(cascade, PROMPT, params, speculation)
             assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
             assert len(other.origins) == len(other.token_ids)
+
+
+class Babbler:
+    """A drafter that says random token ids."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._random = random.Random(0)
+        self.vocab_size, self.context_len = model.vocab_size, model.context_len
+
+    def new_cache(self) -> Cache:
+        return self._model.new_cache()
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [[self._random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float) -> None:
+    """Guards the promise against drafters that are broken outright: below a babbling medium tier, and below a tiny one."""
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=6)
+    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in family.paths())
+    for models in ([tiny, Babbler(medium), full], [Babbler(tiny), medium, full]):
+        with Cascade(models, cascade.tokenizer) as babbling:
+            assert complete(babbling, PROMPT, params).token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, temperature: float) -> None:
+    """Guards against what only Llama gets right: random models of each architecture, which hardly ever agree."""
+    networks = [build(name, seed) for seed in (1, 2, 3)]
+    prompt = [5, 17, 3, 60, 8]
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=2, ignore_eos=True)
+    full = networks[-1]
+    ids = torch.tensor([prompt])
+    greedy = full.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
+    models = [Model(network) for network in networks]
+    with Cascade(models, cascade.tokenizer) as random_cascade:
+        expected = random_cascade.generate(prompt, params, Speculation("off")).token_ids
+        if temperature == 0:
+            assert list(expected) == greedy
+        for tiers in SUBSETS[1:]:
+            for schedule in ("async", "lockstep"):
+                speculation = Speculation(tiers=tiers, window=5, schedule=schedule)  # type: ignore[arg-type]
+                assert random_cascade.generate(prompt, params, speculation).token_ids == expected
 
 
 def test_companions_do_not_change_a_text(cascade: Cascade) -> None:

@@ -286,3 +286,17 @@ def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None
         assert tier.healthy == healthy
     tier.close()
     assert model.leaks == 0
+
+
+def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None:
+    """Guards the loop against a link that breaks its word: it must neither end nor lose the sessions of others."""
+
+    class Broken(Link):
+        def send(self, messages: Sequence[Message]) -> None:
+            raise RuntimeError("the event loop is closed")
+
+    tiers[-1].post([opening(1, 1.0, 2000)], Broken())
+    request = opening(2, 0.5, 60)
+    assert text_of(tiers[-1], request)[0] == full_text(ToyModel(), request)
+    settle(tiers)
+    assert tiers[-1].healthy

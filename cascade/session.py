@@ -8,12 +8,16 @@ verifier's own token, and the own token is emitted in every case (arXiv 2408.079
 change the text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cascade.messages import Close, Commit, Edge, Open, Proposal, origin
 
 PACE_WEIGHT = 0.3  # of the latest count of guesses
+LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
+LEAST_REACH = 2
+REACH_MEMORY = 0.97  # share of the weight of old verdicts that is left after a new one
 
 
 class ProtocolError(Exception):
@@ -76,6 +80,24 @@ class Pace:
         self._left = None
 
 
+@dataclass(slots=True)
+class Reach:
+    """How far ahead of the tier above own tokens are worth their passes, judged by how many of them it has kept."""
+
+    kept: float = 4.0  # a few made up, to begin with
+    cut: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """As far as at least `LEAST_KEPT` of all texts are kept; without bound before the first cut."""
+        return math.log(LEAST_KEPT) / math.log(self.kept / (self.kept + self.cut)) if self.cut else math.inf
+
+    def judged(self, num_kept: int, *, cut: bool) -> None:
+        """The tier above has kept so many own tokens, and then cut the text or not; old verdicts fade."""
+        self.kept = REACH_MEMORY * self.kept + num_kept
+        self.cut = REACH_MEMORY * self.cut + cut
+
+
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
@@ -98,6 +120,7 @@ class Session:
         "level",
         "opening",
         "pace",
+        "reach",
         "text",
         "tier",
         "vocab_size",
@@ -110,6 +133,7 @@ class Session:
         self.vocab_size = vocab_size
         self.text = list(opening.tokens)
         self.committed = len(self.text)
+        self.reach = Reach()
         self.guess: list[int] = []
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
@@ -133,7 +157,13 @@ class Session:
     @property
     def stalled(self) -> bool:
         """Nothing to score: the text has ended or the window is used up."""
-        return self.done or len(self.text) >= self.committed + self.opening.window
+        return self.done or len(self.text) >= self.committed + self.window
+
+    @property
+    def window(self) -> int:
+        """Tokens it runs ahead of what is committed: in lockstep as many as it may, else no more than are of use."""
+        allowed, useful = self.opening.window, self.reach.tokens
+        return allowed if self.opening.lockstep or useful >= allowed else max(LEAST_REACH, math.ceil(useful))
 
     @property
     def prefilling(self) -> bool:
@@ -148,7 +178,7 @@ class Session:
     @property
     def room(self) -> int:
         """Guesses that one pass can use: behind them one own token must still fit limit and window."""
-        end = min(self._limit, self.committed + self.opening.window)
+        end = min(self._limit, self.committed + self.window)
         return max(0, end - len(self.text) - 1)
 
     @property
@@ -214,6 +244,8 @@ class Session:
         end = start + len(tokens)
         have = self.text[start:end]
         same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), len(have))
+        ahead = max(0, start + same - self.committed)
+        self.reach.judged(ahead, cut=self.committed <= start + same < len(self.text) and same < len(tokens))
         if same == len(tokens):
             self.committed = max(self.committed, end)
             return None

@@ -560,3 +560,18 @@ def test_chance_of_guesses_follows_what_was_right() -> None:
     assert good.chance(1) > 0.9
     assert good.chance(3) < good.chance(2) < good.chance(1)
     assert bad.chance(1) < 0.1
+
+
+def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
+    """Guards shared devices: passes for tokens that will hardly be kept take time from tiers that need it."""
+    params = SamplingParams(max_tokens=500, temperature=0, seed=0)
+    for lockstep, expected in ((False, range(2, 12)), (True, range(16, 17))):
+        session = Session(Open("s", (1,), 1, params, window=16, lockstep=lockstep), "tiny", 0, 32)
+        assert session.window == 16
+        for _ in range(30):  # the tier above keeps one token and corrects the next
+            while not session.stalled:
+                work = session.work(512)
+                session.advance(work, [7] * work.num_own)
+            start = session.committed
+            session.commit(start, (7, 8))
+        assert session.window in expected

@@ -26,7 +26,9 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output if result.exit_code else result.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["generate"], ["bench"], ["simulate"], ["family"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["demo"], ["generate"], ["bench"], ["simulate"], ["family", "train"], ["family", "judge"]]
+)
 def test_help_teaches(command: list[str]) -> None:
     """Guards every command's help against breaking."""
     code, output = run(*command, "--help")

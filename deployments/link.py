@@ -24,6 +24,7 @@ CHANNEL_OPTIONS = [
     # a host that vanishes is noticed within ten seconds; a process that dies closes its connection at once
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # the one that counts in gRPC 1.85: 60 seconds unless set
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),

@@ -22,10 +22,11 @@ from cascade.tier import Tier, mint
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
+from deployments import downlink as downlink_module
 from deployments import link
 from deployments.codec import decode, encode
 from deployments.downlink import Downlink, Lease, Lessor
-from deployments.link import LinkServer
+from deployments.link import CHANNEL_OPTIONS, LinkServer
 
 LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2
@@ -278,6 +279,61 @@ async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:
     assert (message.session, message.tier) == (request.session, "full")
     assert downlink.num_sessions == 0
     await downlink.close()
+    await empty.settle()
+
+
+class Relay:
+    """A network between a caller and a node that can go dead without a word."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Relay":
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.die()
+        self._server.close()
+
+    def die(self) -> None:
+        """From now on nothing arrives; the connections stay."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, int(self._port))
+        self._pumps = [asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))]
+        await asyncio.wait(self._pumps)
+        await until(lambda: reader.at_eof() or there.at_eof())
+        for end in (writer, back):
+            end.close()
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while data := await source.read(2**16):
+        sink.write(data)
+
+
+async def test_host_that_vanishes_fails_its_sessions(empty: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against waiting for a host whose connection stays: gRPC 1.85 ignores the timeout of keepalives without another one."""
+    quick = [
+        (name, value // 20 if "alive_time" in name or "ping_timeout" in name else value) for name, value in CHANNEL_OPTIONS
+    ]
+    monkeypatch.setattr(downlink_module, "CHANNEL_OPTIONS", quick)
+    node = await empty.add("full")
+    async with Relay(node.server.address) as relay:
+        monkeypatch.setattr(node.server, "address", relay.address)
+        heard: list[Message] = []
+        downlink = Downlink({"full": empty.lessor("full")}, heard.extend)
+        downlink.send([opening(chain=(), window=4)])
+        await until(lambda: len(heard) > 0)
+        relay.die()
+        await until(lambda: isinstance(heard[-1], Failed), lambda: heard)
+        assert downlink.num_sessions == 0
+        await downlink.close()
     await empty.settle()
 
 

@@ -86,6 +86,7 @@ class Client:
             try:
                 for response in call:
                     yield pieces.take(response)
+                pieces.check()
             finally:
                 call.cancel()
 
@@ -133,6 +134,7 @@ class AsyncClient:
             try:
                 async for response in call:
                     yield pieces.take(response)
+                pieces.check()
             finally:
                 call.cancel()
 
@@ -159,6 +161,12 @@ class Pieces:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[pb.Token] = []
+        self._complete = False
+
+    def check(self) -> None:
+        """Raise `Unavailable` if the stream has ended before its text."""
+        if not self._complete:
+            raise Unavailable("The server ended the stream before the text was complete")
 
     def take(self, response: pb.GenerateResponse) -> Chunk:
         """One more response."""
@@ -167,6 +175,7 @@ class Pieces:
         completion = None
         if response.HasField("finish"):
             completion = _completion("".join(self._text), self._tokens, response.finish)
+            self._complete = True
         ids = tuple(token.id for token in response.tokens)
         ends = tuple(token.end for token in response.tokens)
         return Chunk(response.text, ids, ends, _origins(response.tokens), completion)

@@ -61,6 +61,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
 
     status: grpc.StatusCode | None = None
     silent: bool = False
+    hasty: bool = False  # end streams before their text
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)  # the client is gone
@@ -73,7 +74,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
             yield PIECES[0]
             gone.wait(PATIENCE_S)
             return
-        yield from PIECES
+        yield from PIECES[:1] if self.hasty else PIECES
 
     def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
         self._note(request, context)
@@ -356,3 +357,12 @@ def test_client_is_light() -> None:
     code = f"import sys, cascade.client; print(*{heavy} & {{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_stream_that_ends_early_is_an_error(server: Canned, client: Client) -> None:
+    """Guards callers against half a text that looks like a whole one."""
+    server.hasty = True
+    stream = client.stream("x")
+    next(stream)
+    with pytest.raises(Unavailable, match="before the text"):
+        next(stream)

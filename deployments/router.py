@@ -168,7 +168,8 @@ class Router:
         try:
             while not answer.finished:
                 try:
-                    message = await asyncio.wait_for(inbox.get(), patience.left_s)
+                    async with asyncio.timeout(patience.left_s):  # `wait_for` swallows a cancel that comes with a message
+                        message = await inbox.get()
                 except TimeoutError:
                     raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
                 if isinstance(message, Failed):
@@ -238,7 +239,8 @@ async def ask(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | No
     """What a tier says of itself; ``None`` if no replica answers in time."""
     response = handle.describe.remote()
     try:
-        state: dict[str, Any] = await asyncio.wait_for(response, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            state: dict[str, Any] = await response
     except Exception as error:  # whatever Ray raises: there is no such replica
         log.info("A tier does not answer: %s", error)
         response.cancel()

@@ -11,6 +11,7 @@ from test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
 
 from cascade.config import CascadeConfig
 from cascade.errors import CascadeError
+from cascade.messages import Proposal
 from cascade.scorer import Row
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
@@ -176,6 +177,19 @@ async def test_cancelled_request_leaves_nothing(net: Net) -> None:
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await until(lambda: not router._inboxes and not router._downlink.num_sessions)
+
+
+async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
+    """Guards against `asyncio.wait_for` of Python 3.11, which swallows such a cancel: the request went on for nobody."""
+    async with started(net) as router:
+        task = asyncio.create_task(router.Complete(request(2000), Context()))
+        await until(lambda: net.nodes["full"].tier.stats.own_tokens > 0)
+        [inbox] = router._inboxes.values()
+        await until(inbox.empty)
+        inbox.put_nowait(Proposal("", 0, (), b""))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:

@@ -19,7 +19,7 @@ from deployments.app import build, parse
 
 APPLICATION = "cascade"
 DEFAULT_PORT = 9000
-SERVICER = "cascade.v1.serving_pb2_grpc.add_CascadeServicer_to_server"
+SERVICER = "deployments.ingress.add_CascadeServicer_to_server"
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cascade.family import NAMES, WEIGHTS, corpus, paths
 from cascade.family.evaluate import as_rows, compare, coupled_acceptance, load, loss
 from cascade.family.grow import grow
+from cascade.family.prune import prune
 from cascade.family.recipe import SHAPES, interleave
 from cascade.family.train import Schedule, batches, train
 from cascade.sampling import gumbel
@@ -107,6 +108,31 @@ def test_growth_refuses_what_cannot_keep_the_function(wrong: dict[str, int], mes
     """A smaller dimension would cut weights off, another grouping would give heads foreign keys, both without an error."""
     with pytest.raises(ValueError, match=message):
         grow(small(), **{**SAME, **wrong})
+
+
+def test_pruning_takes_whole_layers_and_the_strongest_neurons() -> None:
+    """Neurons kept of one projection but not of its partners, or layers out of order, leave a student of noise."""
+    model = small()
+    with torch.no_grad():
+        for weight in (model.model.layers[1].mlp.down_proj.weight[:, 7:], model.model.layers[0].self_attn.o_proj.weight):
+            weight.zero_()  # neurons from 7 on write nothing, nor does ...
+        model.model.layers[0].mlp.down_proj.weight.zero_()  # ... the whole first layer
+    ids = torch.randint(0, 64, (2, 30), generator=torch.Generator().manual_seed(1))
+    pruned = prune(model, layers=[1], intermediate_size=7)
+    with torch.inference_mode():
+        torch.testing.assert_close(pruned(ids).logits, model(ids).logits)
+    assert (pruned.config.num_hidden_layers, pruned.config.intermediate_size) == (1, 7)
+    assert pruned.lm_head.weight is pruned.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"layers": [2]}, "layers 0 to 1"), ({"layers": []}, "layers"), ({"intermediate_size": 41}, "40 neurons")],
+)
+def test_pruning_refuses_what_is_not_there(wrong: dict[str, object], message: str) -> None:
+    """A layer counted from the end, or neurons made up, would go unnoticed until the student fails to learn."""
+    with pytest.raises(ValueError, match=message):
+        prune(small(), **{"layers": [0], "intermediate_size": 8, **wrong})  # type: ignore[arg-type]
 
 
 def test_full_model_grows_for_benchmarks_and_says_the_same(family: dict[str, LlamaForCausalLM], held_out: torch.Tensor) -> None:
@@ -232,7 +258,7 @@ def test_shipped_folders_hold_what_is_needed_and_no_more() -> None:
     files = {p.relative_to(WEIGHTS).as_posix(): p for p in WEIGHTS.rglob("*") if p.is_file()}
     parts = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert set(files) == {f"{name}/{part}" for name in NAMES for part in parts} | {"README.md", "results.json"}
-    assert sum(p.stat().st_size for p in files.values()) <= 32e6
+    assert sum(p.stat().st_size for name, p in files.items() if name.endswith(".safetensors")) <= 32e6
 
 
 def test_shipped_models_share_one_tokenizer() -> None:

@@ -168,6 +168,7 @@ def bench(address: str | None, max_tokens: int, temperature: float, rounds: int,
 @click.option("--accept-full", multiple=True, type=float, metavar="SHARE", help="The same by the full tier. Product of edges.")
 @click.option("--growth", default=0.025, show_default=True, help="What each further token of a pass adds, as a share of it.")
 @click.option("--hop", default=0.4, show_default=True, help="Milliseconds from a tier to the next, one way.")
+@click.option("--shared", default="", metavar="NAMES", help="Tiers that share one device, such as tiny,medium.")
 @click.option("--window", default=16, show_default=True, help="Tokens a tier may run ahead of the tier above, async.")
 @click.option("--requests", default=1, show_default=True, help="Requests at once.")
 def simulate(
@@ -176,6 +177,7 @@ def simulate(
     accept_full: tuple[float, ...],
     growth: float,
     hop: float,
+    shared: str,
     window: int,
     requests: int,
 ) -> None:
@@ -195,7 +197,13 @@ def simulate(
         raise click.UsageError(f"{len(pairs)} tiers have {len(pairs) - 1} edges: give --accept once for each")
     if not all(0 <= share <= 1 for share in (*shares, *accept_full)):
         raise click.UsageError("--accept and --accept-full are shares from 0 to 1")
-    costs = [TierCost(name, PassCost(ms / 1e3, growth * ms / 1e3), hop / 1e3) for name, ms in pairs]
+    together = set(filter(None, shared.split(",")))
+    if unknown := together - {name for name, _ in pairs}:
+        raise click.BadParameter(f"{unknown.pop()!r} is no tier: give names of --tier", param_hint="--shared")
+    costs = [
+        TierCost(name, PassCost(ms / 1e3, growth * ms / 1e3), hop / 1e3, device="shared" if name in together else name)
+        for name, ms in pairs
+    ]
     with console.status("Simulating"):
         rows = prediction_rows(costs, Acceptance(shares, accept_full), window=window, num_requests=requests)
     console.print(screen.predictions(rows))

@@ -174,6 +174,8 @@ class TierCost:
     cost: Callable[[int], float]  # seconds of a pass that scores so many tokens, such as a `PassCost`
     hop_s: float = 0.0  # one way to the tier above
     policy: Policy = DEFAULT_POLICY
+    device: str = ""  # see `cascade.scenario.SimTier`
+    message_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +226,20 @@ class Bench:
     trace: Trace
     num_tokens: int  # per request
     num_requests: int = 1
+    front_device: str = ""  # see `cascade.scenario.Scenario`
+    front_s: float = 0.0
 
     def outcome(self, chosen: Sequence[int], *, lockstep: bool = False, window: int = 16) -> Outcome:
         """Serve with the tiers ``chosen``, by index, bottom to top."""
         trace = self.trace.only(chosen)
         picked = [self.costs[i] for i in chosen]
-        tiers = tuple(SimTier(c.name, Reader(trace, i), c.cost, c.hop_s, c.policy) for i, c in enumerate(picked))
+        tiers = tuple(
+            SimTier(c.name, Reader(trace, i), c.cost, c.hop_s, c.policy, c.device, c.message_s) for i, c in enumerate(picked)
+        )
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
-        return simulate(Scenario(tiers, requests, max(1, window), lockstep))
+        scenario = Scenario(tiers, requests, max(1, window), lockstep, front_device=self.front_device, front_s=self.front_s)
+        return simulate(scenario)
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

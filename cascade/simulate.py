@@ -166,15 +166,15 @@ class Node:
         usage.passes += 1
         usage.tokens += num_tokens
         usage.busy_s += seconds
-        if all(work.num_own == len(work.tokens) for _, work in batch):
-            self._pass_s += 0.1 * (seconds - self._pass_s)
         self._busy, life = True, self._lives
-        self._agenda.at(now + seconds, lambda: self._advance(batch, own, life))
+        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, own, life, now))
 
-    def _advance(self, batch: list[tuple[_Seat, Work]], own: list[list[int]], life: int) -> None:
+    def _advance(self, batch: list[tuple[_Seat, Work]], own: list[list[int]], life: int, begin: float) -> None:
         if life != self._lives:
             return
         self._busy = False
+        if all(work.num_own == len(work.tokens) for _, work in batch):  # no prefill in it
+            self._pass_s += 0.1 * (self._agenda.now - begin - self._pass_s)
         for (seat, work), tokens in zip(batch, own, strict=True):
             session = seat.session
             seat.since = self._agenda.now

@@ -12,6 +12,7 @@ from cascade.params import SamplingParams
 from cascade.scenario import Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
 from cascade.simulate import Stuck, simulate
 from cascade.toy import ToyModel, full_text
+from cascade.virtual import Agenda, Device
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")
 PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)
@@ -75,6 +76,8 @@ requests = st.builds(
     lockstep=st.booleans(),
     faults=faults,
     max_pass_tokens=st.sampled_from([1, 3, 512]),
+    device=st.sampled_from(["", "one"]),
+    message_s=st.sampled_from([0.0, 0.0003]),
 )
 def test_lossless_whatever_goes_wrong(
     num_tiers: int,
@@ -83,9 +86,11 @@ def test_lossless_whatever_goes_wrong(
     lockstep: bool,
     faults: Faults,
     max_pass_tokens: int,
+    device: str,
+    message_s: float,
 ) -> None:
     """Guards the law: delays, repetitions, losses, overtaking, deaths and batch mates never change a text."""
-    tiers = toy_tiers(num_tiers)
+    tiers = tuple(replace(tier, device=device, message_s=message_s) for tier in toy_tiers(num_tiers))
     alive = {tier.name for tier in tiers}
     faults = replace(faults, deaths=tuple(death for death in faults.deaths if death.tier in alive))
     queue = tuple(replace(request, arrive_s=at) for request, at in requests)
@@ -106,6 +111,38 @@ def test_full_tier_alone_takes_a_pass_a_token() -> None:
     outcome = simulate(Scenario((replace(tier, cost=PassCost(0.03)),), (asked(50),)))
     assert outcome.usage[-1].passes == 50
     assert outcome.elapsed_s == pytest.approx(50 * 0.03 + 2 * 0.0004)
+
+
+def test_tiers_of_one_device_share_it() -> None:
+    """Guards predictions for machines where tiers have no device each: they would promise a speed that nobody gets."""
+    tiers = toy_tiers(3)
+    apart = simulate(Scenario(tiers, (asked(200),)))
+    shared = tuple(replace(tier, device="one") for tier in tiers[:2]) + tiers[2:]
+    together = simulate(Scenario(shared, (asked(200),)))
+    assert together.texts == apart.texts
+    assert together.elapsed_s > apart.elapsed_s
+    assert sum(usage.busy_s for usage in together.usage[:2]) <= together.elapsed_s < sum(u.busy_s for u in apart.usage[:2]) * 3
+
+
+def test_a_device_gives_its_jobs_equal_shares() -> None:
+    """Guards the shared device itself: a job of 2 s beside one of 1 s ends at 3 s, having waited for half of it."""
+    agenda = Agenda()
+    device, ends = Device(agenda), []
+    device.run(2.0, lambda: ends.append(("long", agenda.now)))
+    device.run(1.0, lambda: ends.append(("short", agenda.now)))
+    agenda.at(2.5, lambda: device.run(1.0, lambda: ends.append(("late", agenda.now))))
+    agenda.run(10, lambda: False)
+    assert ends == [("short", 2.0), ("long", pytest.approx(3.5)), ("late", pytest.approx(4.0))]
+
+
+def test_messages_take_their_time_of_a_device() -> None:
+    """Guards the price of talking: small passes on a busy processor are dominated by it."""
+    [tier] = toy_tiers(1)
+    tier = replace(tier, cost=PassCost(0.03), message_s=0.001)
+    outcome = simulate(Scenario((tier,), (asked(50),), front_s=0.002))
+    # the Open, the passes, what commits and proposals take of them, and the last piece on its way to the client
+    assert 50 * 0.031 < outcome.elapsed_s < 50 * 0.0335
+    assert outcome.texts == simulate(Scenario(toy_tiers(1), (asked(50),))).texts
 
 
 def test_totals_add_up() -> None:

@@ -4,14 +4,15 @@
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
 itself (one thread, pinned, bf16); the lower tiers, the router and everything else share core 1. The modes take turns on every
-prompt: full alone, the best lockstep pair, the asynchronous pair, the asynchronous three tiers; beside them Transformers'
+prompt: full alone, the best lockstep pair, the best asynchronous pair, the asynchronous three tiers; beside them Transformers'
 ``generate`` and assisted generation on core 0. The full model alone with both cores is a server of its own, measured after.
 
-What each mode should give is predicted from measured pass costs, the measured hop and the recorded agreement of the tiers along
-the texts that were written. The last line is one JSON document.
+What each mode should give is predicted from measured costs of passes, hops and messages and the recorded agreement of the tiers
+along the texts that were written. The last line is one JSON document.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ from cascade import family, screen
 from cascade.client import Client
 from cascade.forecast import Bench, TierCost, Trace
 from cascade.measure import PROMPTS, Measured, Mode, measure
-from cascade.params import SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.scenario import PassCost
 from deployments.server import Server
 
@@ -39,7 +40,8 @@ RESULTS = Path(__file__).parent / "results"
 FULL_CORE, OTHER_CORE = 0, 1
 MAX_TOKENS = 128
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
-LOCKSTEP_WINDOWS = {"medium": (4, 6, 8, 10), "tiny": (2, 3, 5)}
+DRAFTERS = ("tiny", "medium")
+LOCKSTEP_WINDOWS = (4, 8, 12, 16)
 console = Console(stderr=True)
 
 
@@ -65,30 +67,51 @@ def cascade_config(full: str) -> dict[str, Any]:
     }
 
 
-def best_lockstep(client: Client) -> Mode:
-    """The fastest of all lockstep pairs, found on two prompts."""
-    modes = [
-        Mode(f"lockstep pair, {drafter}, window {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
-        for drafter, windows in LOCKSTEP_WINDOWS.items()
-        for window in windows
-    ]
+def fastest(client: Client, modes: list[Mode]) -> Mode:
+    """The fastest of all, found on two prompts."""
     results = measure(client.stream, modes, PARAMS, prompts=PROMPTS[:2])
     for result in results:
         console.print(f"  {result.mode.name}: {result.tokens_per_second:.1f} tokens/s")
     return max(results, key=lambda result: result.tokens_per_second).mode
 
 
-def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float]]:
-    """Modes of the server, and Transformers' own speeds, tokens per second; in alternation."""
+def lockstep_pairs() -> list[Mode]:
+    return [
+        Mode(f"lockstep pair, {drafter}, window {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
+        for drafter, window in itertools.product(DRAFTERS, LOCKSTEP_WINDOWS)
+    ]
+
+
+def async_pairs() -> list[Mode]:
+    return [Mode(f"async pair, {drafter}", Speculation(tiers=(drafter,))) for drafter in DRAFTERS]
+
+
+def busy_s(core: int) -> float:
+    """Seconds that a core has worked since the machine started."""
+    fields = Path("/proc/stat").read_text().splitlines()[1 + core].split()
+    user, nice, system = map(int, fields[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def front_cost(client: Client) -> float:
+    """Seconds of the other core that bring one piece of an answer from the full tier to the client."""
+    begin = busy_s(OTHER_CORE)
+    pieces = sum(len(list(client.stream(prompt, PARAMS, Speculation("off")))) for prompt in PROMPTS[:2])
+    return (busy_s(OTHER_CORE) - begin) / pieces
+
+
+def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], float]:
+    """Modes of the server, Transformers' own speeds in tokens per second, all in alternation; and the front's cost."""
     medium = family.paths()[1]
     own: dict[str, list[tuple[int, float]]] = {"transformers_generate": [], "transformers_assisted": []}
     with Server.start(cascade_config(full), port=0) as server, Client(server.address) as client:
         modes = [
             Mode("alone", Speculation("off")),
-            best_lockstep(client),
-            Mode("async_pair", Speculation(tiers=("medium",))),
+            fastest(client, lockstep_pairs()),
+            fastest(client, async_pairs()),
             Mode("async_three", Speculation()),
         ]
+        front_s = front_cost(client)
         results = [Measured(mode) for mode in modes]
         for prompt in PROMPTS:
             for result, again in zip(results, measure(client.stream, modes, PARAMS, prompts=[prompt]), strict=True):
@@ -97,7 +120,7 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
                 own[name].append(worker.submit(reference.generate, full, "bfloat16", prompt, MAX_TOKENS, assistant).result())
             console.print(f"  {len(results[0].texts)}/{len(PROMPTS)} prompts")
     rates = {name: sum(n for n, _ in runs) / sum(s for _, s in runs) for name, runs in own.items()}
-    return results, rates
+    return results, rates, front_s
 
 
 def measure_both_cores(full: str) -> float:
@@ -108,30 +131,35 @@ def measure_both_cores(full: str) -> float:
     return result.tokens_per_second
 
 
-def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], hop_s: float) -> dict[str, float]:
+def predict(
+    full: str, worker: ProcessPoolExecutor, results: list[Measured], hop_s: float, message_s: float, front_s: float
+) -> dict[str, float]:
     """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
     tiny, medium, _ = family.paths()
     tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
+    wire_s = max(0.0, hop_s - 2 * message_s)
     costs = []
     for name, (source, dtype) in tiers.items():
         points = tuple(worker.submit(reference.pass_costs, source, dtype).result())
         console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in points))
-        costs.append(TierCost(name, PassCost(points=points), hop_s))
+        core = FULL_CORE if name == "full" else OTHER_CORE
+        costs.append(TierCost(name, PassCost(points=points), wire_s, device=str(core), message_s=message_s))
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
         for own, (source, dtype) in zip(said, tiers.values(), strict=True):
             own += worker.submit(reference.own_tokens, source, dtype, prompt, text).result()
-    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]))
-    locked = results[1].mode.speculation
-    assert locked.tiers is not None
-    assert locked.window is not None
-    drafter = list(tiers).index(locked.tiers[0])
-    return {
-        "alone": bench.outcome((2,)).tokens_per_s,
-        "lockstep_pair": bench.outcome((drafter, 2), lockstep=True, window=locked.window).tokens_per_s,
-        "async_pair": bench.outcome((1, 2)).tokens_per_s,
-        "async_three": bench.outcome((0, 1, 2)).tokens_per_s,
-    }
+    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]), front_device=str(OTHER_CORE), front_s=front_s)
+    names = list(tiers)
+    predictions = {}
+    for mode, result in zip(("alone", "lockstep_pair", "async_pair", "async_three"), results, strict=True):
+        asked = result.mode.speculation
+        chosen = names if asked.tiers is None else [*asked.tiers, "full"]
+        chosen = ["full"] if asked.mode == "off" else chosen
+        outcome = bench.outcome(
+            [names.index(n) for n in chosen], lockstep=asked.schedule == "lockstep", window=asked.draft_window(DEFAULT_WINDOW)
+        )
+        predictions[mode] = outcome.tokens_per_s
+    return predictions
 
 
 def timed(label: str, work: Callable[[], Any]) -> Any:
@@ -148,15 +176,21 @@ def main() -> None:
     os.sched_setaffinity(0, [OTHER_CORE])
     with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
-        results, rates = timed("Serving three tiers", lambda: measure_cascade(full, worker))
+        results, rates, front_s = timed("Serving three tiers", lambda: measure_cascade(full, worker))
         both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
-        hop_s = asyncio.run(hop.measure(worker.submit(hop.serve).result()))
-        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s))
-    report(results, rates, both, predicted, parameters, hop_s)
+        hop_s, message_s = asyncio.run(hop.measure(worker.submit(hop.serve).result()))
+        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s, message_s, front_s))
+    costs = {"hop_ms": hop_s, "message_ms": message_s, "front_ms": front_s}
+    report(results, rates, both, predicted, parameters, costs)
 
 
 def report(
-    results: list[Measured], rates: dict[str, float], both: float, predicted: dict[str, float], parameters: int, hop_s: float
+    results: list[Measured],
+    rates: dict[str, float],
+    both: float,
+    predicted: dict[str, float],
+    parameters: int,
+    costs: dict[str, float],
 ) -> None:
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
     alone, locked, pair, three = results
@@ -164,6 +198,7 @@ def report(
     served = {"alone": alone, "lockstep_pair": locked, "async_pair": pair, "async_three": three}
     speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
     [edge] = [edge for edge in three.edges.values() if (edge.drafter, edge.verifier) == ("medium", "full")]
+    off = {name: speeds[name] / predicted[name] for name in predicted}
     document = {
         "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
         "predicted": {name: round(speed, 2) for name, speed in predicted.items()},
@@ -171,16 +206,18 @@ def report(
             "three_vs_alone": round(speeds["async_three"] / speeds["alone"], 3),
             "three_vs_lockstep_pair": round(speeds["async_three"] / speeds["lockstep_pair"], 3),
             "three_vs_alone_both_cores": round(speeds["async_three"] / both, 3),
-            "three_vs_predicted": round(speeds["async_three"] / predicted["async_three"], 3),
+            "three_vs_async_pair": round(speeds["async_three"] / speeds["async_pair"], 3),
             "alone_vs_transformers_generate": round(speeds["alone"] / speeds["transformers_generate"], 3),
         },
+        "measured_vs_predicted": {name: round(share, 3) for name, share in off.items()},
         "lockstep_pair": locked.mode.name,
+        "async_pair": pair.mode.name,
         "tokens_per_full_pass": round(three.tokens_per_full_pass, 3),
         "accepted_share": round(edge.accepted / max(1, edge.proposed), 3),
         "mean_wait_before_a_full_pass_ms": round(edge.waited_s / max(1, edge.passes) * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
-        "hop_ms": round(hop_s * 1e3, 3),
+        **{name: round(seconds * 1e3, 3) for name, seconds in costs.items()},
         "full_parameters": parameters,
         "max_tokens": MAX_TOKENS,
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

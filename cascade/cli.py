@@ -14,7 +14,7 @@ from rich.progress import Progress
 from cascade import screen
 from cascade.errors import CascadeError
 from cascade.measure import PROMPTS, Mode, Stream, measure
-from cascade.params import SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 
 console = Console(highlight=False)
 DEFAULT_ADDRESS = "127.0.0.1:9000"
@@ -169,7 +169,9 @@ def bench(address: str | None, max_tokens: int, temperature: float, rounds: int,
 @click.option("--growth", default=0.025, show_default=True, help="What each further token of a pass adds, as a share of it.")
 @click.option("--hop", default=0.4, show_default=True, help="Milliseconds from a tier to the next, one way.")
 @click.option("--shared", default="", metavar="NAMES", help="Tiers that share one device, such as tiny,medium.")
-@click.option("--window", default=16, show_default=True, help="Tokens a tier may run ahead of the tier above, async.")
+@click.option(
+    "--window", default=DEFAULT_WINDOW, show_default=True, help="Tokens a tier may run ahead of the tier above, async."
+)
 @click.option("--requests", default=1, show_default=True, help="Requests at once.")
 def simulate(
     tiers: tuple[str, ...],

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cascade import family
 from cascade.errors import ConfigError
-from cascade.params import MAX_WINDOW
+from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
@@ -120,7 +120,7 @@ class CascadeConfig(Section):
 
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 16  # tokens a lower tier may run ahead
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
     verify: bool = True  # compare tokenizers and contexts before anything starts
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from cascade.params import SamplingParams
+from cascade.params import DEFAULT_WINDOW, SamplingParams
 from cascade.planner import Policy
 from cascade.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.scorer import Row
@@ -196,7 +196,7 @@ def prediction_rows(
     costs: Sequence[TierCost],
     acceptance: Acceptance | Trace,
     *,
-    window: int = 16,
+    window: int = DEFAULT_WINDOW,
     lockstep_windows: Sequence[int] = LOCKSTEP_WINDOWS,
     num_tokens: int = 1000,
     num_requests: int = 1,
@@ -229,7 +229,7 @@ class Bench:
     front_device: str = ""  # see `cascade.scenario.Scenario`
     front_s: float = 0.0
 
-    def outcome(self, chosen: Sequence[int], *, lockstep: bool = False, window: int = 16) -> Outcome:
+    def outcome(self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW) -> Outcome:
         """Serve with the tiers ``chosen``, by index, bottom to top."""
         trace = self.trace.only(chosen)
         picked = [self.costs[i] for i in chosen]

@@ -12,7 +12,7 @@ from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.model import Model
-from cascade.params import SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.planner import Policy
 from cascade.scorer import Scorer
 from cascade.tier import Tier, mint
@@ -29,7 +29,6 @@ TIER_NAMES = {
     5: ("tiny", "small", "medium", "large", "full"),
 }
 FULL_WINDOW = 4096  # tokens the full tier may write that nobody has taken yet
-DEFAULT_WINDOW = 16  # tokens a lower tier may run ahead
 
 
 class Cascade:
@@ -178,7 +177,6 @@ class Cascade:
         params = params or SamplingParams()
         speculation = speculation or Speculation()
         chain = speculation.chain(self.names)
-        window = speculation.window or self.window
         answers = []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             ids = self._encode(one, params.max_tokens)
@@ -193,7 +191,7 @@ class Cascade:
                 tier=self.names[-1],
                 chain=chain,
                 window=FULL_WINDOW,
-                draft_window=window,
+                draft_window=speculation.draft_window(self.window),
                 lockstep=speculation.schedule == "lockstep",
             )
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index))

@@ -11,6 +11,8 @@ MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_WINDOW = 256
+DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next are made
+LOCKSTEP_WINDOW = 8  # a lockstep round has a use for no more
 
 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:
@@ -88,6 +90,10 @@ class Speculation:
         _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
         window_ok = self.window is None or (_is_int(self.window) and 1 <= self.window <= MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
+
+    def draft_window(self, default: int) -> int:
+        """Tokens that a tier may run ahead, if ``default`` are where the request says nothing."""
+        return self.window or (min(default, LOCKSTEP_WINDOW) if self.schedule == "lockstep" else default)
 
     def chain(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tiers to use below the full one, top to bottom, of a cascade with tiers ``names`` bottom to top."""

@@ -13,13 +13,12 @@ class Policy:
 
     A guess saves some of a pass if it and the guesses before it are right. While that is more than the time the drafter
     needs to make it, wait for it. The session measures both in passes, see `cascade.session.Pace`: a tier far slower than
-    its drafter waits for a few guesses, one that is not starts at once. Simulated against never waiting: 6 to 17 % faster
-    with a drafter 25 to 40 times as fast, 0 to 7 % with three tiers, and never slower by more than 2 %, bursts of errors
-    included.
+    its drafter waits for a few guesses, one that is not starts at once. Simulated over sixteen cascades, bursts of errors
+    included: pairs and threes are on average within 1.5 % of the best rule of this kind, and at worst within 10 %.
     """
 
     patience: float = 1.0  # longest wait for guesses, as a share of one pass of this tier
-    guess_worth: float = 0.175  # what a right guess saves, as a share of one pass
+    guess_worth: float = 0.12  # what a right guess saves, as a share of one pass
     max_guesses: int = 16  # guesses scored in one pass at most
 
     def start_at(self, session: Session, since: float, pass_s: float) -> float:

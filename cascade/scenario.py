@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cascade.messages import Edge
-from cascade.params import SamplingParams
+from cascade.params import DEFAULT_WINDOW, SamplingParams
 from cascade.planner import Policy
 from cascade.scorer import Scorer
 
@@ -88,7 +88,7 @@ class Scenario:
 
     tiers: tuple[SimTier, ...]
     requests: tuple[Request, ...]
-    window: int = 16  # tokens a lower tier may run ahead
+    window: int = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     lockstep: bool = False
     faults: Faults = NO_FAULTS
     max_pass_tokens: int = 512

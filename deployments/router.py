@@ -208,7 +208,7 @@ class Router:
             tier=names[-1],
             chain=speculation.chain(names),
             window=FULL_WINDOW,
-            draft_window=speculation.window or self._config.window,
+            draft_window=speculation.draft_window(self._config.window),
             lockstep=speculation.schedule == "lockstep",
         )
 

@@ -104,6 +104,7 @@ def _cluster() -> str:
 
 def _start_ray() -> None:
     address = _cluster()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:

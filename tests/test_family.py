@@ -280,4 +280,4 @@ def test_shipped_models_agree(family: dict[str, LlamaForCausalLM], held_out: tor
         tiny, medium, full = (m(held_out).logits[:, :-1].flatten(0, 1) for m in family.values())
     assert loss(family["full"], held_out) < 3.0
     assert compare(medium, full)["agreement"] > 0.70
-    assert compare(tiny, medium)["agreement"] > 0.34
+    assert compare(tiny, medium)["agreement"] > 0.72

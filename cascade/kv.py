@@ -13,31 +13,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cascade.pool import room
+
 ATTENTION = "cascade"  # our attention function's name at Transformers
 SURVEY = "cascade_survey"  # another, which only notes what each layer may see
 FAR = 4096  # a position to ask a mask about that names no size of its own
-FIRST_CAPACITY = 64  # positions; storage doubles when it is full
 
 
 class Cache:
-    """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``, growing; K and V may differ in size."""
+    """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``; K and V may differ in size.
 
-    __slots__ = ("_layers",)
+    Storage is contiguous, so that attention reads it in place. Room is made ahead of a pass by `reserve`, or as it is needed.
+    """
+
+    __slots__ = ("_layers", "capacity")
 
     def __init__(self) -> None:
+        self.capacity = 0  # positions
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``[kv_heads, n, head_dim]`` at ``start`` and return views of all ``start + n`` positions."""
-        end = start + key.shape[1]
-        keys, values = self._layers.get(layer) or (key[:, :0], value[:, :0])
-        if end > keys.shape[1]:
-            capacity = max(FIRST_CAPACITY, 2 * keys.shape[1], end)
-            keys, values = _grown(keys, start, capacity), _grown(values, start, capacity)
-            self._layers[layer] = keys, values
-        keys[:, start:end] = key
-        values[:, start:end] = value
-        return keys[:, :end], values[:, :end]
+        length = key.shape[1]
+        if start + length > self.capacity:
+            self.reserve(room(start + length, self.capacity))
+        pair = self._layers.get(layer)
+        if pair is None:
+            pair = self._layers[layer] = _resized(key[:, :0], self.capacity), _resized(value[:, :0], self.capacity)
+        keys, values = pair
+        keys.narrow(1, start, length).copy_(key)
+        values.narrow(1, start, length).copy_(value)
+        return keys.narrow(1, 0, start + length), values.narrow(1, 0, start + length)
+
+    @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions``; what is written stays."""
+        if positions > self.capacity:
+            for layer, (keys, values) in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
+                self._layers[layer] = _resized(keys, positions), _resized(values, positions)
+            self.capacity = positions
+
+    @torch.inference_mode()
+    def take(self, source: "Cache", positions: int) -> None:
+        """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
+        for layer, (keys, values) in source._layers.items():
+            self.write(layer, 0, keys[:, :positions], values[:, :positions])
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +67,12 @@ class Cache:
     def free(self) -> None:
         """Give the memory back."""
         self._layers.clear()
+        self.capacity = 0
 
 
-def _grown(old: Tensor, kept: int, capacity: int) -> Tensor:
+def _resized(old: Tensor, capacity: int) -> Tensor:
     new = old.new_empty(old.shape[0], capacity, old.shape[2])
-    new[:, :kept] = old[:, :kept]
+    new[:, : old.shape[1]] = old
     return new
 
 

@@ -331,14 +331,16 @@ def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) ->
 
 
 def test_cache_holds_and_frees() -> None:
-    """Guards memory: what the planner counts is what is held, growth keeps what is written, nothing stays when freed."""
+    """Guards memory: what is counted is what is held, growth keeps what is written, nothing stays when freed."""
     model = Model(build("llama"))
     store = model.new_cache()
     assert store.nbytes == 0
     _logits(model, (store, 0, PREFIX))
-    small = store.nbytes
-    assert small == 2 * 2 * 2 * 8 * 64 * 4  # layers, keys and values, heads, size of a head, positions, bytes
-    _logits(model, (store, len(PREFIX), PREFIX * 2))
-    assert store.nbytes == 2 * small
+    assert model.bytes_per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes
+    assert store.nbytes == 32 * model.bytes_per_token
+    expected = _logits(model, (store, len(PREFIX), PREFIX))
+    store.reserve(96)
+    assert store.nbytes == 96 * model.bytes_per_token
+    assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
     store.free()
     assert store.nbytes == 0

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -125,11 +126,14 @@ class Model:
         return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], Pass(spans, self._windows))
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Pass | Survey) -> Tensor:
-        options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits else {}
-        out: Tensor = self._network(
-            input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass, **options
-        ).logits[0]
-        return out if self._keeps_logits else out[keep]
+        call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
+        if self._keeps_logits:
+            out: Tensor = call(logits_to_keep=keep).logits[0]
+            return out
+        head = self._network.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
+            out = call().logits[0]
+        return out
 
     @torch.inference_mode()
     def _take_path(self) -> None:

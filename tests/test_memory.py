@@ -216,3 +216,33 @@ def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     assert 10**8 < budget.host_memory() < 10**14
     assert Model(build("llama"), cache_tokens=77).cache_tokens == 77
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"])
+def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
+    """Guards the promise where it counts: reused, preempted and recomputed, a text is that of a session alone."""
+    model = Model(build(name), cache_tokens=9 * BLOCK)
+    rng = random.Random(name)
+    common = rng.choices(range(96), k=40)
+    asked = []
+    for seed in range(8):
+        tokens = tuple(common[: rng.choice([20, 33, 40])] + rng.choices(range(96), k=rng.randint(1, 9)))
+        params = SamplingParams(max_tokens=20, temperature=(0.0, 0.8)[seed % 2], seed=seed)
+        asked.append(Open(f"s{seed}", tokens, len(tokens), params, window=100))
+    tier = Tier("full", 0, model, max_pass_tokens=24)
+    tier.start()
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in asked}
+    done = dict(answers)
+    tier.post(asked, inbox)
+    finish(tier, inbox, answers)
+    settle([tier])
+    tier.memory.check()
+    assert tier.memory.preempted
+    assert tier.memory.pool.reused
+    tier.close()
+    for request in asked:
+        text, store = list(request.tokens), model.new_cache()
+        while len(text) < request.prompt_len + 20:
+            known = len(text) - 1 if len(text) > request.prompt_len else 0
+            text += model.run([Row(store, known, text[known:], 1, request.params)])[0]
+        assert [*request.tokens, *done[request.session]._tokens] == text

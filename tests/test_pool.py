@@ -237,3 +237,14 @@ def test_check_shows_its_arithmetic() -> None:
     pool.free -= 1
     with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held blocks are 9 of 10"):
         pool.check()
+
+
+def test_many_short_sessions_leave_no_growth() -> None:
+    """Guards a server that runs for months: what is kept, and the index of it, is bounded by the memory there is."""
+    pool = Pool(ToyCache, 50 * BLOCK)
+    rng = random.Random(0)
+    for _ in range(10_000):
+        leave(pool, rng.choices(range(50), k=rng.randint(1, 60)))
+    pool.check()
+    assert len(pool._strips) == len(pool._kept) <= 50
+    assert len(pool._index) <= 50

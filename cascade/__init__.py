@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cascade.answer import Chunk, Completion, Stats
 from cascade.errors import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.handling import Handling
 from cascade.params import SamplingParams, Speculation
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Handling",
     "InvalidRequest",
     "ModelError",
     "Overloaded",

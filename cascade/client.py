@@ -14,6 +14,7 @@ import grpc
 
 from cascade.answer import Chunk, Completion, FinishReason, Stats
 from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.handling import Handling
 from cascade.messages import Edge, origin
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
@@ -67,21 +68,29 @@ class Client:
         self._timeout_s = timeout_s
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Completion:
         """The whole text behind ``prompt``, a string or token ids."""
         with errors():
-            request = encode_request(prompt, params, speculation)
+            request = encode_request(prompt, params, speculation, handling)
             response = self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
             return _completion(response.text, list(response.tokens), response.finish)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Iterator[Chunk]:
         """The text piece by piece; closing the iterator ends the request on the server."""
         pieces = Pieces()
         with errors():
-            request = encode_request(prompt, params, speculation)
+            request = encode_request(prompt, params, speculation, handling)
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             try:
                 for response in call:
@@ -115,21 +124,29 @@ class AsyncClient:
         self._timeout_s = timeout_s
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Completion:
         """The whole text behind ``prompt``, a string or token ids."""
         with errors():
-            request = encode_request(prompt, params, speculation)
+            request = encode_request(prompt, params, speculation, handling)
             response = await self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
             return _completion(response.text, list(response.tokens), response.finish)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> AsyncIterator[Chunk]:
         """The text piece by piece; closing the iterator ends the request on the server."""
         pieces = Pieces()
         with errors():
-            request = encode_request(prompt, params, speculation)
+            request = encode_request(prompt, params, speculation, handling)
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             try:
                 async for response in call:
@@ -193,9 +210,11 @@ def errors() -> Iterator[None]:
         raise ERRORS.get(code, CascadeError)(error.details() or str(code)) from None
 
 
-def encode_request(prompt: Prompt, params: SamplingParams | None, speculation: Speculation | None) -> pb.GenerateRequest:
+def encode_request(
+    prompt: Prompt, params: SamplingParams | None, speculation: Speculation | None, handling: Handling | None = None
+) -> pb.GenerateRequest:
     """The request on the wire; raises `InvalidRequest` for what the protocol cannot say."""
-    params, speculation = params or SamplingParams(), speculation or Speculation()
+    params, speculation, handling = params or SamplingParams(), speculation or Speculation(), handling or Handling()
     mode = "off" if speculation.tiers == () else speculation.mode
     try:
         if prompt is None or isinstance(prompt, bytes):  # protobuf would take them for token ids
@@ -217,6 +236,8 @@ def encode_request(prompt: Prompt, params: SamplingParams | None, speculation: S
             speculation=pb.Speculation(
                 mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
             ),
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
         )
     except (ValueError, TypeError, UnicodeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None

@@ -66,6 +66,8 @@ class EngineKwargs(Section):
         None  # cores the replica is bound to
     )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
+    cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, weights and cache together
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
 

@@ -114,7 +114,7 @@ class Reader:
     """
 
     vocab_size = 2**62
-    context_len = 2**31
+    context_len = cache_tokens = 2**31
 
     def __init__(self, trace: Trace, index: int) -> None:
         self._says = trace.says
@@ -124,6 +124,12 @@ class Reader:
 
     def new_cache(self) -> "Reader":
         return self  # needs to know nothing but the last token
+
+    def reserve(self, positions: int) -> None:
+        """Nothing is kept."""
+
+    def take(self, source: "Reader", positions: int) -> None:
+        """Nothing is kept."""
 
     def free(self) -> None:
         """Nothing is kept."""

@@ -13,31 +13,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cascade.pool import room
+
 ATTENTION = "cascade"  # our attention function's name at Transformers
 SURVEY = "cascade_survey"  # another, which only notes what each layer may see
+SCORES = 2**26  # of queries with keys that are held at once; where there are more, the queries of a row take turns
 FAR = 4096  # a position to ask a mask about that names no size of its own
-FIRST_CAPACITY = 64  # positions; storage doubles when it is full
 
 
 class Cache:
-    """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``, growing; K and V may differ in size."""
+    """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``; K and V may differ in size.
 
-    __slots__ = ("_layers",)
+    Storage is contiguous, so that attention reads it in place. Room is made ahead of a pass by `reserve`, or as it is needed.
+    """
+
+    __slots__ = ("_layers", "capacity")
 
     def __init__(self) -> None:
+        self.capacity = 0  # positions
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``[kv_heads, n, head_dim]`` at ``start`` and return views of all ``start + n`` positions."""
-        end = start + key.shape[1]
-        keys, values = self._layers.get(layer) or (key[:, :0], value[:, :0])
-        if end > keys.shape[1]:
-            capacity = max(FIRST_CAPACITY, 2 * keys.shape[1], end)
-            keys, values = _grown(keys, start, capacity), _grown(values, start, capacity)
-            self._layers[layer] = keys, values
-        keys[:, start:end] = key
-        values[:, start:end] = value
-        return keys[:, :end], values[:, :end]
+        length = key.shape[1]
+        if start + length > self.capacity:
+            self.reserve(room(start + length, self.capacity))
+        pair = self._layers.get(layer)
+        if pair is None:
+            pair = self._layers[layer] = _resized(key[:, :0], self.capacity), _resized(value[:, :0], self.capacity)
+        keys, values = pair
+        keys.narrow(1, start, length).copy_(key)
+        values.narrow(1, start, length).copy_(value)
+        return keys.narrow(1, 0, start + length), values.narrow(1, 0, start + length)
+
+    @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions``; what is written stays."""
+        if positions > self.capacity:
+            for layer, (keys, values) in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
+                self._layers[layer] = _resized(keys, positions), _resized(values, positions)
+            self.capacity = positions
+
+    @torch.inference_mode()
+    def take(self, source: "Cache", positions: int) -> None:
+        """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
+        for layer, (keys, values) in source._layers.items():
+            self.write(layer, 0, keys[:, :positions], values[:, :positions])
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +68,12 @@ class Cache:
     def free(self) -> None:
         """Give the memory back."""
         self._layers.clear()
+        self.capacity = 0
 
 
-def _grown(old: Tensor, kept: int, capacity: int) -> Tensor:
+def _resized(old: Tensor, capacity: int) -> Tensor:
     new = old.new_empty(old.shape[0], capacity, old.shape[2])
-    new[:, :kept] = old[:, :kept]
+    new[:, : old.shape[1]] = old
     return new
 
 
@@ -63,16 +85,15 @@ class Span:
     begin: int
     end: int
     start: int
-    masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)  # shared by all layers of a pass
+    masks: dict[tuple[int, int, int | None, int], Tensor] = field(default_factory=dict)  # shared by all layers of a pass
 
-    def mask(self, visible: int, window: int | None, group: int, device: torch.device) -> Tensor:
-        """What each query may see of the last ``visible`` positions, bool ``[group * n, visible]``.
+    def mask(self, n: int, visible: int, window: int | None, group: int, device: torch.device) -> Tensor:
+        """What each of ``n`` queries may see of the last ``visible`` positions, bool ``[group * n, visible]``.
 
         Queries of a group's heads lie behind each other.
         """
-        key = (visible, window, group)
+        key = (n, visible, window, group)
         if key not in self.masks:
-            n = self.end - self.begin
             seen = torch.ones(n, visible, dtype=torch.bool, device=device).tril(visible - n)
             if window is not None:
                 seen = seen.triu(visible - n - window + 1)
@@ -119,9 +140,13 @@ def attend(
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = cascade_pass.windows[layer]
-    query, key, value = query[0], key[0], value[0]
-    pieces = [_row(span, layer, query, key, value, scaling, window, softcap, s_aux) for span in cascade_pass.spans]
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    spans = cascade_pass.spans
+    if len(spans) == 1:  # nothing to cut or to join
+        out = _row(spans[0], layer, query[0], key[0], value[0], scaling, window, softcap, s_aux)
+    else:
+        sizes = [span.end - span.begin for span in spans]
+        rows = zip(spans, *(part[0].split(sizes, dim=1) for part in (query, key, value)), strict=True)
+        out = torch.cat([_row(span, layer, q, k, v, scaling, window, softcap, s_aux) for span, q, k, v in rows], dim=1)
     return out.transpose(0, 1)[None], None
 
 
@@ -137,11 +162,33 @@ def _row(
     sinks: Tensor | None,
 ) -> Tensor:
     """Write one row's keys and values and attend over its session's, ``[heads, n, head_dim]``."""
-    rows = slice(span.begin, span.end)
-    keys, values = span.cache.write(layer, span.start, key[:, rows], value[:, rows])
+    keys, values = span.cache.write(layer, span.start, key, value)
+    (heads, n, _), length = query.shape, keys.shape[1]
+    step = SCORES // (heads * length) or 1
+    # a whole prompt needs no mask, and its scores are never held
+    if n <= step or (n == length and window is None and softcap is None and sinks is None):
+        return _heads(span, query, keys, values, scaling, window, softcap, sinks)
+    pieces = []
+    for begin in range(0, n, step):
+        end = span.start + min(n, begin + step)
+        part = query[:, begin : begin + step], keys[:, :end], values[:, :end]
+        pieces.append(_heads(span, *part, scaling, window, softcap, sinks))
+    return torch.cat(pieces, dim=1)
+
+
+def _heads(
+    span: Span,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     if softcap is None and sinks is None:
-        return _attend(span, query[:, rows], keys, values, scaling, window)
-    return _attend_plainly(span, query[:, rows], keys, values, scaling, window, softcap, sinks)
+        return _attend(span, query, keys, values, scaling, window)
+    return _attend_plainly(span, query, keys, values, scaling, window, softcap, sinks)
 
 
 def _visible(n: int, length: int, window: int | None) -> tuple[int, int | None]:
@@ -164,7 +211,7 @@ def _attend(span: Span, query: Tensor, key: Tensor, value: Tensor, scaling: floa
     if visible < length:
         key, value = key[:, length - visible :], value[:, length - visible :]
     # heads that share keys become queries of one head: nothing is copied for them
-    mask = None if n == 1 else span.mask(visible, window, group, query.device)
+    mask = None if n == 1 else span.mask(n, visible, window, group, query.device)
     folded = query.reshape(1, kv_heads, group * n, -1)
     out = F.scaled_dot_product_attention(folded, key[None], value[None], attn_mask=mask, scale=scaling)
     return out.reshape(heads, n, -1)
@@ -190,7 +237,7 @@ def _attend_plainly(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if n > 1:
-        scores = scores.masked_fill(~span.mask(visible, window, group, query.device), -torch.inf)
+        scores = scores.masked_fill(~span.mask(n, visible, window, group, query.device), -torch.inf)
     if sinks is not None:
         sink = sinks.reshape(kv_heads, group, 1).expand(-1, -1, n).reshape(kv_heads, group * n, 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)

@@ -10,6 +10,7 @@ from typing import Self, TypeAlias, overload
 from cascade.answer import Answer, Chunk, Completion, check_prompt
 from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
+from cascade.handling import Handling
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
@@ -103,41 +104,65 @@ class Cascade:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and meant as one prompt
-        self, prompt: Prompt, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompt: Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Batch,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt | Batch,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Completion | list[Completion]:
         """The whole text behind ``prompt``: a string or a list of token ids; a list of either gives a list.
 
         Raises `InvalidRequest`, or `Unavailable` if the full tier fails.
         """
-        completions = _collect(self.stream(prompt, params, speculation))
+        completions = _collect(self.stream(prompt, params, speculation, handling))
         return completions if _is_batch(prompt) else completions[0]
 
     def stream(
-        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt | Batch,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Iterator[Chunk]:
         """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        call = self._call(prompt, params, speculation, inbox.put)
+        call = self._call(prompt, params, speculation, handling, inbox.put)
         return call.run(inbox.get)
 
     async def agenerate(
-        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt | Batch,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> Completion | list[Completion]:
         """`generate` for an event loop."""
-        completions = _sort([c.completion async for c in self.astream(prompt, params, speculation)])
+        completions = _sort([c.completion async for c in self.astream(prompt, params, speculation, handling)])
         return completions if _is_batch(prompt) else completions[0]
 
     async def astream(
-        self, prompt: Prompt | Batch, params: SamplingParams | None = None, speculation: Speculation | None = None
+        self,
+        prompt: Prompt | Batch,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
     ) -> AsyncIterator[Chunk]:
         """`stream` for an event loop; leaving the loop early ends the request."""
         loop = asyncio.get_running_loop()
@@ -147,7 +172,7 @@ class Cascade:
             with contextlib.suppress(RuntimeError):  # the loop was closed: its reader is gone
                 loop.call_soon_threadsafe(inbox.put_nowait, message)
 
-        call = self._call(prompt, params, speculation, deliver)
+        call = self._call(prompt, params, speculation, handling, deliver)
         try:
             call.open()
             while not call.finished:
@@ -172,10 +197,12 @@ class Cascade:
         prompt: Prompt | Batch,
         params: SamplingParams | None,
         speculation: Speculation | None,
+        handling: Handling | None,
         deliver: Callable[[Message], object],
     ) -> "_Call":
         params = params or SamplingParams()
         speculation = speculation or Speculation()
+        handling = handling or Handling()
         chain = speculation.chain(self.names)
         answers = []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
@@ -193,6 +220,8 @@ class Cascade:
                 window=FULL_WINDOW,
                 draft_window=speculation.draft_window(self.window),
                 lockstep=speculation.schedule == "lockstep",
+                priority=handling.priority,
+                cache_salt=handling.cache_salt,
             )
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))

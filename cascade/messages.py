@@ -54,6 +54,8 @@ class Open:
     window: int = 16  # tokens this session may run ahead of what is committed
     draft_window: int = 16  # the same for the sessions below
     lockstep: bool = False  # verify only whole windows
+    priority: int = 0  # lower is served sooner
+    cache_salt: str = ""  # keys and values are reused only among requests with the same one
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

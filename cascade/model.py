@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cascade import budget
 from cascade.errors import ModelError
 from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
 from cascade.params import SamplingParams
@@ -23,18 +25,25 @@ NO_LIMIT = 2**20  # positions of a model that names none
 class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
-    def __init__(self, network: PreTrainedModel) -> None:
-        """Take over a loaded network; raises `ModelError` if it cannot take the path."""
+    def __init__(
+        self, network: PreTrainedModel, *, cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9
+    ) -> None:
+        """Take over a loaded network; raises `ModelError` if it cannot take the path.
+
+        There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
+        room for, see `cascade.budget`.
+        """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
-        self._vocab_size = 0
+        self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.kv.Survey`
         try:
             self._take_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
+        self.cache_tokens: int = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
 
     @classmethod
     def from_pretrained(
@@ -45,6 +54,8 @@ class Model:
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
     ) -> Self:
         """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`."""
         if dtype is not None and dtype not in DTYPES:
@@ -63,7 +74,7 @@ class Model:
             raise ModelError(f"No model can be loaded from {source!r} on {device}: {_reason(error)}") from error
         if missing := sorted(report["missing_keys"]):  # Transformers made them up
             raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
-        return cls(network)
+        return cls(network, cache_tokens=cache_tokens, gpu_memory_utilization=gpu_memory_utilization)
 
     @property
     def vocab_size(self) -> int:
@@ -115,11 +126,14 @@ class Model:
         return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], Pass(spans, self._windows))
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Pass | Survey) -> Tensor:
-        options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits else {}
-        out: Tensor = self._network(
-            input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass, **options
-        ).logits[0]
-        return out if self._keeps_logits else out[keep]
+        call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
+        if self._keeps_logits:
+            out: Tensor = call(logits_to_keep=keep).logits[0]
+            return out
+        head = self._network.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
+            out = call().logits[0]
+        return out
 
     @torch.inference_mode()
     def _take_path(self) -> None:
@@ -160,7 +174,9 @@ class Model:
         drafts = [[*text[:n], *reversed(text)] for text, n in zip(texts, cut, strict=True)]
         self.logits([Row(cache, 0, draft, 1, params) for cache, draft in zip(caches, drafts, strict=True)])
         rows = [Row(cache, n, text[n:], 5, params) for cache, text, n in zip(caches, texts, cut, strict=True)]
-        return self.logits(rows).view(len(texts), 5, -1)
+        logits = self.logits(rows).view(len(texts), 5, -1)
+        self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
+        return logits
 
 
 def _probe_texts(vocab_size: int) -> list[list[int]]:

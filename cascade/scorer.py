@@ -10,6 +10,12 @@ from cascade.params import SamplingParams
 class Store(Protocol):
     """Keys and values of one session at one tier; see `cascade.kv.Cache`."""
 
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions`` in all; what is written stays."""
+
+    def take(self, source: Any, positions: int) -> None:
+        """Copy the first ``positions`` of another store of the same model; there is room for them."""
+
     def free(self) -> None:
         """Give the memory back; the store is not used again."""
 
@@ -33,6 +39,10 @@ class Scorer(Protocol):
 
     @property
     def context_len(self) -> int: ...
+
+    @property
+    def cache_tokens(self) -> int:
+        """Positions for which there is memory, of all stores together."""
 
     def new_cache(self) -> Store: ...
 

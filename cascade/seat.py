@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from cascade.messages import Link
+from cascade.pool import Strip
 from cascade.scorer import Store
 from cascade.session import Session
 
@@ -15,9 +16,16 @@ class Seat:
     """A session with what it occupies at this tier."""
 
     session: Session
-    cache: Store
     up: Link
     since: float  # when it became idle
+    opened: float
+    strip: Strip | None = None  # its keys and values, if it has a place in memory
+
+    @property
+    def cache(self) -> Store:
+        """Of a session that has a place in memory."""
+        assert self.strip is not None
+        return self.strip.store
 
     @property
     def degraded(self) -> bool:

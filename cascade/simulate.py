@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cascade.answer import Answer
 from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
 from cascade.scenario import Outcome, Scenario, SimTier, Usage
+from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Store
 from cascade.seat import Health
 from cascade.session import Session, Work
@@ -65,6 +66,7 @@ class _Seat:
     cache: Store
     above: str
     since: float  # when it became idle
+    opened: float
     bare_since: float | None = None  # when a pass left it without a guess
 
 
@@ -87,7 +89,7 @@ class Node:
         self._lives = 0
         self._num_opened = 0
         self._wake_at = math.inf
-        self._pass_s = tier.cost(1)
+        self._costs = Costs(tier.cost(1))
 
     def receive(self, source: str, message: Message) -> None:
         """A message arrives; it is looked at between passes."""
@@ -134,20 +136,11 @@ class Node:
             self._wake(wake_at)
 
     def _schedule(self, now: float) -> tuple[list[tuple[_Seat, Work]], float]:
-        seats = sorted(self._seats.values(), key=lambda seat: seat.since)
+        seats = self._seats.values()
         wake_at = min((self._draft(seat, now) for seat in seats), default=math.inf)
-        policy, pass_s = self._tier.policy, self._pass_s
-        ready = [(policy.start_at(s.session, s.since, pass_s), s) for s in seats if not s.session.stalled]
-        first = min((start_at for start_at, _ in ready), default=math.inf)
-        batch: list[tuple[_Seat, Work]] = []
-        tokens_left = self._max_pass_tokens if first <= now else 0
-        for start_at, seat in ready:  # one that would wait joins all the same: it would miss a whole pass
-            session = seat.session
-            if tokens_left and (start_at <= now or not session.opening.lockstep):
-                work = session.work(min(tokens_left, session.num_pending + policy.max_guesses))
-                tokens_left -= len(work.tokens)
-                batch.append((seat, work))
-        return batch, min(wake_at, first)
+        able = [seat for seat in seats if not seat.session.stalled]
+        batch, again_at = schedule(able, self._tier.policy, self._costs, self._max_pass_tokens, now)
+        return batch, min(wake_at, math.inf if again_at is None else again_at)
 
     def _run(self, batch: list[tuple[_Seat, Work]]) -> None:
         now, usage = self._agenda.now, self.usage
@@ -173,8 +166,7 @@ class Node:
         if life != self._lives:
             return
         self._busy = False
-        if all(work.num_own == len(work.tokens) for _, work in batch):  # no prefill in it
-            self._pass_s += 0.1 * (self._agenda.now - begin - self._pass_s)
+        self._costs.saw([work for _, work in batch], self._agenda.now - begin)
         for (seat, work), tokens in zip(batch, own, strict=True):
             session = seat.session
             seat.since = self._agenda.now
@@ -193,7 +185,8 @@ class Node:
     def _take(self, source: str, message: Message) -> None:
         if isinstance(message, Open):
             session = Session(message, self.name, self._level, self._tier.model.vocab_size)
-            self._seats[message.session] = _Seat(session, self._tier.model.new_cache(), source, self._agenda.now)
+            now = self._agenda.now
+            self._seats[message.session] = _Seat(session, self._tier.model.new_cache(), source, now, now)
         elif isinstance(message, Proposal | Failed):
             self._hear(message)
         elif (seat := self._seats.get(message.session)) is not None:

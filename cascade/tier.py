@@ -14,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.planner import Policy
+from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Scorer
 from cascade.seat import Health, Seat
 from cascade.session import ProtocolError, Session, Work
@@ -38,13 +40,16 @@ class TierStats:
     busy_s: float = 0.0  # in passes
     pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
     failures: int = 0  # passes that raised
+    reused: int = 0  # positions whose keys and values another session had left
+    preempted: int = 0  # times that a session lost its place in memory
 
 
 class Tier:
     """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
-    sessions. Their answers come back through `post`.
+    sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
+    default as many as there is memory for.
     """
 
     def __init__(
@@ -56,14 +61,17 @@ class Tier:
         below: Link | None = None,
         policy: Policy = Policy(),
         max_pass_tokens: int = 512,
+        cache_tokens: int | None = None,
     ) -> None:
         self.name = name
         self.level = level
         self.below = below
         self.stats = TierStats()
+        self.memory = Memory(model.new_cache, cache_tokens or model.cache_tokens)
         self._model = model
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
+        self._costs = Costs(FIRST_PASS_S)
         self._seats: dict[str, Seat] = {}
         self._by_drafter_session: dict[str, Seat] = {}
         self._health = Health()
@@ -119,6 +127,7 @@ class Tier:
         finally:
             for seat in list(self._seats.values()):
                 self._fail(seat, f"tier {self.name} stopped")
+            self.memory.pool.clear()
             self._flush()
             self._stopped = True
             self._refuse()
@@ -144,29 +153,15 @@ class Tier:
         return False
 
     def _schedule(self, now: float) -> tuple[list[tuple[Seat, Work]], float | None]:
-        """The rows of the next pass, and when to look again if there are none (None: when a message comes).
-
-        A pass starts when one session wants it, and takes along those that would still wait: it costs them less than the next.
-        """
+        """The rows of the next pass, and when to look again if there are none (None: when a message comes)."""
+        seats = self._seats.values()
         wake_at: float | None = None
-        ready: list[tuple[float, Seat]] = []
-        for seat in sorted(self._seats.values(), key=lambda seat: seat.since):  # oldest first: nobody starves
+        for seat in seats:
             if seat.degraded:
                 wake_at = _earlier(wake_at, self._draft(seat, now))
-            if not seat.session.stalled:
-                ready.append((self._policy.start_at(seat.session, seat.since, self.stats.pass_s), seat))
-        first = min((start_at for start_at, _ in ready), default=None)
-        if first is None or first > now:
-            return [], _earlier(wake_at, first)
-        batch: list[tuple[Seat, Work]] = []
-        tokens_left = self._max_pass_tokens
-        for start_at, seat in ready:
-            session = seat.session
-            if tokens_left and (start_at <= now or not session.opening.lockstep):
-                work = session.work(min(tokens_left, session.num_pending + self._policy.max_guesses))
-                tokens_left -= len(work.tokens)
-                batch.append((seat, work))
-        return batch, wake_at
+        able, waiting = self.memory.admit(seats, self._policy.max_guesses, now)
+        batch, again_at = schedule(able, self._policy, self._costs, self._max_pass_tokens, now)
+        return batch, _earlier(_earlier(wake_at, again_at), now + RETRY_S if waiting else None)
 
     def _run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
         """Own tokens of each row, None for a row that cannot be scored."""
@@ -215,6 +210,7 @@ class Tier:
                 continue
             seat.since = now
             commit = seat.session.advance(work, tokens)
+            self.memory.scored(seat)
             if commit is not None:
                 self._down(seat, commit)
                 self._up(seat, seat.session.proposal())
@@ -256,13 +252,15 @@ class Tier:
             problem = f"tier {self.name} takes {self._model.context_len} tokens, the request may need {end}"
         elif not all(0 <= token < self._model.vocab_size for token in opening.tokens):
             problem = f"tier {self.name} has {self._model.vocab_size} token ids and the text has others"
+        elif lack := self.memory.problem(end):
+            problem = f"tier {self.name} cannot hold the session: {lack}"
         elif opening.session in self._seats:
             problem = f"session {opening.session} is open already"
         if problem:
             self._out[up].append(Failed(opening.session, problem, self.name))
             return
         session = Session(opening, self.name, self.level, self._model.vocab_size)
-        seat = Seat(session, self._model.new_cache(), up, now)
+        seat = Seat(session, up, since=now, opened=now)
         self._seats[opening.session] = seat
         self._draft(seat, now)
 
@@ -320,14 +318,14 @@ class Tier:
         if closing is not None and self.below is not None:
             self._out[self.below].append(closing)
 
-    def _leave(self, seat: Seat) -> None:
-        """Free everything the session occupies, here and below."""
+    def _leave(self, seat: Seat, *, spoilt: bool = False) -> None:
+        """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
         self._detach(seat)
         del self._seats[seat.session.opening.session]
-        seat.cache.free()
+        self.memory.leave(seat, spoilt=spoilt)
 
     def _fail(self, seat: Seat, reason: str) -> None:
-        self._leave(seat)
+        self._leave(seat, spoilt=True)
         self._out[seat.up].append(Failed(seat.session.opening.session, reason, self.name))
 
     def _down(self, seat: Seat, commit: Commit) -> None:
@@ -345,12 +343,12 @@ class Tier:
         stats.tokens += num_tokens
         stats.own_tokens += sum(work.num_own for _, work in batch)
         stats.busy_s += seconds
-        if all(work.num_own == len(work.tokens) for _, work in batch):  # no prefill in it
-            stats.pass_s += 0.1 * (seconds - stats.pass_s)
+        self._costs.saw([work for _, work in batch], seconds)
+        stats.pass_s = self._costs.pass_s
 
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
-        return replace(self.stats)
+        return replace(self.stats, reused=self.memory.pool.reused, preempted=self.memory.preempted)
 
 
 def mint() -> str:

@@ -26,6 +26,7 @@ class ToyCache:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.room: int | None = None  # positions reserved; None: nobody keeps count
         self.freed = False
 
     @property
@@ -36,7 +37,17 @@ class ToyCache:
         """Keep ``tokens`` at ``start`` and behind; positions before ``start`` must have been written."""
         assert not self.freed, "the cache was freed"
         assert 0 <= start <= len(self.tokens), f"nothing was written at {len(self.tokens)}, and {start} is behind it"
+        assert self.room is None or start + len(tokens) <= self.room, f"room for {self.room} positions was reserved"
         self.tokens[start : start + len(tokens)] = tokens
+
+    def reserve(self, positions: int) -> None:
+        assert not self.freed, "the cache was freed"
+        self.room = max(self.room or 0, positions)
+
+    def take(self, source: "ToyCache", positions: int) -> None:
+        assert not source.freed, "the cache was freed"
+        assert positions <= len(source.tokens), f"{len(source.tokens)} positions were written, not {positions}"
+        self.write(0, source.tokens[:positions])
 
     def free(self) -> None:
         self.freed = True
@@ -60,6 +71,7 @@ class ToyModel:
         *,
         agreement: float = 1.0,
         context_len: int = 4096,
+        cache_tokens: int = 1 << 20,
         pass_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
@@ -71,6 +83,7 @@ class ToyModel:
         self.seed = seed
         self.agreement = agreement
         self.context_len = context_len
+        self.cache_tokens = cache_tokens
         self.pass_s = pass_s
         self.token_s = token_s
         self.passes = 0

@@ -53,6 +53,8 @@ def _encode_open(opening: Open) -> pb.Open:
         window=opening.window,
         draft_window=opening.draft_window,
         lockstep=opening.lockstep,
+        priority=opening.priority,
+        cache_salt=opening.cache_salt,
     )
 
 
@@ -110,6 +112,8 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         window=opening.window,
         draft_window=opening.draft_window,
         lockstep=opening.lockstep,
+        priority=opening.priority,
+        cache_salt=opening.cache_salt,
     )
 
 

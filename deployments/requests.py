@@ -7,6 +7,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, Completion
 from cascade.errors import InvalidRequest
+from cascade.handling import Handling
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
@@ -45,6 +46,11 @@ def parse_speculation(request: pb.GenerateRequest) -> Speculation:
     names = ("mode", "window", "schedule")
     chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
     return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
+
+
+def parse_handling(request: pb.GenerateRequest) -> Handling:
+    """How it is treated beside others; raises `InvalidRequest`."""
+    return Handling(request.priority, request.cache_salt)
 
 
 def refuse_unknown(message: ProtoMessage, where: str) -> None:

@@ -22,7 +22,7 @@ from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
 from deployments.downlink import Downlink
-from deployments.requests import finish, parse_input, parse_sampling, parse_speculation, tokens
+from deployments.requests import finish, parse_handling, parse_input, parse_sampling, parse_speculation, tokens
 from deployments.tier import lessor
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ class Router:
         """Check everything a request says; raises `InvalidRequest`."""
         params = parse_sampling(request).seeded()
         speculation = parse_speculation(request)
+        handling = parse_handling(request)
         if len(request.prompt) < LONG_PROMPT:
             ids = parse_input(request, self._tokenizer)
         else:
@@ -210,6 +211,8 @@ class Router:
             window=FULL_WINDOW,
             draft_window=speculation.draft_window(self._config.window),
             lockstep=speculation.schedule == "lockstep",
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
         )
 
     def _hear(self, messages: Sequence[Message]) -> None:

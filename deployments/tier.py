@@ -95,4 +95,6 @@ def _load(config: TierConfig) -> Model:
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
+        cache_tokens=engine.cache_tokens,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
     )

@@ -15,6 +15,7 @@ import pytest
 from cascade import CascadeError, Completion, InvalidRequest, ModelError, Overloaded, SamplingParams, Speculation, Unavailable
 from cascade.client import AsyncClient, Client, ServerInfo, encode_request
 from cascade.errors import DeadlineExceeded
+from cascade.handling import Handling
 from cascade.messages import Edge, origin
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
@@ -179,7 +180,8 @@ def test_requests_say_everything(server: Canned) -> None:
     """Guards against parameters that the client drops or that arrive as others."""
     params = SamplingParams(5, 0.5, 3, 0.25, 0.125, 2**63 - 1, ("x", "y"), (1, 2), True)
     with Client(server.address, application="mine") as client:
-        client.generate([1, 2**32 - 1], params, Speculation(tiers=("tiny",), window=4, schedule="lockstep"))
+        speculation = Speculation(tiers=("tiny",), window=4, schedule="lockstep")
+        client.generate([1, 2**32 - 1], params, speculation, Handling(-3, "mine"))
     [request] = server.requests
     assert server.metadata["application"] == "mine"
     assert list(request.token_ids.ids) == [1, 2**32 - 1]
@@ -193,6 +195,7 @@ def test_requests_say_everything(server: Canned) -> None:
     speculation = request.speculation
     assert (speculation.mode, list(speculation.tiers)) == ("auto", ["tiny"])
     assert (speculation.window, speculation.schedule) == (4, "lockstep")
+    assert (request.priority, request.cache_salt) == (-3, "mine")
 
 
 def test_no_tiers_is_not_all_tiers() -> None:

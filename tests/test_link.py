@@ -77,7 +77,8 @@ class Node:
     @property
     def occupied(self) -> tuple[int, ...]:
         streams = sum(len(stream.sessions) for stream in self.downlink._streams.values())
-        return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, streams, self.model.leaks
+        stores = self.model.leaks - len(self.tier.memory.pool._kept)  # those of sessions, not those kept for reuse
+        return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, streams, stores
 
 
 class Net:
@@ -701,6 +702,8 @@ opens = st.builds(
     window=counts,
     draft_window=counts,
     lockstep=st.booleans(),
+    priority=st.integers(-1000, 1000),
+    cache_salt=st.text(),
 )
 proposals = st.integers(0, 8).flatmap(
     lambda length: st.builds(

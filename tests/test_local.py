@@ -77,7 +77,7 @@ class Babbler:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._random = random.Random(0)
-        self.vocab_size, self.context_len = model.vocab_size, model.context_len
+        self.vocab_size, self.context_len, self.cache_tokens = model.vocab_size, model.context_len, model.cache_tokens
 
     def new_cache(self) -> Cache:
         return self._model.new_cache()

@@ -124,6 +124,32 @@ def test_rollback_equals_recompute(name: str) -> None:
     assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("scores", [1, 500, 2000])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3"])
+def test_long_rows_take_turns(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
+    model, _ = served(name)
+    expected = _logits(model, (model.new_cache(), 0, PREFIX))
+    monkeypatch.setattr("cascade.kv.SCORES", scores)
+    store = model.new_cache()
+    found = torch.cat([_logits(model, (store, 0, PREFIX[:7])), _logits(model, (store, 7, PREFIX[7:]))])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_vocabulary_is_not_for_prompts(name: str) -> None:
+    """Guards memory: 128 thousand tokens of a prompt times a vocabulary of 256 thousand would be 128 GiB of logits."""
+    model, _ = served(name)
+    rows_seen: list[int] = []
+    head = model._network.get_output_embeddings()
+    watch = head.register_forward_pre_hook(lambda module, inputs: rows_seen.append(inputs[0][..., 0].numel()))
+    store = model.new_cache()
+    model.run([Row(store, 0, PREFIX[:20], 0, GREEDY)])
+    model.run([Row(store, 20, PREFIX[20:], 1, GREEDY), Row(model.new_cache(), 0, PREFIX, 3, GREEDY)])
+    watch.remove()
+    assert rows_seen == [0, 4]
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_companions_change_nothing(name: str) -> None:
     """Guards packing: a row that saw its neighbours, or another row's positions or mask, would depend on the load."""
@@ -331,14 +357,16 @@ def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) ->
 
 
 def test_cache_holds_and_frees() -> None:
-    """Guards memory: what the planner counts is what is held, growth keeps what is written, nothing stays when freed."""
+    """Guards memory: what is counted is what is held, growth keeps what is written, nothing stays when freed."""
     model = Model(build("llama"))
     store = model.new_cache()
     assert store.nbytes == 0
     _logits(model, (store, 0, PREFIX))
-    small = store.nbytes
-    assert small == 2 * 2 * 2 * 8 * 64 * 4  # layers, keys and values, heads, size of a head, positions, bytes
-    _logits(model, (store, len(PREFIX), PREFIX * 2))
-    assert store.nbytes == 2 * small
+    assert model.bytes_per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes
+    assert store.nbytes == 32 * model.bytes_per_token
+    expected = _logits(model, (store, len(PREFIX), PREFIX))
+    store.reserve(96)
+    assert store.nbytes == 96 * model.bytes_per_token
+    assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
     store.free()
     assert store.nbytes == 0

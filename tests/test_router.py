@@ -204,6 +204,19 @@ async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
 
 
+async def test_handling_reaches_the_tiers(net: Net) -> None:
+    """Guards priority and salt, which nothing in an answer shows, and the message when they are wrong."""
+    async with started(net) as router:
+        asked = request()
+        asked.priority, asked.cache_salt = -3, "mine"
+        opening = await router._admit(asked)
+        assert (opening.priority, opening.cache_salt) == (-3, "mine")
+        asked.priority = 5000
+        context = await refused(router, asked)
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert context.details.startswith("priority is 5000: it must be")
+
+
 async def test_fields_from_the_future_are_refused(net: Net) -> None:
     """Guards against parameters that are dropped in silence, in every message of a request."""
     async with started(net) as router:

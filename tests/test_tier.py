@@ -81,6 +81,9 @@ def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
     for tier in tiers:
         tier.start()
     yield tiers
+    settle(tiers)
+    for tier in tiers:
+        tier.memory.check()
     for tier in reversed(tiers):
         tier.close()
     assert [model.leaks for model in models] == [0, 0, 0]

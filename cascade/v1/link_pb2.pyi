@@ -29,7 +29,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class Open(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOCKSTEP_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: LinkSampling
@@ -48,7 +50,9 @@ class Open(_message.Message):
     window: int
     draft_window: int
     lockstep: bool
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[LinkSampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ...) -> None: ...
+    priority: int
+    cache_salt: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[LinkSampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class LinkSampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")

@@ -1,0 +1,26 @@
+"""How a request is treated beside others. Knows nothing of models, so that clients need no torch."""
+
+from dataclasses import dataclass
+
+from cascade.errors import InvalidRequest
+
+MAX_PRIORITY = 1000
+MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """How a request is treated beside others; never changes its text. Raises `InvalidRequest`."""
+
+    priority: int = 0  # lower is served sooner, see `cascade.schedule.PRIORITY_S`; nobody starves
+    cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not whole or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequest(
+                f"priority is {self.priority!r}: it must be an integer from {-MAX_PRIORITY} (first) to {MAX_PRIORITY} (last)"
+            )
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
+            shown = f"{len(self.cache_salt)} characters long" if isinstance(self.cache_salt, str) else repr(self.cache_salt)
+            raise InvalidRequest(f"cache_salt is {shown}: it must be a string of at most {MAX_SALT_CHARS} characters")

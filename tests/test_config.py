@@ -22,7 +22,7 @@ from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from deployments import app
 from deployments.app import ENVIRONMENT, build, parse, tier_options
-from deployments.server import SERVICER
+from deployments.ingress import SERVICER
 
 CLUSTER = Path(__file__).parent.parent / "cluster"
 SERVE_FILES = sorted((CLUSTER / "serve").glob("*.yaml"))

@@ -5,20 +5,21 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cascade.errors import Aborted, DeadlineExceeded, Overloaded, Unavailable
 
 RETRY_AFTER_S = 1.0
+LATE = "The request's deadline passed before its text was complete"
 
 
 @dataclass(slots=True)
 class Life:
-    """How long a request may live. Whoever waits for it sets ``wake``, and asks `check` when it is called."""
+    """How long a request may live. Whoever waits on its behalf lets itself be woken, and then asks `check`."""
 
     deadline: float = float("inf")  # of `time.monotonic`
     aborted: bool = False
-    wake: Callable[[], object] | None = None
+    _wakes: list[Callable[[], object]] = field(default_factory=list)
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "Life":
@@ -31,15 +32,24 @@ class Life:
     def abort(self) -> None:
         """End it now."""
         self.aborted = True
-        if self.wake is not None:
-            self.wake()
+        for wake in list(self._wakes):
+            wake()
+
+    @contextlib.contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Have ``wake`` called by `abort` while in here."""
+        self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            self._wakes.remove(wake)
 
     def check(self) -> None:
         """Raise `Aborted` or `DeadlineExceeded` if it is over."""
         if self.aborted:
             raise Aborted("The request was aborted")
         if not self.left_s:
-            raise DeadlineExceeded("The request's deadline passed before its text was complete")
+            raise DeadlineExceeded(LATE)
 
 
 class Gate:
@@ -103,19 +113,20 @@ class Gate:
     async def _wait(self, life: Life) -> None:
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
-        life.wake = mine.cancel
+        left_s = None if life.deadline == float("inf") else life.left_s
         try:
-            async with asyncio.timeout(None if life.deadline == float("inf") else life.left_s):
-                await mine
-        except (asyncio.CancelledError, TimeoutError):
+            with life.waking(mine.cancel):
+                async with asyncio.timeout(left_s):
+                    await mine
+        except (asyncio.CancelledError, TimeoutError) as end:
             if mine.done() and not mine.cancelled():
                 self._next()  # the turn came together with the end
             elif mine in self._waiting:
                 self._waiting.remove(mine)
             life.check()
+            if isinstance(end, TimeoutError):  # clocks differ by a tick
+                raise DeadlineExceeded(LATE) from None
             raise
-        finally:
-            life.wake = None
 
     def _next(self) -> None:
         """Hand the turn on, or give it back."""

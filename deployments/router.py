@@ -217,30 +217,17 @@ class Router:
         opening = answer.replay(mint())
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
-        life.wake = partial(inbox.put_nowait, Failed(opening.session, "aborted"))
         try:
-            while not answer.finished:
-                life.check()
-                try:
-                    # `wait_for` swallows a cancel that comes with a message
-                    async with asyncio.timeout(min(patience.left_s, life.left_s)):
-                        message = await inbox.get()
-                except TimeoutError:
-                    life.check()
-                    raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
-                life.check()
-                if isinstance(message, Failed):
-                    raise SessionFailed(message.reason)
-                assert isinstance(message, Proposal)
-                chunk, commit = answer.take(message)
-                if chunk is not None:
-                    yield chunk
-                if commit is not None:
-                    # acknowledged behind the yield: a client that does not read stalls the full tier at its window
-                    self._downlink.put([commit])
-                patience.saw(answer.num_tokens)
+            with life.waking(partial(inbox.put_nowait, Failed(opening.session, "aborted"))):
+                while not answer.finished:
+                    chunk, commit = answer.take(await heard(inbox, patience, life))
+                    if chunk is not None:
+                        yield chunk
+                    if commit is not None:
+                        # acknowledged behind the yield: a client that does not read stalls the full tier at its window
+                        self._downlink.put([commit])
+                    patience.saw(answer.num_tokens)
         finally:
-            life.wake = None
             del self._inboxes[opening.session]
             self._downlink.put([Close(opening.session)])
 
@@ -281,6 +268,25 @@ class Router:
             inbox = self._inboxes.get(message.session)
             if inbox is not None:
                 inbox.put_nowait(message)
+
+
+async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life) -> Proposal:
+    """What the full tier says next; raises `SessionFailed`, or what ends the request."""
+    life.check()
+    while True:
+        try:
+            async with asyncio.timeout(min(patience.left_s, life.left_s)):  # `wait_for` swallows a cancel with a message
+                message = await inbox.get()
+            break
+        except TimeoutError:
+            life.check()
+            if not patience.left_s:  # else clocks differ by a tick
+                raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
+    life.check()
+    if isinstance(message, Failed):
+        raise SessionFailed(message.reason)
+    assert isinstance(message, Proposal)
+    return message
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Account:
     limits: KeyLimits = field(default_factory=KeyLimits)
     num_running: int = 0
     _balance: float = 0.0  # tokens
-    _since: float = field(default_factory=time.monotonic)
+    _since: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)

@@ -38,7 +38,16 @@ from deployments.reply import Form
 from deployments.status import refusal
 
 PAGE = Path(__file__).with_name("page.html")
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+PAGE_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        "script-src 'unsafe-inline'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+    )
+)
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # for the schema; `Guard` asks for the key

@@ -24,6 +24,7 @@ from deployments.status import UNKNOWN_FAILURE
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Cascade"].full_name
+BACKLOG = 2048
 MAX_METADATA_BYTES = 16 * 2**10
 
 
@@ -171,6 +172,7 @@ def listener(host: str, port: int, timeout_s: float) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # at once: clients may come before the server's first turn
     except OSError:
         listening.close()
         raise

@@ -67,7 +67,12 @@ def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = Count
             ready.set()
 
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(live()), name="house")
+
+    def run() -> None:
+        loop.run_until_complete(live())
+        loop.run_until_complete(loop.shutdown_default_executor())
+
+    thread = threading.Thread(target=run, name="house")
     thread.start()
     try:
         assert ready.wait(60)
@@ -78,7 +83,6 @@ def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = Count
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
-        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 
 

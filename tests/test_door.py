@@ -251,3 +251,14 @@ def test_drain_lets_answers_end_and_nobody_in() -> None:
         assert "".join(piece.text for piece in pieces) == expected
         drained.join(30)
         assert not drained.is_alive()
+
+
+def test_routers_of_a_machine_share_the_doors() -> None:
+    """Guards rolling updates and scaled routers: a second one can listen where the first does, and either answers."""
+    with house() as one, house(listen=one.router._config.router.listen.model_dump()) as other:  # type: ignore[union-attr]
+        for _ in range(8):
+            assert ask(one, "/health")[0] == 200
+            with Client(one.grpc) as client:
+                assert client.generate(PROMPT, SamplingParams(max_tokens=4)).token_ids
+        one.settle()
+        other.settle()

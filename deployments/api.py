@@ -302,7 +302,7 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
         return None, "The body is not JSON"
     path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
     path = path[:1] if len(first["loc"]) > 2 and isinstance(first["loc"][2], str) and "[" in first["loc"][2] else path
-    where = ".".join(map(str, path)) or "The body"
+    where = ".".join(map(str, path))[:60] or "The body"
     if first["type"] == "extra_forbidden":
         return where, f"{where} is not a known field: leave it out or mend its spelling"
     if first["type"] == "missing":

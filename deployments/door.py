@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import grpc
 import uvicorn
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
@@ -87,6 +88,7 @@ class Door:
     def _grpc_server(self, service: Service) -> grpc.aio.Server:
         most = self._limits.max_body_bytes
         server = grpc.aio.server(
+            interceptors=(Parsing(),),
             options=[
                 ("grpc.max_receive_message_length", most),
                 ("grpc.max_send_message_length", -1),
@@ -96,12 +98,27 @@ class Door:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
-            ]
+            ],
         )
         serving_pb2_grpc.add_CascadeServicer_to_server(Servicer(service, self._limits.read_timeout_s), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
+
+
+class Parsing(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Hands requests that are no protobuf to the service as ``None``: gRPC would tell clients names of classes."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{SERVICE}/"):
+            return handler
+
+        def parse(data: bytes) -> Any:
+            with contextlib.suppress(DecodeError):
+                return handler.request_deserializer(data)
+
+        return handler._replace(request_deserializer=parse)
 
 
 class Servicer(serving_pb2_grpc.CascadeServicer):
@@ -112,22 +129,22 @@ class Servicer(serving_pb2_grpc.CascadeServicer):
         self._read_timeout_s = read_timeout_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with aborting(context):
+        async with aborting(request, context):
             responses: Any = self._service.Generate(request, context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     await self._write(context, response)
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.CompleteResponse:
-        async with aborting(context):
+        async with aborting(request, context):
             return await self._service.Complete(request, context)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        async with aborting(context):
+        async with aborting(request, context):
             return await self._service.Abort(request, context)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        async with aborting(context):
+        async with aborting(request, context):
             return await self._service.Describe(request, context)
 
     async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
@@ -150,8 +167,10 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def aborting(context: Context) -> AsyncIterator[None]:
+async def aborting(request: object, context: Context) -> AsyncIterator[None]:
     """End a failed call with the status that was set; a client never sees a traceback."""
+    if request is None:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The request is no message of this protocol")
     try:
         yield
     except Exception:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 from test_link import Net, Node
 from test_router import Handle, Stoppable
 from test_tier import NAMES, CountingModel
 
 from cascade.config import CascadeConfig, ListenConfig
+from deployments import router as module
 from deployments.router import Router
 from deployments.server import free_port
 
@@ -73,6 +75,8 @@ def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = Count
         loop.run_until_complete(loop.shutdown_default_executor())
 
     thread = threading.Thread(target=run, name="house")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "_count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
     thread.start()
     try:
         assert ready.wait(60)
@@ -83,6 +87,7 @@ def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = Count
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
+        patch.undo()
         loop.close()
 
 

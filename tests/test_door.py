@@ -24,6 +24,7 @@ from cascade.v1 import serving_pb2_grpc
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 LONG = SamplingParams(max_tokens=4000, temperature=1.0, seed=1, ignore_eos=True)
 PROMPT = "a secret prompt"
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # so that unread answers soon fill it
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -215,9 +216,9 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
             written = served.net.nodes["full"].tier.stats.own_tokens
             assert written < 16 * 4000
             served.settle()
-        with grpc.insecure_channel(served.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
-            request = pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4090, seed=1, ignore_eos=True))
-            calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(16)]
+        with grpc.insecure_channel(served.grpc, options=SMALL_WINDOW) as channel:
+            request = pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
+            calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(2)]
             wait_until(lambda: gate.num_admitted > 0)
             wait_until(lambda: gate.num_admitted == 0)
             with Client(served.grpc) as client:

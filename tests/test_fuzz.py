@@ -28,12 +28,12 @@ FIELDS = (
     *("response_format", "speculation", "history", "echo", "user", "tokens", "suffix", "best_of", "tools"),
 )
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
-QUIET = settings(
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+QUIET: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "phases": [Phase.generate],
+    "suppress_health_check": list(HealthCheck),
+}
 
 wild_text = (
     st.text(max_size=30) | st.text(string.printable, max_size=30) | st.just("\x00") | st.just("\ud800") | st.just("x" * 9999)
@@ -90,8 +90,7 @@ def test_wild_bodies_are_refused(served: House, path: str) -> None:
     """Guards against bodies of every shape, and sound ones with one field gone wild."""
 
     @seed(1)
-    @QUIET
-    @settings(max_examples=250)
+    @settings(max_examples=250, **QUIET)
     @given(bodies, st.booleans())
     def run(body: Any, mixed: bool) -> None:
         content = sound[path] | body if mixed and isinstance(body, dict) else body
@@ -105,8 +104,7 @@ def test_wild_bytes_are_refused(served: House, path: str) -> None:
     """Guards against bodies that are no JSON, cut off, or of another kind."""
 
     @seed(2)
-    @QUIET
-    @settings(max_examples=100)
+    @settings(max_examples=100, **QUIET)
     @given(
         st.binary(max_size=200),
         st.integers(0, 60),
@@ -126,19 +124,16 @@ def test_schema_is_kept(served: House, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert {operation.path for operation in operations} >= set(ROUTES)
+
+    def run(case: Any) -> None:
+        response = case.call(timeout=60)
+        assert response.status_code < 500, (response.status_code, response.text[:300])
+        if response.status_code >= 400:
+            assert set(response.json()) == {"error"}
+
     for operation in operations:
-
-        @seed(3)
-        @QUIET
-        @settings(max_examples=40)
-        @given(operation.as_strategy(generation_mode=mode))
-        def run(case: Any, operation: Any = operation) -> None:
-            response = case.call(timeout=60)
-            assert response.status_code < 500, (response.status_code, response.text[:300])
-            if response.status_code >= 400:
-                assert set(response.json()) == {"error"}
-
-        run()
+        cases = given(operation.as_strategy(generation_mode=mode))
+        seed(3)(settings(max_examples=40, **QUIET)(cases(run)))()
 
 
 def test_broken_connections_are_survived(served: House) -> None:
@@ -162,27 +157,19 @@ def test_broken_connections_are_survived(served: House) -> None:
 
 
 def test_wild_messages_are_refused(served: House) -> None:
-    """Guards gRPC against bytes of every kind: INVALID_ARGUMENT, or what gRPC itself says of broken messages."""
-    allowed = {
-        grpc.StatusCode.OK,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.INTERNAL,  # gRPC's own, of bytes that are no protobuf
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    }
+    """Guards gRPC against bytes of every kind: INVALID_ARGUMENT, and never the name of a class."""
+    allowed = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
     with grpc.insecure_channel(served.grpc) as channel:
 
         @seed(5)
-        @QUIET
-        @settings(max_examples=300)
+        @settings(max_examples=300, **QUIET)
         @given(st.binary(max_size=120), st.sampled_from(["Complete", "Describe", "Abort", "Nothing"]), st.booleans())
         def run(noise: bytes, method: str, prefixed: bool) -> None:
             data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
             call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)
             error = call.exception()
             assert call.code() in allowed, error
-            assert "Traceback" not in (call.details() or "")
-            assert "The server failed" not in (call.details() or "")
+            assert not {"Traceback", "class", "The server failed"} & set((call.details() or "").split())
 
         run()
     with socket.create_connection(tuple(served.grpc.split(":")), timeout=10) as connection:  # type: ignore[arg-type]

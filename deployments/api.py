@@ -212,7 +212,8 @@ class Api:
         openings = self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
-        form = Form(kind, id, self._engine.model, history=body.history, usage=usage)
+        name = None if getattr(params, "logprobs", None) is None else self._name
+        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name)
         prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             admitted = self._front.call(request.state.account, request.state.request_id, timeout_s, len(openings))
@@ -257,6 +258,10 @@ class Api:
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
         return self._engine.tokenizer.decode(ids)
+
+    def _name(self, token: int) -> str:
+        """The text of one token, special ones too."""
+        return str(self._engine.tokenizer.backend.decode([token], skip_special_tokens=False))
 
     def _check_length(self, num_chars: int) -> None:
         most = self._front.limits.max_prompt_chars

@@ -47,18 +47,19 @@ async def gathered(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> dict[
 
 async def streamed(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. What fails behind the first piece is an event too."""
-    begun: set[int] = set()
+    lengths: dict[int, int] = {}  # characters of each choice so far
     ended = []
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
-                head = None if index in begun else opening(form, index, prefixes[index])
-                begun.add(index)
+                head = None if index in lengths else opening(form, index, prefixes[index])
+                offset = lengths.setdefault(index, len(prefixes[index]))
+                lengths[index] += len(chunk.text)
                 if chunk.completion is not None:
                     ended.append(chunk.completion)
-                yield (event(head) if head else b"") + event(piece(form, index, chunk))
+                yield (event(head) if head else b"") + event(piece(form, index, chunk, offset))
     except Exception as error:
-        if not begun:
+        if not lengths:
             raise
         yield event(refusal(error).body)
         return

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cascade import params
 from cascade.errors import InvalidRequest
 from cascade.params import MAX_STOPS, SamplingParams, Speculation
 
@@ -47,6 +48,20 @@ class SpeculationBody(Body):
         return Speculation(self.mode, tiers, self.window, self.schedule)
 
 
+class StructuredBody(Body):
+    """What the text has to be: exactly one of these."""
+
+    json_schema: dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        return {name: value for name, value in self.model_dump().items() if value}
+
+
 class StreamOptions(Body):
     """Of streamed answers."""
 
@@ -75,7 +90,7 @@ class SamplingBody(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    structured: dict[str, Any] | None = None
+    structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
 
@@ -89,6 +104,8 @@ class SamplingBody(Body):
     def wanted(self) -> dict[str, Any]:
         """Of the fields that may be unknown to the library: the values that were given."""
         values = {name: getattr(self, name, None) for name in NEUTRAL if name != "logprobs"}
+        if self.structured is not None:
+            values["structured"] = self.structured.chosen
         return {name: value for name, value in values.items() if value is not None}
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -165,7 +182,8 @@ class ResponseFormat(Body):
             return {"json_object": True}
         if self.json_schema is None:
             raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
-        return {"json_schema": self.json_schema.json_schema or {}}
+        schema = self.json_schema.json_schema
+        return {"json_schema": schema} if schema else {"json_object": True}
 
 
 class ChatBody(SamplingBody):
@@ -223,6 +241,8 @@ def honoured(wanted: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"{name} is {value!r}, which this server does not have: leave it out")
     if "logit_bias" in known:
         known["logit_bias"] = {_token(name): bias for name, bias in known["logit_bias"].items()}
+    if "structured" in known:
+        known["structured"] = params.Structured(**known["structured"])  # type: ignore[attr-defined]  # has it if it is known
     return known
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
+from deployments.logprobs import Name, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,6 +21,7 @@ class Form:
     model: str
     history: bool = False
     usage: bool = False  # behind the last piece
+    name: Name | None = None  # of a token, if log-probabilities are asked for
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, streamed: bool) -> dict[str, Any]:
@@ -36,8 +38,9 @@ def whole(form: Form, answers: Sequence[Sequence[Chunk]], prefixes: Sequence[str
     for index, (completion, prefix) in enumerate(zip(completions, prefixes, strict=True)):
         text = prefix + completion.text
         body: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if form.kind == "chat" else {"text": text}
+        logprobs = _logprobs(form, answers[index], len(prefix))
         extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
-        choices.append({"index": index, **body, "finish_reason": completion.finish_reason, "logprobs": None, **extra})
+        choices.append({"index": index, **body, "finish_reason": completion.finish_reason, "logprobs": logprobs, **extra})
     return form.head(False) | {"choices": choices, "usage": usage(completions)}
 
 
@@ -48,12 +51,18 @@ def opening(form: Form, index: int, prefix: str) -> dict[str, Any] | None:
     return _choice(form, index, {"text": prefix}) if prefix else None
 
 
-def piece(form: Form, index: int, chunk: Chunk) -> dict[str, Any]:
-    """A piece of a choice."""
+def piece(form: Form, index: int, chunk: Chunk, offset: int) -> dict[str, Any]:
+    """A piece of a choice, ``offset`` characters behind its begin."""
     end = chunk.completion
     text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
     extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
-    return _choice(form, index, text, None if end is None else end.finish_reason, {"cascade": extra} if extra else {})
+    return _choice(
+        form,
+        index,
+        text,
+        None if end is None else end.finish_reason,
+        {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
+    )
 
 
 def closing(form: Form, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -91,6 +100,12 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
         origins += chunk.origins
         num_chars += len(chunk.text)
     return {"token_ids": ids, "ends": ends, "origins": origins}
+
+
+def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
+    if form.name is None:
+        return None
+    return chat_logprobs(chunks, form.name) if form.kind == "chat" else text_logprobs(chunks, form.name, offset)
 
 
 def _end(chunks: Sequence[Chunk]) -> Completion:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.errors import InvalidRequest, TooLarge, Unavailable
 from cascade.messages import Close, Failed, Message, Open, Proposal
 from cascade.params import SamplingParams, Speculation
 from cascade.tier import mint
@@ -233,6 +233,9 @@ class Router:
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
+        most = self.front.limits.max_prompt_chars
+        if len(request.prompt) > most:
+            raise TooLarge(f"The prompt has {len(request.prompt)} characters: at most {most} are tokenized")
         params = parse_sampling(request)
         speculation = parse_speculation(request)
         if len(request.prompt) < LONG_PROMPT:

@@ -73,28 +73,33 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
 
 @main.command()
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@click.option("--port", type=int, help="gRPC port.")
-def serve(config: Path | None, port: int | None) -> None:
+@click.option("--host", help="Address to listen at. This machine's loopback unless given; 0.0.0.0 is everywhere.")
+@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 is any free one. 9000 unless given.")
+@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
+def serve(config: Path | None, host: str | None, port: int | None, http_port: int | None) -> None:
     """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the embedded family without one."""
     from deployments.server import Server
 
     with console.status("Starting Ray and the tiers"):
-        server = Server.start(config, port=port)
+        server = Server.start(config, host=host, port=port, http_port=http_port)
     try:
-        console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.\n")
-        console.print(usage(server.address), markup=False)
+        console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
+        console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")
+        console.print(usage(server.address, server.url, server.model), markup=False)
         server.wait()
     finally:
         with console.status("Shutting down"):
             server.stop()
 
 
-def usage(address: str) -> str:
-    """How to call a server at ``address``."""
+def usage(address: str, url: str, model: str) -> str:
+    """How to call a server at ``address`` and ``url``."""
     return f"""From a shell:
   cascade generate --address {address} "def fibonacci(n):"
   grpcurl -plaintext -d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
       {address} cascade.v1.Cascade/Generate
+  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+      -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
 
 From Python:
   from cascade.client import Client
@@ -118,7 +123,7 @@ def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> 
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
     with console.status("Starting Ray and the tiers (tiny, medium, full) on this machine's CPU"):
-        server = Server.start(None, port=port or 0)
+        server = Server.start(None, port=port or 0, http_port=0)
     try:
         with Client(server.address) as client:
             show_stream(client.stream, prompt, params, Speculation(), server.tiers)

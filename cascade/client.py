@@ -13,7 +13,17 @@ from typing import Self, TypeAlias
 import grpc
 
 from cascade.answer import Chunk, Completion, FinishReason, Stats
-from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.errors import (
+    Aborted,
+    CascadeError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
 from cascade.handling import Handling
 from cascade.messages import Edge, origin
 from cascade.params import SamplingParams, Speculation
@@ -24,8 +34,11 @@ Prompt: TypeAlias = str | Sequence[int]
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.ABORTED: Aborted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.FAILED_PRECONDITION: ModelError,
 }
@@ -58,13 +71,21 @@ class ServerInfo:
 class Client:
     """Talks to the server at ``address``; ``application`` names the Serve application if there are several.
 
-    Errors of the server are those of `cascade.errors`. ``timeout_s`` is the deadline of each request.
+    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. Errors of the server are those of
+    `cascade.errors`.
     """
 
-    def __init__(self, address: str, *, application: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        application: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._channel = grpc.insecure_channel(address)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
-        self._metadata = _metadata(application)
+        self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
 
     def generate(
@@ -117,10 +138,17 @@ class Client:
 class AsyncClient:
     """`Client` for an event loop."""
 
-    def __init__(self, address: str, *, application: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        application: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
-        self._metadata = _metadata(application)
+        self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
 
     async def generate(
@@ -262,5 +290,6 @@ def _server_info(response: pb.DescribeResponse) -> ServerInfo:
     return ServerInfo(tiers, response.max_model_len, response.window, response.version)
 
 
-def _metadata(application: str | None) -> tuple[tuple[str, str], ...]:
-    return (("application", application),) if application else ()
+def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:
+    keyed = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    return (("application", application), *keyed) if application else keyed

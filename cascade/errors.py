@@ -1,12 +1,16 @@
-"""Every error that a user of cascade can meet.
+"""Every error that a user of cascade can meet; docs/errors.md tells how each looks to gRPC and HTTP clients.
 
 CascadeError
 ├── ConfigError      the configuration is wrong; raised at start, names the field, the value and the fix
 ├── ModelError       a model cannot be loaded or cannot be served
-├── InvalidRequest   a request asks for something that cannot be honoured (gRPC INVALID_ARGUMENT)
-├── Overloaded       the server is full; try again later (gRPC RESOURCE_EXHAUSTED)
-├── Unavailable      no replica could finish the request (gRPC UNAVAILABLE)
-└── DeadlineExceeded the request's own deadline passed (gRPC DEADLINE_EXCEEDED)
+├── InvalidRequest   a request asks for something that cannot be honoured
+│   ├── TooLarge     it has more bytes or characters than the server reads
+│   └── NotFound     it names a model or a path that is not there
+├── Unauthenticated  a request has no key that the server knows
+├── Overloaded       the server, or the request's key, is full; try again later
+├── Unavailable      no replica could finish the request
+├── Aborted          somebody with the request's key ended it
+└── DeadlineExceeded the request's own deadline passed
 """
 
 
@@ -26,12 +30,32 @@ class InvalidRequest(CascadeError, ValueError):
     """The request asks for something that cannot be honoured."""
 
 
+class TooLarge(InvalidRequest):
+    """The request has more bytes or characters than the server reads."""
+
+
+class NotFound(InvalidRequest):
+    """The request names something that is not there."""
+
+
+class Unauthenticated(CascadeError):
+    """The request has no key that the server knows."""
+
+
 class Overloaded(CascadeError):
-    """The server takes no more requests at present."""
+    """The server takes no more requests at present; ``retry_after_s`` says when it may be worth another try."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(CascadeError):
     """No replica could finish the request."""
+
+
+class Aborted(CascadeError):
+    """Somebody with the request's key ended it."""
 
 
 class DeadlineExceeded(CascadeError, TimeoutError):

@@ -38,7 +38,7 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles))
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = _deployment(Router, {"name": "router", "logging_config": QUIET, **router})
+    deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router})
     return deployment.bind(config.model_dump(mode="json"), handles)
 
 
@@ -119,7 +119,7 @@ def _deployment(kind: type, options: Mapping[str, Any]) -> Deployment:
         return serve.deployment(kind, **options)
     except (ValueError, TypeError) as error:
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
-        owner = options["name"] if kind is Router else f"tier {options['name']}"
+        owner = options["name"] if issubclass(kind, Router) else f"tier {options['name']}"
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
 
 

@@ -13,13 +13,13 @@ from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
-from deployments.link import CHANNEL_OPTIONS, Mailbox, race
+from deployments.link import CHANNEL_OPTIONS, Mailbox, authorization, race
 
 log = logging.getLogger(__name__)
 
 
 class Lease(Protocol):
-    """A lease being held: yields the replica's address, then stays open; a streaming Serve call."""
+    """A lease being held: yields the replica's address and secret, then stays open; a streaming Serve call."""
 
     def __aiter__(self) -> AsyncIterator[str]: ...
 
@@ -46,6 +46,7 @@ class Stream:
     """The one stream to a replica, for all sessions that go there."""
 
     address: str
+    secret: str
     mailbox: Mailbox
     sessions: set[str] = field(default_factory=set)
     task: "asyncio.Task[None] | None" = None
@@ -119,7 +120,7 @@ class Downlink(Link):
         try:
             lessor = self._lessors[opening.tier]
             route.lease = lessor(session)
-            address = await asyncio.wait_for(anext(aiter(route.lease)), self._lease_timeout_s)
+            ticket = await asyncio.wait_for(anext(aiter(route.lease)), self._lease_timeout_s)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever Ray raises: the tier cannot be had
@@ -129,7 +130,7 @@ class Downlink(Link):
             return
         if self._routes.get(session) is not route:  # closed while the address was on its way: `wait_for` may swallow a cancel
             return
-        route.stream = self._stream(address)
+        route.stream = self._stream(ticket)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
@@ -157,9 +158,10 @@ class Downlink(Link):
 
     # streams
 
-    def _stream(self, address: str) -> Stream:
+    def _stream(self, ticket: str) -> Stream:
+        address, _, secret = ticket.partition(" ")
         if address not in self._streams:
-            stream = self._streams[address] = Stream(address, Mailbox(self._loop))
+            stream = self._streams[address] = Stream(address, secret, Mailbox(self._loop))
             stream.task = self._loop.create_task(self._run(stream))
         return self._streams[address]
 
@@ -168,7 +170,7 @@ class Downlink(Link):
         reason = "the replica closed it"
         channel = grpc.aio.insecure_channel(stream.address, options=CHANNEL_OPTIONS)
         try:
-            call = link_pb2_grpc.LinkStub(channel).Connect()
+            call = link_pb2_grpc.LinkStub(channel).Connect(metadata=(("authorization", authorization(stream.secret)),))
             await race(self._read(call), _write(call, stream.mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())

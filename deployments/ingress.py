@@ -8,6 +8,8 @@ from ray.serve._private import proxy
 
 from cascade.v1 import serving_pb2_grpc
 
+SERVICER = "deployments.ingress.add_CascadeServicer_to_server"
+
 
 def add_CascadeServicer_to_server(servicer: serving_pb2_grpc.CascadeServicer, server: grpc.aio.Server) -> None:
     """Add the service; called in the proxy's process."""

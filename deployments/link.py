@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import hmac
 import logging
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -105,6 +107,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._server: grpc.aio.Server | None = None
         self.leases = Leases()
         self.address = ""
+        self.secret = secrets.token_urlsafe(32)  # only who can take a lease, a member of the Ray cluster, gets to know it
 
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``, the address under which other nodes reach this one."""
@@ -121,13 +124,13 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             await self._server.stop(grace_s)
 
     async def lease(self, session: str) -> AsyncIterator[str]:
-        """Yield the address for the link of ``session``, then stay until the session is over.
+        """Yield the ticket for the link of ``session``, address and secret, then stay until the session is over.
 
         A caller that drops the lease closes the session.
         """
         self.leases.add(session)
         try:
-            yield self.address
+            yield f"{self.address} {self.secret}"
             await self.leases.ended(session)
         finally:
             self.leases.remove(session)
@@ -136,7 +139,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
     ) -> None:
-        """One stream: what comes in goes to the tier, what the tier says goes out."""
+        """One stream: what comes in goes to the tier, what the tier says goes out. Only for who knows the secret."""
+        said = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not (isinstance(said, str) and hmac.compare_digest(said.encode(), authorization(self.secret).encode())):
+            log.warning("%s was refused: it does not know the secret of this replica", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
         mailbox = Mailbox(asyncio.get_running_loop())
         sessions: set[str] = set()
         try:
@@ -180,6 +187,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         if session in sessions:  # else it is a session of another link
             sessions.remove(session)
             self.leases.end(session)
+
+
+def authorization(secret: str) -> str:
+    """What the upper side of a link says to be let in."""
+    return f"Bearer {secret}"
 
 
 async def race(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""The router: a stateless gRPC ingress that admits requests, drives the full tier and streams the answer."""
+"""The router: a stateless ingress, gRPC and HTTP, that admits requests, drives the full tier and streams the answer."""
 
 import asyncio
 import contextlib
@@ -6,23 +6,39 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import grpc
 from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
-from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.errors import InvalidRequest, TooLarge, Unavailable
+from cascade.handling import Handling
 from cascade.messages import Close, Failed, Message, Open, Proposal
+from cascade.params import SamplingParams, Speculation
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
+from deployments.api import Api
+from deployments.door import Door
 from deployments.downlink import Downlink
-from deployments.requests import finish, parse_handling, parse_input, parse_sampling, parse_speculation, tokens
+from deployments.front import Call, Front
+from deployments.gate import Life
+from deployments.requests import (
+    finish,
+    parse_handling,
+    parse_input,
+    parse_sampling,
+    parse_speculation,
+    refuse_unknown,
+    tokens,
+)
+from deployments.status import refusal
 from deployments.tier import lessor
 
 log = logging.getLogger(__name__)
@@ -33,15 +49,8 @@ RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica i
 MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
 DESCRIBE_TIMEOUT_S = 5.0
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
+DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
-
-STATUS = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    ModelError: grpc.StatusCode.FAILED_PRECONDITION,
-}
 
 
 class SessionFailed(Exception):
@@ -84,34 +93,39 @@ class Router:
     ) -> None:
         self._config = CascadeConfig.model_validate(config)
         self._handles = handles
+        self.front = Front(self._config)
         full = self._config.tiers[-1]
         engine = full.engine_kwargs
         source = full.model_loading_config.source
-        self._tokenizer = await asyncio.to_thread(
+        self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
         tiers = await self._wait_for_tiers()
-        self._max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
+        self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = Downlink({full.name: lessor(handles[full.name])}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S)
+        self._api = Api(self).application()
+        listen = self._config.router.listen
+        self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
+        if self._door is not None:
+            await self._door.open()
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        with status(grpc_context):
-            async with contextlib.aclosing(self._chunks(request)) as chunks:
+        with told(grpc_context):
+            async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     end = None if chunk.completion is None else finish(chunk.completion)
                     yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        response = pb.CompleteResponse()
-        num_chars = 0
-        with status(grpc_context):
-            async with contextlib.aclosing(self._chunks(request)) as chunks:
+        response, num_chars = pb.CompleteResponse(), 0
+        with told(grpc_context):
+            async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     response.tokens.extend(tokens(chunk, num_chars))
                     num_chars += len(chunk.text)
@@ -120,13 +134,21 @@ class Router:
                         response.finish.CopyFrom(finish(chunk.completion))
         return response
 
+    async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
+        """End requests of the same key."""
+        with told(grpc_context):
+            refuse_unknown(request, "the request")
+            account = self.front.access.account(metadata(grpc_context).get("authorization"))
+            return pb.AbortResponse(aborted=self.front.abort(account, request.request_id))
+
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
-        with status(grpc_context):
+        with told(grpc_context):
+            self.front.access.account(metadata(grpc_context).get("authorization"))
             replicas = await asyncio.to_thread(_count_replicas)
             states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
             response = pb.DescribeResponse(
-                max_model_len=self._max_model_len, window=self._config.window, version=version("cascade-serve")
+                max_model_len=self.max_model_len, window=self._config.window, version=version("cascade-serve")
             )
             for tier, state in zip(self._config.tiers, states, strict=True):
                 state = state or {"name": tier.name, "model": tier.model_loading_config.model_id}
@@ -134,8 +156,34 @@ class Router:
                 response.tiers.add(replicas=replicas.get(tier.name, 0), **known)
             return response
 
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The HTTP API, for Ray Serve's proxies."""
+        return self._api
+
+    async def drain(self) -> None:
+        """Take no more requests, and let those that are there end."""
+        if self._door is not None:
+            await self._door.leave()
+        timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
+        if not await self.front.gate.drained(timeout_s):
+            log.warning("Requests that did not end within %g s are aborted", timeout_s)
+            self.front.abort_all()
+
     async def __del__(self) -> None:
+        await self.drain()
+        if self._door is not None:
+            await self._door.close()
         await self._downlink.close()
+
+    @property
+    def model(self) -> str:
+        """Name of the model whose text clients get."""
+        return self._config.tiers[-1].model_loading_config.model_id
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tiers, bottom to top."""
+        return self._config.names
 
     async def _wait_for_tiers(self) -> list[dict[str, Any]]:
         """What the tiers say of themselves: the full one however long it takes to start, the others if they are ready soon."""
@@ -145,14 +193,27 @@ class Router:
 
     # requests
 
-    async def _chunks(self, request: pb.GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Drive the full tier until the answer is complete, on as many replicas as it takes."""
+    async def _asked(self, request: pb.GenerateRequest, context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
+        """The answer to a gRPC request."""
+        said = metadata(context)
+        account = self.front.access.account(said.get("authorization"))
         opening = await self._admit(request)
-        answer = Answer(opening, self._tokenizer.decoder(opening.tokens))
+        with self.front.call(account, said.get("request_id"), remaining_s(context)) as call:
+            async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    def chunks(self, opening: Open, call: Call, index: int = 0) -> AsyncGenerator[Chunk, None]:
+        """One answer, piece by piece; ``index`` is that of its prompt."""
+        return self.front.counted(self._chunks(opening, call, index), opening, call)
+
+    async def _chunks(self, opening: Open, call: Call, index: int) -> AsyncGenerator[Chunk, None]:
+        """Drive the full tier until the answer is complete, on as many replicas as it takes."""
+        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index)
         patience = Patience(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:
-                async with contextlib.aclosing(self._drive(answer, patience)) as chunks:
+                async with contextlib.aclosing(self._drive(answer, patience, call.life)) as chunks:
                     async for chunk in chunks:
                         yield chunk
             except SessionFailed as failure:
@@ -160,54 +221,58 @@ class Router:
                 log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
                 await asyncio.sleep(pause_s)
 
-    async def _drive(self, answer: Answer, patience: Patience) -> AsyncGenerator[Chunk, None]:
+    async def _drive(self, answer: Answer, patience: Patience, life: Life) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
         opening = answer.replay(mint())
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
         try:
-            while not answer.finished:
-                try:
-                    async with asyncio.timeout(patience.left_s):  # `wait_for` swallows a cancel that comes with a message
-                        message = await inbox.get()
-                except TimeoutError:
-                    raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
-                if isinstance(message, Failed):
-                    raise SessionFailed(message.reason)
-                assert isinstance(message, Proposal)
-                chunk, commit = answer.take(message)
-                if chunk is not None:
-                    yield chunk
-                if commit is not None:
-                    # acknowledged behind the yield: a client that does not read stalls the full tier at its window
-                    self._downlink.put([commit])
-                patience.saw(answer.num_tokens)
+            with life.waking(partial(inbox.put_nowait, Failed(opening.session, "aborted"))):
+                while not answer.finished:
+                    chunk, commit = answer.take(await heard(inbox, patience, life))
+                    if chunk is not None:
+                        yield chunk
+                    if commit is not None:
+                        # acknowledged behind the yield: a client that does not read stalls the full tier at its window
+                        self._downlink.put([commit])
+                    patience.saw(answer.num_tokens)
         finally:
             del self._inboxes[opening.session]
             self._downlink.put([Close(opening.session)])
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
-        params = parse_sampling(request).seeded()
+        most = self.front.limits.max_prompt_chars
+        if len(request.prompt) > most:
+            raise TooLarge(f"The prompt has {len(request.prompt)} characters: at most {most} are tokenized")
+        params = parse_sampling(request)
         speculation = parse_speculation(request)
         handling = parse_handling(request)
         if len(request.prompt) < LONG_PROMPT:
-            ids = parse_input(request, self._tokenizer)
+            ids = parse_input(request, self.tokenizer)
         else:
-            ids = await asyncio.to_thread(parse_input, request, self._tokenizer)
-        problem = check_prompt(ids, params.max_tokens, self._num_ids, self._max_model_len)
+            ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
+        return self.opening(ids, params, speculation, handling)
+
+    def opening(
+        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
+    ) -> Open:
+        """What the full tier is asked; raises `InvalidRequest`."""
+        most = self.front.limits.max_tokens
+        if most is not None and params.max_tokens > most:
+            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {most}")
+        problem = check_prompt(ids, params.max_tokens, self._num_ids, self.max_model_len)
         if problem:
             raise InvalidRequest(problem)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.end_ids)
-        names = self._config.names
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
         return Open(
             session=mint(),
             tokens=tuple(ids),
             prompt_len=len(ids),
-            params=params,
+            params=params.seeded(),
             ends=ends,
-            tier=names[-1],
-            chain=speculation.chain(names),
+            tier=self.names[-1],
+            chain=speculation.chain(self.names),
             window=FULL_WINDOW,
             draft_window=speculation.draft_window(self._config.window),
             lockstep=speculation.schedule == "lockstep",
@@ -222,20 +287,51 @@ class Router:
                 inbox.put_nowait(message)
 
 
+async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life) -> Proposal:
+    """What the full tier says next; raises `SessionFailed`, or what ends the request."""
+    life.check()
+    while True:
+        try:
+            async with asyncio.timeout(min(patience.left_s, life.left_s)):  # `wait_for` swallows a cancel with a message
+                message = await inbox.get()
+            break
+        except TimeoutError:
+            life.check()
+            if not patience.left_s:  # else clocks differ by a tick
+                raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
+    life.check()
+    if isinstance(message, Failed):
+        raise SessionFailed(message.reason)
+    assert isinstance(message, Proposal)
+    return message
+
+
 @contextlib.contextmanager
-def status(context: RayServegRPCContext) -> Iterator[None]:
+def told(context: RayServegRPCContext) -> Iterator[None]:
     """Give errors their gRPC status and their sentence; a client never sees a traceback."""
     try:
         yield
-    except CascadeError as error:
-        context.set_code(next((code for kind, code in STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL))
-        context.set_details(str(error))
+    except Exception as error:
+        refused = refusal(error)
+        context.set_code(refused.status.grpc)
+        context.set_details(refused.message)
+        context.set_trailing_metadata(refused.metadata)
         raise
-    except Exception:
-        log.exception("A request failed")
-        context.set_code(grpc.StatusCode.INTERNAL)
-        context.set_details("The server failed; its log says why")
-        raise
+
+
+def metadata(context: RayServegRPCContext) -> dict[str, str]:
+    """What a gRPC request says beside its message; binary values and repetitions aside."""
+    said: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            said.setdefault(key, value)
+    return said
+
+
+def remaining_s(context: RayServegRPCContext) -> float | None:
+    """Until the client's deadline. Ray Serve's proxy does not say; it cancels the request then."""
+    remaining = getattr(context, "time_remaining", None)
+    return None if remaining is None else remaining()
 
 
 async def ask(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:

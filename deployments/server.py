@@ -11,45 +11,65 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import ray
+import ray.util
 from ray import serve
-from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+from ray.serve.config import HTTPOptions, ProxyLocation
 
-from cascade.config import CascadeConfig
+from cascade.config import CascadeConfig, ListenConfig
+from cascade.errors import ConfigError
+from deployments.access import Access
 from deployments.app import build, parse
 
 APPLICATION = "cascade"
+LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 9000
-SERVICER = "deployments.ingress.add_CascadeServicer_to_server"
+DEFAULT_HTTP_PORT = 8000
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 
 class Server:
-    """A running cascade: ``address`` is for clients, ``tiers`` are the names bottom to top."""
+    """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top."""
 
-    def __init__(self, config: CascadeConfig, address: str, owns_ray: bool) -> None:
+    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool) -> None:
         self.config = config
-        self.address = address
+        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host)
+        self.address = f"{host}:{listen.grpc_port}"
+        self.url = f"http://{host}:{listen.http_port}"
         self.tiers = config.names
+        self.model = config.tiers[-1].model_loading_config.model_id
         self._owns_ray = owns_ray
 
     @classmethod
-    def start(cls, config: CascadeConfig | Mapping[str, Any] | Path | None = None, *, port: int | None = None) -> Self:
-        """Start everything and return when all tiers are ready; ``port`` 0 takes any free one.
+    def start(
+        cls,
+        config: CascadeConfig | Mapping[str, Any] | Path | None = None,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        http_port: int | None = None,
+    ) -> Self:
+        """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
-        Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts Ray on this machine. Raises `ConfigError`.
+        ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
+        ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
+        Ray on this machine. Raises `ConfigError`.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
-        application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
-        port = DEFAULT_PORT if port is None else port or free_port()
+        listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
         joins = ray.is_initialized() or bool(_cluster())
+        parsed = at_door(parsed, listen)
+        application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
+        Access.load(parsed.router.access)
         if not ray.is_initialized():
             _start_ray()
-        server = cls(parsed, f"127.0.0.1:{port}", owns_ray=not joins)
+        if joins:  # a cluster of several machines: clients are told this one's address
+            application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
+        server = cls(parsed, listen, owns_ray=not joins)
         try:
             serve.start(
-                proxy_location=ProxyLocation.EveryNode,
-                http_options=HTTPOptions(host="127.0.0.1", port=free_port()),
-                grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER]),
+                # clients come to the router's own servers; a cluster's other applications may need proxies
+                proxy_location=ProxyLocation.EveryNode if joins else ProxyLocation.Disabled,
+                http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
                 logging_config={"enable_access_log": False, "log_level": "WARNING"},
             )
             serve.run(application, name=APPLICATION, route_prefix="/")
@@ -88,6 +108,40 @@ class Server:
         self.stop()
 
 
+def listening(given: ListenConfig, host: str | None, port: int | None, http_port: int | None) -> ListenConfig:
+    """Where to listen: ``given``, but for what is not ``None``; raises `ConfigError` if somebody else listens there."""
+    http_port = 0 if http_port is None and port == 0 else http_port
+    chosen = ListenConfig(
+        host=given.host if host is None else host,
+        grpc_port=given.grpc_port if port is None else port or free_port(),
+        http_port=given.http_port if http_port is None else http_port or free_port(),
+    )
+    for name, taken in (("gRPC", chosen.grpc_port), ("HTTP", chosen.http_port)):
+        family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((chosen.host, taken))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ConfigError(
+                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another"
+                ) from None
+    return chosen
+
+
+def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
+    """``config`` with a router that listens at ``listen``, and stays on ``node`` of a cluster."""
+    router = config.router.model_copy(update={"listen": listen})
+    if node is not None:
+        deployment = router.deployment_config
+        actor = dict(deployment.ray_actor_options)
+        actor["resources"] = {f"node:{node}": 0.001} | dict(actor.get("resources") or {})
+        update = {"deployment_config": deployment.model_copy(update={"ray_actor_options": actor})}
+        router = router.model_copy(update=update)
+    return config.model_copy(update={"router": router})
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
@@ -100,6 +154,12 @@ def _cluster() -> str:
     """Address of the Ray cluster to join, "" if there is none."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
+
+
+def _node() -> str:
+    """Address of this machine, as its cluster knows it."""
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _start_ray() -> None:

@@ -38,7 +38,7 @@ class TierReplica:
         await self._server.start(ray.util.get_node_ip_address())
 
     async def lease(self, session: str) -> AsyncIterator[str]:
-        """Hold this replica for a session: the address for its link, then nothing until the session is over."""
+        """Hold this replica for a session: the address and secret for its link, then nothing until the session is over."""
         async for address in self._server.lease(session):
             yield address
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -93,11 +94,15 @@ def test_ctrl_c_stops_everything() -> None:
         for line in process.stdout:
             printed.append(line)
             if found := re.search(r"on (127\.0\.0\.1:\d+)\.", line):
+                url = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
                 break
         else:
             pytest.fail("".join(printed))
         with Client(found[1]) as client:
             assert client.generate(PROMPT, SamplingParams(max_tokens=8)).token_ids
+        assert url is not None
+        with urllib.request.urlopen(f"{url[0]}/health", timeout=30) as answer:
+            assert answer.status == 200
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         process.stdout.read()

@@ -14,7 +14,7 @@ import pytest
 
 from cascade import CascadeError, Completion, InvalidRequest, ModelError, Overloaded, SamplingParams, Speculation, Unavailable
 from cascade.client import AsyncClient, Client, ServerInfo, encode_request
-from cascade.errors import DeadlineExceeded
+from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from cascade.handling import Handling
 from cascade.messages import Edge, origin
 from cascade.v1 import serving_pb2 as pb
@@ -52,7 +52,9 @@ STATUSES = [
     (grpc.StatusCode.FAILED_PRECONDITION, ModelError),
     (grpc.StatusCode.INTERNAL, CascadeError),
     (grpc.StatusCode.UNIMPLEMENTED, CascadeError),
-    (grpc.StatusCode.NOT_FOUND, CascadeError),
+    (grpc.StatusCode.NOT_FOUND, NotFound),
+    (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
+    (grpc.StatusCode.ABORTED, Aborted),
 ]
 
 

@@ -22,7 +22,7 @@ from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from deployments import app
 from deployments.app import ENVIRONMENT, build, parse, tier_options
-from deployments.server import SERVICER
+from deployments.ingress import SERVICER
 
 CLUSTER = Path(__file__).parent.parent / "cluster"
 SERVE_FILES = sorted((CLUSTER / "serve").glob("*.yaml"))
@@ -82,6 +82,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
     "max_ongoing_requests": (deploying(max_ongoing_requests=0), r"max_ongoing_requests is 0"),
     "stall_timeout_s": ({"tiers": [tier()], "router": {"stall_timeout_s": 0}}, r"router\.stall_timeout_s is 0"),
+    "listen": ({"tiers": [tier()], "router": {"listen": {"grpc_port": 0}}}, r"router\.listen\.grpc_port is 0"),
+    "max_running": ({"tiers": [tier()], "router": {"max_running": 0}}, r"router\.max_running is 0"),
+    "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
+    "keys_env": ({"tiers": [tier()], "router": {"access": {"keys_env": "a b"}}}, r"keys_env is 'a b'"),
+    "key limits": (
+        {"tiers": [tier()], "router": {"access": {"limits": {"alice": {"tokens_per_minute": 0}}}}},
+        r"limits\.alice\.tokens_per_minute is 0",
+    ),
+    "max_body_bytes": ({"tiers": [tier()], "router": {"limits": {"max_body_bytes": 1}}}, r"max_body_bytes is 1"),
     "embedded": ({"tiers": [tier(model_id="embedded:nonsense")]}, r"nonsense.*embedded:tiny"),
     "embedded source": (
         one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),

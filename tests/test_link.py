@@ -26,7 +26,7 @@ from deployments import downlink as downlink_module
 from deployments import link
 from deployments.codec import decode, encode
 from deployments.downlink import Downlink, Lease, Lessor
-from deployments.link import CHANNEL_OPTIONS, LinkServer
+from deployments.link import CHANNEL_OPTIONS, LinkServer, authorization
 
 LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2
@@ -420,7 +420,7 @@ async def test_lease_that_nobody_opens_ends(net: Net, monkeypatch: pytest.Monkey
     monkeypatch.setattr(link, "OPEN_TIMEOUT_S", 0.05)
     node = net.nodes["full"]
     lease = Held(node.server.lease("nobody"))
-    assert await anext(lease) == node.server.address
+    assert await anext(lease) == f"{node.server.address} {node.server.secret}"
     assert len(node.server.leases) == 1
     await asyncio.wait_for(lease.task, PATIENCE_S)
     assert len(node.server.leases) == 0
@@ -473,6 +473,11 @@ async def test_lost_router_frees_all(net: Net) -> None:
 # peers that do not keep the protocol
 
 
+def entry(node: Node) -> tuple[tuple[str, str], ...]:
+    """What lets a caller in."""
+    return (("authorization", authorization(node.server.secret)),)
+
+
 class Peer:
     """The caller's end of a link, by hand."""
 
@@ -482,7 +487,7 @@ class Peer:
 
     async def __aenter__(self) -> "Peer":
         self._channel = grpc.aio.insecure_channel(self._node.server.address)
-        self.call = link_pb2_grpc.LinkStub(self._channel).Connect()
+        self.call = link_pb2_grpc.LinkStub(self._channel).Connect(metadata=entry(self._node))
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -577,7 +582,7 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
         raw = channel.stream_stream(
             "/cascade.v1.Link/Connect", request_serializer=lambda data: data, response_deserializer=lambda data: data
         )
-        call = raw()
+        call = raw(metadata=entry(node))
         for session in ("bystander", "spoilt"):
             lease = Held(node.server.lease(session))
             net.leases.append(lease)
@@ -737,3 +742,21 @@ def test_every_kind_has_its_strategy() -> None:
     """Guards the test above against kinds that are added later."""
     kinds = pb.Message.DESCRIPTOR.oneofs_by_name["kind"].fields
     assert {field.name for field in kinds} == {kind.__name__.lower() for kind in (Open, Commit, Close, Proposal, Failed)}
+
+
+@pytest.mark.parametrize("said", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
+async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], ...]) -> None:
+    """Guards the tiers against whoever reaches their ports: without the secret that a lease brings there is no link."""
+    node = net.nodes["full"]
+    lease = Held(node.server.lease("stranger"))
+    net.leases.append(lease)
+    await anext(lease)
+    async with grpc.aio.insecure_channel(node.server.address) as channel:
+        call = link_pb2_grpc.LinkStub(channel).Connect(metadata=said)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert node.tier.num_sessions == 0
+    lease.cancel()
+    tokens, _ = await net.text(opening(15, 0.0, 20))
+    assert len(tokens) == len(PROMPT) + 20

@@ -58,6 +58,12 @@ class Context:
     code: grpc.StatusCode | None = None
     details = ""
 
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass
+
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from openai import OpenAI
 from ray import serve
 
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
@@ -262,3 +263,19 @@ def test_refused_prompts_of_the_library_are_refused_here(client: Client) -> None
     """Guards the error types of clients: the same as the library's."""
     with pytest.raises(InvalidRequest, match="empty"):
         client.generate([], SamplingParams())
+
+
+def test_openai_client_gets_the_full_models_text(server: Server, client: Client, reference: Cascade) -> None:
+    """Guards the HTTP door of the served system, whole and streamed; `client` looks at every tier behind it."""
+    params = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
+    expected = alone(reference, params).text
+    asked: dict[str, Any] = {"model": server.model, "max_tokens": 48, "temperature": 0.8, "seed": 11}
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as asking:
+        assert asking.completions.create(prompt=PROMPT, **asked).choices[0].text == expected
+        pieces = asking.completions.create(prompt=PROMPT, stream=True, **asked)
+        assert "".join(piece.choices[0].text for piece in pieces) == expected
+        chat = asking.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked)
+        assert chat.choices[0].message.content == expected
+        long = asked | {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        with asking.completions.create(prompt=PROMPT, stream=True, **long) as left:
+            next(iter(left))

@@ -39,6 +39,7 @@ def test_joined_clusters_keep_their_applications(
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()

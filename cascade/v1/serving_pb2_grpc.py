@@ -45,6 +45,11 @@ class CascadeStub:
                 request_serializer=cascade_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=cascade_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/cascade.v1.Cascade/Abort',
+                request_serializer=cascade_dot_v1_dot_serving__pb2.AbortRequest.SerializeToString,
+                response_deserializer=cascade_dot_v1_dot_serving__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/cascade.v1.Cascade/Describe',
                 request_serializer=cascade_dot_v1_dot_serving__pb2.DescribeRequest.SerializeToString,
@@ -70,6 +75,13 @@ class CascadeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """End requests that are being served; theirs ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """What is served here.
         """
@@ -89,6 +101,11 @@ def add_CascadeServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=cascade_dot_v1_dot_serving__pb2.GenerateRequest.FromString,
                     response_serializer=cascade_dot_v1_dot_serving__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=cascade_dot_v1_dot_serving__pb2.AbortRequest.FromString,
+                    response_serializer=cascade_dot_v1_dot_serving__pb2.AbortResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -151,6 +168,33 @@ class Cascade:
             '/cascade.v1.Cascade/Complete',
             cascade_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
             cascade_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cascade.v1.Cascade/Abort',
+            cascade_dot_v1_dot_serving__pb2.AbortRequest.SerializeToString,
+            cascade_dot_v1_dot_serving__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

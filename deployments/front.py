@@ -1,0 +1,87 @@
+"""What every request passes before it reaches a tier, by whatever protocol it came: keys, limits, places, counters."""
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+
+from cascade.answer import Chunk
+from cascade.config import CascadeConfig
+from cascade.errors import InvalidRequest
+from cascade.messages import Open
+from cascade.tier import mint
+from deployments.access import Access, Account
+from deployments.gate import Gate, Life
+from deployments.meters import Meters
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One request while it is served."""
+
+    id: str
+    account: Account
+    life: Life
+    since: float = field(default_factory=time.monotonic)
+
+
+class Front:
+    """Admits requests, and ends them before their time."""
+
+    def __init__(self, config: CascadeConfig) -> None:
+        self.limits = config.router.limits
+        self.access = Access.load(config.router.access)
+        self.gate = Gate(config.router.max_running, config.router.max_waiting)
+        self.meters = Meters(self.gate, config.names)
+        self._calls: set[Call] = set()
+
+    @contextlib.contextmanager
+    def call(self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1) -> Iterator[Call]:
+        """Hold what a request needs; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
+        if id is not None and not REQUEST_ID.fullmatch(id):
+            raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
+        call = Call(id or mint(), account, Life.of(timeout_s))
+        call.life.check()
+        with account.admitted(num_answers), self.gate.admitted(num_answers):
+            self._calls.add(call)
+            try:
+                yield call
+            finally:
+                self._calls.discard(call)
+
+    def abort(self, account: Account, id: str) -> int:
+        """End the requests of ``account`` with this id; how many there were."""
+        found = [call for call in self._calls if call.id == id and call.account is account]
+        for call in found:
+            call.life.abort()
+        return len(found)
+
+    def abort_all(self) -> None:
+        """End all requests: the server goes."""
+        for call in list(self._calls):
+            call.life.abort()
+
+    async def counted(self, chunks: AsyncGenerator[Chunk, None], opening: Open, call: Call) -> AsyncGenerator[Chunk, None]:
+        """``chunks`` when their turn has come, counted and charged."""
+        outcome, num_tokens, last = "failed", 0, call.since
+        call.account.charge(opening.prompt_len)
+        try:
+            async with self.gate.turn(call.life), contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    now = time.monotonic()
+                    self.meters.piece(now - last, first=num_tokens == 0)
+                    num_tokens += len(chunk.token_ids)
+                    call.account.charge(len(chunk.token_ids))
+                    if chunk.completion is not None:
+                        outcome = chunk.completion.finish_reason
+                        self.meters.completed(chunk.completion)
+                    yield chunk
+                    last = time.monotonic()
+        except GeneratorExit:
+            outcome = outcome if outcome != "failed" else "left"
+            raise
+        finally:
+            self.meters.ended(outcome, opening.prompt_len, num_tokens)

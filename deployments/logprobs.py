@@ -1,0 +1,54 @@
+"""Log-probabilities in OpenAI's two forms. Tokens are named by their text alone, which may be half a character."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cascade.answer import Chunk
+
+Name = Callable[[int], str]
+
+
+class Entry(Protocol):
+    """Of one position: the log-probability of its token, and of the likeliest ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def chat_logprobs(chunks: Sequence[Chunk], name: Name) -> dict[str, Any]:
+    """As chat completions have them."""
+    return {
+        "content": [
+            _named(name(token), entry.logprob) | {"top_logprobs": [_named(name(id), value) for id, value in entry.top]}
+            for token, entry, _ in _entries(chunks)
+        ]
+    }
+
+
+def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str, Any]:
+    """As completions have them; the first chunk's text begins at ``offset`` of the choice's text."""
+    entries = _entries(chunks)
+    return {
+        "tokens": [name(token) for token, _, _ in entries],
+        "token_logprobs": [entry.logprob for _, entry, _ in entries],
+        "top_logprobs": [{name(id): value for id, value in entry.top} for _, entry, _ in entries],
+        "text_offset": [offset + begin for _, _, begin in entries],
+    }
+
+
+def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Entry, int]]:
+    """Token, log-probabilities, and where its characters begin."""
+    found: list[tuple[int, Entry, int]] = []
+    num_chars = 0
+    for chunk in chunks:
+        logprobs: Sequence[Entry] = getattr(chunk, "logprobs", ())
+        begins = (0, *chunk.ends)[: len(chunk.ends)]
+        found += [
+            (token, entry, num_chars + begin) for token, entry, begin in zip(chunk.token_ids, logprobs, begins, strict=True)
+        ]
+        num_chars += len(chunk.text)
+    return found
+
+
+def _named(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

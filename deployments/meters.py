@@ -1,0 +1,63 @@
+"""What the router counts, as Prometheus reads it at GET /metrics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cascade.answer import Completion
+from deployments.gate import Gate
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Meters:
+    """Counters of one router; ``names`` are the tiers, bottom to top."""
+
+    def __init__(self, gate: Gate, names: Sequence[str]) -> None:
+        self._registry = CollectorRegistry()
+        made: dict[str, Any] = {"registry": self._registry, "namespace": "cascade"}
+        self._answers = Counter("answers", "Answers that ended, by how.", ["outcome"], **made)
+        self._refused = Counter("refused", "Requests that were refused, by the error's code.", ["code"], **made)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
+        self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)
+        self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)
+        self._accepted = Counter("accepted_tokens", "Guesses that were right, by edge.", ["drafter", "verifier"], **made)
+        self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
+        self._first = Histogram("first_token_seconds", "From admission to the first piece.", buckets=SECONDS, **made)
+        self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
+        self._plain = Counter("undrafted_answers", "Answers of several tokens without a single guess scored.", **made)
+        running = Gauge("running", "Answers being written.", **made)
+        waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
+        running.set_function(lambda: gate.num_running)
+        waiting.set_function(lambda: gate.num_waiting)
+        Gauge("tiers", "Tiers in the configuration.", **made).set(len(names))
+
+    def text(self) -> bytes:
+        """In Prometheus' text form."""
+        return generate_latest(self._registry)
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def piece(self, seconds: float, first: bool) -> None:
+        """One piece came so long after the one before it, or after admission."""
+        (self._first if first else self._gaps).observe(seconds)
+
+    def ended(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
+        """An answer is over."""
+        self._answers.labels(outcome).inc()
+        self._prompt.inc(prompt_tokens)
+        self._output.inc(output_tokens)
+
+    def completed(self, completion: Completion) -> None:
+        """What happened on every edge for an answer."""
+        edges = completion.stats.edges
+        for edge in edges:
+            labels = (edge.drafter or "none", edge.verifier)
+            self._proposed.labels(*labels).inc(edge.proposed)
+            self._accepted.labels(*labels).inc(edge.accepted)
+            self._passes.labels(*labels).inc(edge.passes)
+        if completion.stats.completion_tokens > 1 and not any(edge.proposed for edge in edges):
+            self._plain.inc()

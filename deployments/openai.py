@@ -1,0 +1,252 @@
+"""What OpenAI's clients may ask for. Unknown fields, and values that cannot be honoured, are errors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cascade import params
+from cascade.errors import InvalidRequest
+from cascade.params import MAX_STOPS, SamplingParams, Speculation
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
+
+# of fields that this build of the library may not have: what they say where they change nothing
+NEUTRAL: Mapping[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "logprobs": None,
+    "structured": None,
+}
+KNOWN = frozenset(field.name for field in fields(SamplingParams))
+PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Text = Annotated[str, Field(max_length=4_000_000)]
+
+
+class Body(BaseModel):
+    """No unknown fields, no conversions: "5" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SpeculationBody(Body):
+    """How drafts may be used; never changes the text."""
+
+    mode: Literal["auto", "off"] = "auto"
+    tiers: list[str] | None = None
+    window: int | None = None
+    schedule: Literal["async", "lockstep"] = "async"
+
+    def parsed(self) -> Speculation:
+        tiers = None if self.tiers is None else tuple(self.tiers)
+        return Speculation(self.mode, tiers, self.window, self.schedule)
+
+
+class StructuredBody(Body):
+    """What the text has to be: exactly one of these."""
+
+    json_schema: dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        return {name: value for name, value in self.model_dump().items() if value}
+
+
+class StreamOptions(Body):
+    """Of streamed answers."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What both kinds of completions take. ``None`` is the default everywhere."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None  # noted by OpenAI, not here: has no effect
+    # extensions, named as in vLLM
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    structured: StructuredBody | None = None
+    speculation: SpeculationBody | None = None
+    history: bool = False  # each piece says its token ids, where they end and who wrote them
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    def drafts(self) -> Speculation:
+        return Speculation() if self.speculation is None else self.speculation.parsed()
+
+    def wanted(self) -> dict[str, Any]:
+        """Of the fields that may be unknown to the library: the values that were given."""
+        values = {name: getattr(self, name, None) for name in NEUTRAL if name != "logprobs"}
+        if self.structured is not None:
+            values["structured"] = self.structured.chosen
+        return {name: value for name, value in values.items() if value is not None}
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """Sampling parameters; raises `InvalidRequest`."""
+        chosen = {name: value for name in PLAIN if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **honoured(self.wanted()))
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def wanted(self) -> dict[str, Any]:
+        return super().wanted() | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One or more texts or lists of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("prompt is an empty list: give a text, token ids, or a list of either")
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **named}
+
+
+class JsonSchema(Body):
+    """What an answer must look like."""
+
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
+        schema = self.json_schema.json_schema
+        return {"json_schema": schema} if schema else {"json_object": True}
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    def wanted(self) -> dict[str, Any]:
+        wanted = super().wanted()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true")
+        if self.logprobs:
+            wanted["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None and (form := self.response_format.structured) is not None:
+            if "structured" in wanted:
+                raise InvalidRequest("response_format and structured are both given: leave one out")
+            wanted["structured"] = form
+        return wanted
+
+    @property
+    def limit(self) -> int | None:
+        """Output tokens at most, if the request says so."""
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
+
+
+def honoured(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``wanted`` the library takes; raises `InvalidRequest` for the rest, unless it would change nothing."""
+    known = {}
+    for name, value in wanted.items():
+        if name in KNOWN:
+            known[name] = value
+        elif value != NEUTRAL[name]:
+            raise InvalidRequest(f"{name} is {value!r}, which this server does not have: leave it out")
+    if "logit_bias" in known:
+        known["logit_bias"] = {_token(name): bias for name, bias in known["logit_bias"].items()}
+    if "structured" in known:
+        known["structured"] = params.Structured(**known["structured"])  # type: ignore[attr-defined]  # has it if it is known
+    return known
+
+
+def _token(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InvalidRequest(f"logit_bias has the key {text[:40]!r}: keys are token ids")
+    return int(text)

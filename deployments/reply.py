@@ -1,0 +1,121 @@
+"""Answers in OpenAI's form, whole and in pieces."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from cascade.answer import Chunk, Completion
+from deployments.logprobs import Name, chat_logprobs, text_logprobs
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all parts of an answer say of themselves."""
+
+    kind: Literal["chat", "text"]
+    id: str
+    model: str
+    history: bool = False
+    usage: bool = False  # behind the last piece
+    name: Name | None = None  # of a token, if log-probabilities are asked for
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, streamed: bool) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.kind == "chat" and streamed else "chat.completion"
+        head = {"id": self.id, "object": name if self.kind == "chat" else "text_completion"}
+        usage = {"usage": None} if streamed and self.usage else {}
+        return {**head, "created": self.created, "model": self.model, **usage}
+
+
+def whole(form: Form, answers: Sequence[Sequence[Chunk]], prefixes: Sequence[str]) -> dict[str, Any]:
+    """The answers at once, from all their pieces; ``prefixes`` are prompts to repeat."""
+    choices = []
+    completions = [_end(chunks) for chunks in answers]
+    for index, (completion, prefix) in enumerate(zip(completions, prefixes, strict=True)):
+        text = prefix + completion.text
+        body: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if form.kind == "chat" else {"text": text}
+        logprobs = _logprobs(form, answers[index], len(prefix))
+        extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
+        choices.append({"index": index, **body, "finish_reason": completion.finish_reason, "logprobs": logprobs, **extra})
+    return form.head(False) | {"choices": choices, "usage": usage(completions)}
+
+
+def opening(form: Form, index: int, prefix: str) -> dict[str, Any] | None:
+    """What comes before the first piece of a choice."""
+    if form.kind == "chat":
+        return _choice(form, index, {"delta": {"role": "assistant", "content": ""}})
+    return _choice(form, index, {"text": prefix}) if prefix else None
+
+
+def piece(form: Form, index: int, chunk: Chunk, offset: int) -> dict[str, Any]:
+    """A piece of a choice, ``offset`` characters behind its begin."""
+    end = chunk.completion
+    text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
+    extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
+    return _choice(
+        form,
+        index,
+        text,
+        None if end is None else end.finish_reason,
+        {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
+    )
+
+
+def closing(form: Form, completions: Sequence[Completion]) -> dict[str, Any]:
+    """What the whole answer took, behind the last piece."""
+    return form.head(True) | {"choices": [], "usage": usage(completions)}
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, int]:
+    """Tokens; a prompt with several answers counts once."""
+    prompt = sum(c.stats.prompt_tokens for c in {c.index: c for c in completions}.values())
+    output = sum(c.stats.completion_tokens for c in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def report(completion: Completion) -> dict[str, Any]:
+    """What happened: the seed, and every edge between two tiers."""
+    edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in completion.stats.edges]
+    return {"seed": completion.seed, "edges": edges}
+
+
+def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
+    """Of each token: its id, the characters that are complete with it, and who wrote it (`cascade.messages.origin`)."""
+    ids: list[int] = []
+    ends: list[int] = []
+    origins: list[int] = []
+    num_chars = 0
+    for chunk in chunks:
+        ids += chunk.token_ids
+        ends += [num_chars + end for end in chunk.ends]
+        origins += chunk.origins
+        num_chars += len(chunk.text)
+    return {"token_ids": ids, "ends": ends, "origins": origins}
+
+
+def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
+    if form.name is None:
+        return None
+    return chat_logprobs(chunks, form.name) if form.kind == "chat" else text_logprobs(chunks, form.name, offset)
+
+
+def _end(chunks: Sequence[Chunk]) -> Completion:
+    completion = chunks[-1].completion
+    assert completion is not None, "the last piece brings the completion"
+    return completion
+
+
+def _choice(
+    form: Form, index: int, text: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": None, **(extra or {})}
+    return form.head(True) | {"choices": [choice]}

@@ -1,0 +1,87 @@
+"""How errors look to clients: the one table behind docs/errors.md."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from cascade.errors import (
+    Aborted,
+    CascadeError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+UNKNOWN_FAILURE = "The server failed; its log says why"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What clients are told of an error."""
+
+    kind: type[Exception]
+    grpc: grpc.StatusCode
+    http: int
+    type: str  # in OpenAI's body
+    code: str  # in OpenAI's body
+
+
+# an error has the first row whose kind it is
+STATUSES = (
+    Status(TooLarge, grpc.StatusCode.INVALID_ARGUMENT, 413, "invalid_request_error", "too_large"),
+    Status(NotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "not_found"),
+    Status(InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "invalid_request"),
+    Status(Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error", "invalid_api_key"),
+    Status(Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded"),
+    Status(Unavailable, grpc.StatusCode.UNAVAILABLE, 503, "server_error", "unavailable"),
+    Status(Aborted, grpc.StatusCode.ABORTED, 499, "aborted_error", "aborted"),
+    Status(DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"),
+    Status(ModelError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error", "model_error"),
+    Status(ConfigError, grpc.StatusCode.INTERNAL, 500, "server_error", "config_error"),
+    Status(CascadeError, grpc.StatusCode.INTERNAL, 500, "server_error", "internal"),
+    Status(Exception, grpc.StatusCode.INTERNAL, 500, "server_error", "internal"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as a client gets it."""
+
+    status: Status
+    message: str
+    retry_after_s: int | None = None
+    param: str | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In the form of OpenAI's API."""
+        error = {"message": self.message, "type": self.status.type, "param": self.param, "code": self.status.code}
+        return {"error": error}
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """HTTP headers, and gRPC trailing metadata."""
+        headers = () if self.retry_after_s is None else ((RETRY_AFTER, str(self.retry_after_s)),)
+        return (*headers, ("www-authenticate", "Bearer")) if self.status.http == 401 else headers
+
+
+def refusal(error: Exception) -> Refusal:
+    """What to tell a client of ``error``: never more than one sentence. What is our own fault goes to the log."""
+    status = next(status for status in STATUSES if isinstance(error, status.kind))
+    if status.kind is Exception:
+        log.error("A request failed", exc_info=error)
+        return Refusal(status, UNKNOWN_FAILURE)
+    retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
+    return Refusal(status, str(error), retry_after_s)

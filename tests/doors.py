@@ -1,0 +1,118 @@
+"""A whole server in this process, without Ray: toy tiers joined by real links, and a router behind its own doors."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+from test_link import Net, Node
+from test_router import Handle, Stoppable
+from test_tier import NAMES, CountingModel
+
+from cascade.config import CascadeConfig, ListenConfig
+from deployments import router as module
+from deployments.router import Router
+from deployments.server import free_port
+
+T = TypeVar("T")
+VOCAB = 4096  # of the embedded family's tokenizer
+AGREEMENT = {"tiny": 0.6, "medium": 0.8, "full": 1.0}
+
+
+@dataclass
+class House:
+    """Where to reach it, and what is inside; `call` runs a coroutine in its event loop."""
+
+    grpc: str
+    url: str
+    model: str
+    net: Net
+    router: Router
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def settle(self) -> None:
+        """Wait until nothing is left of any request, on any tier or at the router."""
+
+        async def quiet() -> None:
+            gate = self.router.front.gate
+            async with asyncio.timeout(30):
+                await self.net.settle()
+                while gate.num_admitted or gate.num_running or self.router._inboxes or self.router._downlink.num_sessions:
+                    await asyncio.sleep(0.01)
+
+        self.call(quiet())
+        assert not self.router.front._calls
+
+
+@contextlib.contextmanager
+def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = CountingModel, **router: Any) -> Iterator[House]:
+    """A running server; ``router`` is its part of the configuration."""
+    ready, stop = threading.Event(), asyncio.Event()
+    result: list[House | BaseException] = []
+
+    async def live() -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                result.append(await _build(stack, pass_s, model, router))
+                ready.set()
+                await stop.wait()
+        except BaseException as error:
+            result.insert(0, error)
+            raise
+        finally:
+            ready.set()
+
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        loop.run_until_complete(live())
+        loop.run_until_complete(loop.shutdown_default_executor())
+
+    thread = threading.Thread(target=run, name="house")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "_count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
+    thread.start()
+    try:
+        assert ready.wait(60)
+        built = result[0]
+        if isinstance(built, BaseException):
+            raise built
+        yield built
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        patch.undo()
+        loop.close()
+
+
+async def _build(
+    stack: contextlib.AsyncExitStack, pass_s: float, model: Callable[..., CountingModel], options: dict[str, Any]
+) -> House:
+    net = Net()
+    stack.push_async_callback(net.close)
+    for level, name in enumerate(NAMES):
+        lessors = {below: net.lessor(below) for below in NAMES[:level]}
+        scorer = model(vocab_size=VOCAB, agreement=AGREEMENT[name], pass_s=pass_s * (level + 1))
+        node = net.nodes[name] = Node(level, scorer, lessors)
+        await node.start()
+    listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["router"] = {"listen": listen.model_dump(), **options}
+    router = Stoppable.__new__(Stoppable)
+    handles: Any = {name: Handle(net, name) for name in NAMES}
+    await Router.__init__(router, values, handles)
+    stack.push_async_callback(Router.__del__, router)
+    return House(
+        f"127.0.0.1:{listen.grpc_port}",
+        f"http://127.0.0.1:{listen.http_port}",
+        router.model,
+        net,
+        router,
+        asyncio.get_running_loop(),
+    )

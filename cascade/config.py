@@ -61,6 +61,7 @@ class EngineKwargs(Section):
     device: str | None = None  # the GPU if there is one
     revision: str | None = None
     trust_remote_code: bool = False
+    quantization: Literal["int8", "int4", "fp8", "nf4"] | None = None  # of the weights, see docs/models.md
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
         None  # cores the replica is bound to

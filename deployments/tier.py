@@ -95,4 +95,5 @@ def _load(config: TierConfig) -> Model:
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
+        quantization=engine.quantization,
     )

@@ -214,6 +214,7 @@ def encode_request(prompt: Prompt, params: SamplingParams | None, speculation: S
                 stop_token_ids=params.stop_token_ids,
                 ignore_eos=params.ignore_eos,
             ),
+            adapter=params.adapter,
             speculation=pb.Speculation(
                 mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
             ),

@@ -62,6 +62,9 @@ class EngineKwargs(Section):
     revision: str | None = None
     trust_remote_code: bool = False
     quantization: Literal["int8", "int4", "fp8", "nf4"] | None = None  # of the weights, see docs/models.md
+    lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict
+    )  # adapters of the full tier that requests may name: paths or hub ids
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
         None  # cores the replica is bound to
@@ -131,6 +134,11 @@ class CascadeConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise ValueError(f"two tiers are named {twice!r}; give each its own name")
+        lower = next((tier for tier in self.tiers[:-1] if tier.engine_kwargs.lora_modules), None)
+        if lower:
+            raise ValueError(
+                f"lora_modules of tier {lower.name!r}: only the full tier, the last one, takes adapters; remove them"
+            )
         if "router" in names:
             raise ValueError("no tier can be named 'router'; that is the name of the ingress")
         return self

@@ -18,6 +18,7 @@ from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
 from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
 from cascade.messages import Close, Failed, Message, Open, Proposal
+from cascade.params import check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
@@ -189,6 +190,7 @@ class Router:
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
         params = parse_sampling(request).seeded()
+        check_adapter(params.adapter, self._config.tiers[-1].engine_kwargs.lora_modules)
         speculation = parse_speculation(request)
         if len(request.prompt) < LONG_PROMPT:
             ids = parse_input(request, self._tokenizer)

@@ -10,7 +10,9 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
+from cascade.adapters import AdaptedModel
 from cascade.config import EngineKwargs, TierConfig
+from cascade.loading import load
 from cascade.model import Model
 from cascade.tier import Tier
 from deployments.downlink import Downlink, Lessor
@@ -89,7 +91,7 @@ def bind_threads(engine: EngineKwargs) -> None:
 
 def _load(config: TierConfig) -> Model:
     engine = config.engine_kwargs
-    return Model.from_pretrained(
+    network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
         device=engine.device,
@@ -97,3 +99,4 @@ def _load(config: TierConfig) -> Model:
         trust_remote_code=engine.trust_remote_code,
         quantization=engine.quantization,
     )
+    return AdaptedModel(network, engine.lora_modules) if engine.lora_modules else Model(network)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61scade/v1/serving.proto\x12\ncascade.v1\"\xad\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.cascade.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.cascade.v1.Sampling\x12,\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x17.cascade.v1.SpeculationB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa0\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"|\n\x0bSpeculation\x12\x11\n\x04mode\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x13\n\x06window\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08schedule\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_modeB\t\n\x07_windowB\x0b\n\t_schedule\"g\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"B\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05level\x18\x02 \x01(\r\x12\x11\n\tcorrected\x18\x03 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"y\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x1f\n\x05\x65\x64ges\x18\x05 \x03(\x0b\x32\x10.cascade.v1.Edge\"\x9b\x01\n\x04\x45\x64ge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x19\n\x11mean_accepted_len\x18\x07 \x01(\x01\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\"g\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"\x11\n\x0f\x44\x65scribeRequest\"k\n\x10\x44\x65scribeResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0b\x32\x10.cascade.v1.Tier\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\"\x94\x01\n\x04Tier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t2\xe0\x01\n\x07\x43\x61scade\x12G\n\x08Generate\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.CompleteResponse\x12\x45\n\x08\x44\x65scribe\x12\x1b.cascade.v1.DescribeRequest\x1a\x1c.cascade.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61scade/v1/serving.proto\x12\ncascade.v1\"\xbe\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.cascade.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.cascade.v1.Sampling\x12,\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x17.cascade.v1.Speculation\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa0\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"|\n\x0bSpeculation\x12\x11\n\x04mode\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x13\n\x06window\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08schedule\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_modeB\t\n\x07_windowB\x0b\n\t_schedule\"g\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"B\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05level\x18\x02 \x01(\r\x12\x11\n\tcorrected\x18\x03 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"y\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x1f\n\x05\x65\x64ges\x18\x05 \x03(\x0b\x32\x10.cascade.v1.Edge\"\x9b\x01\n\x04\x45\x64ge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x19\n\x11mean_accepted_len\x18\x07 \x01(\x01\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\"g\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"\x11\n\x0f\x44\x65scribeRequest\"k\n\x10\x44\x65scribeResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0b\x32\x10.cascade.v1.Tier\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\"\x94\x01\n\x04Tier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t2\xe0\x01\n\x07\x43\x61scade\x12G\n\x08Generate\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.CompleteResponse\x12\x45\n\x08\x44\x65scribe\x12\x1b.cascade.v1.DescribeRequest\x1a\x1c.cascade.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,29 +32,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cascade.v1.serving_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=214
-  _globals['_TOKENIDS']._serialized_start=216
-  _globals['_TOKENIDS']._serialized_end=239
-  _globals['_SAMPLING']._serialized_start=242
-  _globals['_SAMPLING']._serialized_end=530
-  _globals['_SPECULATION']._serialized_start=532
-  _globals['_SPECULATION']._serialized_end=656
-  _globals['_GENERATERESPONSE']._serialized_start=658
-  _globals['_GENERATERESPONSE']._serialized_end=761
-  _globals['_TOKEN']._serialized_start=763
-  _globals['_TOKEN']._serialized_end=829
-  _globals['_FINISH']._serialized_start=831
-  _globals['_FINISH']._serialized_end=952
-  _globals['_EDGE']._serialized_start=955
-  _globals['_EDGE']._serialized_end=1110
-  _globals['_COMPLETERESPONSE']._serialized_start=1112
-  _globals['_COMPLETERESPONSE']._serialized_end=1215
-  _globals['_DESCRIBEREQUEST']._serialized_start=1217
-  _globals['_DESCRIBEREQUEST']._serialized_end=1234
-  _globals['_DESCRIBERESPONSE']._serialized_start=1236
-  _globals['_DESCRIBERESPONSE']._serialized_end=1343
-  _globals['_TIER']._serialized_start=1346
-  _globals['_TIER']._serialized_end=1494
-  _globals['_CASCADE']._serialized_start=1497
-  _globals['_CASCADE']._serialized_end=1721
+  _globals['_GENERATEREQUEST']._serialized_end=231
+  _globals['_TOKENIDS']._serialized_start=233
+  _globals['_TOKENIDS']._serialized_end=256
+  _globals['_SAMPLING']._serialized_start=259
+  _globals['_SAMPLING']._serialized_end=547
+  _globals['_SPECULATION']._serialized_start=549
+  _globals['_SPECULATION']._serialized_end=673
+  _globals['_GENERATERESPONSE']._serialized_start=675
+  _globals['_GENERATERESPONSE']._serialized_end=778
+  _globals['_TOKEN']._serialized_start=780
+  _globals['_TOKEN']._serialized_end=846
+  _globals['_FINISH']._serialized_start=848
+  _globals['_FINISH']._serialized_end=969
+  _globals['_EDGE']._serialized_start=972
+  _globals['_EDGE']._serialized_end=1127
+  _globals['_COMPLETERESPONSE']._serialized_start=1129
+  _globals['_COMPLETERESPONSE']._serialized_end=1232
+  _globals['_DESCRIBEREQUEST']._serialized_start=1234
+  _globals['_DESCRIBEREQUEST']._serialized_end=1251
+  _globals['_DESCRIBERESPONSE']._serialized_start=1253
+  _globals['_DESCRIBERESPONSE']._serialized_end=1360
+  _globals['_TIER']._serialized_start=1363
+  _globals['_TIER']._serialized_end=1511
+  _globals['_CASCADE']._serialized_start=1514
+  _globals['_CASCADE']._serialized_end=1738
 # @@protoc_insertion_point(module_scope)

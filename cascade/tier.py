@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.planner import Policy
+from cascade.profile import Profile
 from cascade.scorer import Row, Scorer
 from cascade.seat import Health, Seat
 from cascade.session import ProtocolError, Session, Work
@@ -44,7 +45,7 @@ class Tier:
     """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
-    sessions. Their answers come back through `post`.
+    sessions. Their answers come back through `post`. ``profile`` is what passes cost, kept current from then on.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Tier:
         below: Link | None = None,
         policy: Policy = Policy(),
         max_pass_tokens: int = 512,
+        profile: Profile | None = None,
     ) -> None:
         self.name = name
         self.level = level
         self.below = below
-        self.stats = TierStats()
+        self.stats = TierStats() if profile is None else TierStats(pass_s=profile.predict(1))
+        self.profile = profile
         self._model = model
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
@@ -345,6 +348,8 @@ class Tier:
         stats.tokens += num_tokens
         stats.own_tokens += sum(work.num_own for _, work in batch)
         stats.busy_s += seconds
+        if self.profile is not None:
+            self.profile.saw(num_tokens, sum(work.start for _, work in batch), seconds)
         if all(work.num_own == len(work.tokens) for _, work in batch):  # no prefill in it
             stats.pass_s += 0.1 * (seconds - stats.pass_s)
 

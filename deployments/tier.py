@@ -14,6 +14,7 @@ from cascade.adapters import AdaptedModel
 from cascade.config import EngineKwargs, TierConfig
 from cascade.loading import load
 from cascade.model import Model
+from cascade.profile import measure
 from cascade.tier import Tier
 from deployments.downlink import Downlink, Lessor
 from deployments.link import LinkServer
@@ -31,7 +32,15 @@ class TierReplica:
         engine = self._config.engine_kwargs
         bind_threads(engine)
         self._model = await asyncio.to_thread(_load, self._config)
-        self._tier = Tier(self._config.name, level, self._model, policy=engine.policy, max_pass_tokens=engine.max_pass_tokens)
+        self._profile = await asyncio.to_thread(measure, self._model, max_tokens=engine.max_pass_tokens)
+        self._tier = Tier(
+            self._config.name,
+            level,
+            self._model,
+            policy=engine.policy,
+            max_pass_tokens=engine.max_pass_tokens,
+            profile=self._profile,
+        )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
         self._tier.below = self._downlink if lower else None
@@ -61,6 +70,8 @@ class TierReplica:
             "passes": stats.passes,
             "busy_s": stats.busy_s,
             "pass_s": stats.pass_s,
+            "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
+            "context_s": self._profile.context_s,
         }
 
     def check_health(self) -> None:

@@ -143,7 +143,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device")
+    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "pass_cost", "context_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,8 @@ class Tier(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PASS_COST_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     replicas: int
@@ -160,4 +162,14 @@ class Tier(_message.Message):
     vocab_size: int
     parameters: int
     device: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    pass_cost: _containers.RepeatedCompositeFieldContainer[PassPoint]
+    context_s: float
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
+
+class PassPoint(_message.Message):
+    __slots__ = ("tokens", "seconds")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    seconds: float
+    def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

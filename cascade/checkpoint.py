@@ -17,6 +17,7 @@ from cascade.quantization import METHODS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_LIMIT = 2**20  # positions of a model that names none
 MEASURE = "cascade_measure"  # an attention function that only notes how much a layer would keep
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -58,6 +59,8 @@ def anatomy(
     text = config.get_text_config()
     chosen = DTYPES[dtype] if dtype else _dtype(text)
     network = _skeleton(config, source, trust_remote_code)
+    if problem := unlike_attention(config):
+        raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
     heads = int(text.num_attention_heads)
     return Anatomy(
         architecture=type(network).__name__,
@@ -69,6 +72,16 @@ def anatomy(
         vocab_size=int(text.vocab_size),
         heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
     )
+
+
+def unlike_attention(config: PreTrainedConfig) -> str | None:
+    """What in a model's layers a short text would not betray: selections and compressions that begin far from its start."""
+    text = config.get_text_config()
+    if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
+        return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"
+    if any(name.startswith("index_topk") for name in text.to_dict()):
+        return "its layers attend to what an indexer selects"
+    return None
 
 
 def context_len(config: PreTrainedConfig) -> int:
@@ -154,8 +167,8 @@ def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
         network.set_attn_implementation(MEASURE)
         with torch.inference_mode():
             network(input_ids=ids, use_cache=False, cascade_sizes=sizes)
-    except (RuntimeError, NotImplementedError):  # some read numbers that are not there, such as those of dynamic RoPE
-        return _nominal_size(text)
+    except (RuntimeError, NotImplementedError):  # some read numbers that are not there: of dynamic RoPE, of routers
+        return sum(sizes.values()) * int(text.num_hidden_layers) // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ModelError(
             f"{type(network).__name__} cannot be served: it does not take packed rows ({reason(error)})"

@@ -122,7 +122,7 @@ def attend(
     query, key, value = query[0], key[0], value[0]
     pieces = [_row(span, layer, query, key, value, scaling, window, softcap, s_aux) for span in cascade_pass.spans]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1).contiguous()[None], None  # some models view it as it is
 
 
 def _row(

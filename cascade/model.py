@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.checkpoint import context_len, reason
+from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
 from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
 from cascade.loading import load
@@ -121,6 +121,8 @@ class Model:
     def _take_path(self) -> None:
         """Switch the network to our attention; raise if not all its layers use it, or if it then says something else."""
         network = self._network
+        if problem := unlike_attention(network.config):
+            raise ModelError(problem)
         network.set_attn_implementation("eager")  # the one that every network has
         texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
         expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits

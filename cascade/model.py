@@ -81,6 +81,14 @@ class Model:
         """Memory of the weights, as they are held."""
         return sum(map(nbytes, self._network.parameters()))
 
+    @property
+    def healthy(self) -> bool:
+        """False once no pass will succeed any more."""
+        return True
+
+    def close(self) -> None:
+        """Free what is not this process's own."""
+
     def new_cache(self) -> Cache:
         """Keys and values of a new session."""
         return Cache()

@@ -16,6 +16,7 @@ TRANSFORMERS = {
     "check.py",
     "checkpoint.py",
     "loading.py",
+    "parallel.py",
     "quantization.py",
 }
 

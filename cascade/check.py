@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from cascade.checkpoint import Anatomy, anatomy, read_config
+from cascade.checkpoint import Anatomy, anatomy, rank_problem, read_config
 from cascade.config import CascadeConfig, TierConfig
 from cascade.devices import ACCELERATORS, GIB, default_device, free_bytes
 from cascade.errors import ConfigError, ModelError
@@ -66,6 +66,7 @@ def verify(config: CascadeConfig) -> None:
                 f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
             )
         text = _config(tier).get_text_config()
+        _check_ranks(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
             raise ConfigError(
@@ -92,7 +93,20 @@ def _need(tier: TierConfig) -> Need:
     except ModelError as error:
         raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
     device, size = _device(tier)
-    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, 1, device, size)
+    ranks = engine.tensor_parallel_size
+    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, device, size)
+
+
+def _check_ranks(tier: TierConfig) -> None:
+    engine = tier.engine_kwargs
+    problem = rank_problem(
+        tier.model_loading_config.source,
+        engine.tensor_parallel_size,
+        revision=engine.revision,
+        trust_remote_code=engine.trust_remote_code,
+    )
+    if problem:
+        raise ConfigError(f"The model of tier {tier.name} cannot be shared: {problem}")
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:

@@ -86,10 +86,12 @@ def unlike_attention(config: PreTrainedConfig) -> str | None:
 
 def rank_problem(source: str, ranks: int, *, revision: str | None = None, trust_remote_code: bool = False) -> str | None:
     """Why ``ranks`` processes cannot share the model of a path or hub id, by its configuration; ``None`` if they can."""
+    if ranks == 1:
+        return None
     text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    if ranks > 1 and not getattr(text, "base_model_tp_plan", None):
+    if not getattr(text, "base_model_tp_plan", None):
         return (
             f"tensor_parallel_size is {ranks}, but Transformers has no tensor-parallel plan for {text.model_type}: set it to 1"
         )

@@ -15,6 +15,7 @@ from ray.serve import Application, Deployment
 from cascade.check import verify
 from cascade.config import CascadeConfig, TierConfig, sentence
 from cascade.errors import ConfigError
+from deployments.ranks import bundle
 from deployments.router import Router
 from deployments.tier import TierReplica
 
@@ -63,6 +64,9 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
     actor = _environment(options.pop("ray_actor_options"))
     if tier.accelerator_type is not None:
         actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
+    ranks = tier.engine_kwargs.tensor_parallel_size
+    if ranks > 1 and tier.placement_group_config is None:
+        options |= {"placement_group_bundles": [bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
     if tier.placement_group_config is not None:
         known = {"bundles": "placement_group_bundles", "strategy": "placement_group_strategy"}
         for key, value in tier.placement_group_config.items():

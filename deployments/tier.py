@@ -18,7 +18,9 @@ from cascade.profile import measure
 from cascade.tier import Tier
 from deployments.downlink import Downlink, Lessor
 from deployments.link import LinkServer
+from deployments.ranks import Ranks
 
+WATCH_S = 0.5  # how often is looked after ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
@@ -31,7 +33,8 @@ class TierReplica:
         self._config = TierConfig.model_validate(config)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await asyncio.to_thread(_load, self._config)
+        self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
+        self._model = await _start(self._config, self._ranks)
         self._profile = await asyncio.to_thread(measure, self._model, max_tokens=engine.max_pass_tokens)
         self._tier = Tier(
             self._config.name,
@@ -64,6 +67,7 @@ class TierReplica:
             "parameters": self._model.num_parameters,
             "device": str(self._model.device),
             "pid": os.getpid(),
+            "rank_pids": [] if self._ranks is None else self._ranks.pids,
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
@@ -76,13 +80,16 @@ class TierReplica:
 
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
-        if not self._tier.healthy:
+        if self._ranks is not None:
+            self._ranks.check()
+        if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped or its passes fail")
 
     async def __del__(self) -> None:
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(self._tier.close)
+        await asyncio.to_thread(self._model.close)
 
 
 def lessor(handle: DeploymentHandle) -> Lessor:
@@ -98,6 +105,17 @@ def bind_threads(engine: EngineKwargs) -> None:
             os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
+
+
+async def _start(config: TierConfig, ranks: Ranks | None) -> Model:
+    """The model; raises `ModelError`, at once when one of several ranks cannot load its share."""
+    if ranks is None:
+        return await asyncio.to_thread(_load, config)
+    leading = asyncio.create_task(asyncio.to_thread(ranks.lead))
+    while not leading.done():
+        ranks.check()
+        await asyncio.wait([leading], timeout=WATCH_S)
+    return leading.result()
 
 
 def _load(config: TierConfig) -> Model:

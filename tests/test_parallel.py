@@ -43,17 +43,14 @@ def main():
             return
         texts = []
         for temperature in (0.0, 1.0):
-            params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+            params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
             texts.append([[list(c.token_ids) for c in one.generate(prompts, params)] for one in (cascade, single)])
-        first = cascade.generate(prompts[1], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
-    cache = shared.new_cache()
-    held = [v.shape[0] for v in cache._layers.values()]
+        first = cascade.generate(prompts[1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     shared.close()
     print(json.dumps({
         "same": [pair[0] == pair[1] for pair in texts],
         "again": list(first.token_ids) == texts[0][0][1],
         "ended": [f.returncode for f in shared._followers],
-        "weights": [shared.num_parameters, alone.num_parameters],
     }))
 
 main()
@@ -75,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4), ("gemma2", 2), ("mixtral", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4), ("mixtral", 2)])
 def test_ranks_write_what_one_would(folder: Path, name: str, ranks: int) -> None:
     """Guards heads, keys and values shared among ranks: chunks, drafts, rollbacks and companions as on one."""
     build(name, num_key_value_heads=4).save_pretrained(folder)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cascade import screen
-from cascade.errors import CascadeError
+from cascade.errors import CascadeError, ConfigError
 from cascade.measure import PROMPTS, Mode, Stream, measure
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 
@@ -39,6 +39,7 @@ def main() -> None:
     cascade demo                        see it work: three embedded models, one prompt, a comparison
     cascade serve                       the same models as a server for gRPC clients
     cascade serve my.yaml               your own models
+    cascade check my.yaml               what they will need, and whether they fit together
     cascade generate "def main():"      ask the server
     """
 
@@ -109,6 +110,27 @@ From Python:
       for chunk in client.stream("def fibonacci(n):", SamplingParams(max_tokens=64, temperature=0)):
           print(chunk.text, end="", flush=True)
 """
+
+
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def check(config: Path) -> None:
+    """Say what the tiers of CONFIG need and whether they fit together, without loading a weight.
+
+    Ends with status 1 and a sentence if they do not.
+    """
+    from cascade.check import needs, verify
+    from cascade.config import CascadeConfig
+
+    parsed = CascadeConfig.load(config)
+    with console.status("Reading configurations"):
+        found = needs(parsed)
+    console.print(screen.needs(found))
+    verify(parsed)
+    problem = next((need.problem for need in found if need.problem), None)
+    if problem:
+        raise ConfigError(problem)
+    console.print("The tiers fit together.")
 
 
 @main.command()

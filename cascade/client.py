@@ -56,6 +56,8 @@ class TierInfo:
     vocab_size: int
     parameters: int
     device: str
+    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens, seconds; the points of a `cascade.scenario.PassCost`
+    context_s: float = 0.0  # added to a pass for each position that its sessions hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ def encode_request(
                 stop_token_ids=params.stop_token_ids,
                 ignore_eos=params.ignore_eos,
             ),
+            adapter=params.adapter,
             speculation=pb.Speculation(
                 mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
             ),
@@ -284,7 +287,18 @@ def _origins(tokens: Sequence[pb.Token]) -> bytes:
 
 def _server_info(response: pb.DescribeResponse) -> ServerInfo:
     tiers = tuple(
-        TierInfo(t.name, t.model, t.replicas, t.sessions, t.context_len, t.vocab_size, t.parameters, t.device)
+        TierInfo(
+            t.name,
+            t.model,
+            t.replicas,
+            t.sessions,
+            t.context_len,
+            t.vocab_size,
+            t.parameters,
+            t.device,
+            tuple((point.tokens, point.seconds) for point in t.pass_cost),
+            t.context_s,
+        )
         for t in response.tiers
     )
     return ServerInfo(tiers, response.max_model_len, response.window, response.version)

@@ -24,6 +24,7 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
+SINGLE_RANK = ("quantization", "lora_modules", "device", "cpu_affinity")  # engine options for one rank alone
 
 
 class Section(BaseModel):
@@ -61,6 +62,11 @@ class EngineKwargs(Section):
     device: str | None = None  # the GPU if there is one
     revision: str | None = None
     trust_remote_code: bool = False
+    quantization: Literal["int8", "int4", "fp8", "nf4"] | None = None  # of the weights, see docs/models.md
+    lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict
+    )  # adapters of the full tier that requests may name: paths or hub ids
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # ranks that share the model, each with its own resources
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
         None  # cores the replica is bound to
@@ -70,6 +76,15 @@ class EngineKwargs(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, weights and cache together
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
+
+    @model_validator(mode="after")
+    def _shared_plainly(self) -> Self:
+        odd = next((name for name in SINGLE_RANK if getattr(self, name)), None)
+        if self.tensor_parallel_size > 1 and odd:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, which {odd} cannot be combined with; remove one"
+            )
+        return self
 
     @property
     def policy(self) -> Policy:
@@ -173,6 +188,11 @@ class CascadeConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise ValueError(f"two tiers are named {twice!r}; give each its own name")
+        lower = next((tier for tier in self.tiers[:-1] if tier.engine_kwargs.lora_modules), None)
+        if lower:
+            raise ValueError(
+                f"lora_modules of tier {lower.name!r}: only the full tier, the last one, takes adapters; remove them"
+            )
         if "router" in names:
             raise ValueError("no tier can be named 'router'; that is the name of the ingress")
         return self

@@ -147,7 +147,7 @@ def attend(
         sizes = [span.end - span.begin for span in spans]
         rows = zip(spans, *(part[0].split(sizes, dim=1) for part in (query, key, value)), strict=True)
         out = torch.cat([_row(span, layer, q, k, v, scaling, window, softcap, s_aux) for span, q, k, v in rows], dim=1)
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1).contiguous()[None], None  # some models view it as it is
 
 
 def _row(

@@ -13,7 +13,7 @@ from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.model import Model
-from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
 from cascade.planner import Policy
 from cascade.scorer import Scorer
 from cascade.tier import Tier, mint
@@ -57,6 +57,7 @@ class Cascade:
         self.tokenizer = tokenizer
         self.window = window
         self.context_len = min(model.context_len for model in models)
+        self._adapters: tuple[str, ...] = getattr(models[-1], "adapters", ())
         self._vocab_size = min(model.vocab_size for model in models)
         self.tiers = tuple(
             Tier(name, level, model, policy=policy) for level, (name, model) in enumerate(zip(self.names, models, strict=True))
@@ -201,6 +202,7 @@ class Cascade:
         deliver: Callable[[Message], object],
     ) -> "_Call":
         params = params or SamplingParams()
+        check_adapter(params.adapter, self._adapters)
         speculation = speculation or Speculation()
         handling = handling or Handling()
         chain = speculation.chain(self.names)

@@ -10,6 +10,7 @@ from cascade.pool import BLOCK, Pool, num_blocks
 from cascade.schedule import rank
 from cascade.scorer import Store
 from cascade.seat import Seat
+from cascade.session import Session
 
 IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
 RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
@@ -51,7 +52,7 @@ class Memory:
         strip, session = seat.strip, seat.session
         prompt_len = session.opening.prompt_len
         if strip is not None and not strip.keys and BLOCK <= prompt_len <= session.kv_len:
-            self.pool.share(strip, session.text[:prompt_len], session.opening.cache_salt)
+            self.pool.share(strip, session.text[:prompt_len], _salt(session))
 
     def leave(self, seat: Seat, *, spoilt: bool = False) -> None:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
@@ -59,7 +60,7 @@ class Memory:
         if strip is not None and spoilt:
             self.pool.drop(strip)
         elif strip is not None:
-            self.pool.close(strip, session.text[: session.kv_len], session.opening.cache_salt)
+            self.pool.close(strip, session.text[: session.kv_len], _salt(session))
 
     def check(self, seats: Collection[Seat] = ()) -> None:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
@@ -90,7 +91,7 @@ class Memory:
             if strip is None:
                 return False
         else:
-            found = self.pool.open(session.text, session.opening.cache_salt, positions)
+            found = self.pool.open(session.text, _salt(session), positions)
             if found is None:
                 return False
             strip, session.kv_len = found
@@ -102,6 +103,12 @@ class Memory:
         self.pool.drop(seat.strip)
         seat.strip, seat.session.kv_len = None, 0
         self.preempted += 1
+
+
+def _salt(session: Session) -> str:
+    """Sessions with the same one may share keys and values, which depend on the adapter."""
+    opening = session.opening
+    return f"{opening.params.adapter}\0{opening.cache_salt}"
 
 
 def _yields(seat: Seat, other: Seat, now: float) -> bool:

@@ -7,19 +7,20 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cascade import budget
+from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
 from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
+from cascade.loading import load
 from cascade.params import SamplingParams
+from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
 from cascade.scorer import Row
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
-NO_LIMIT = 2**20  # positions of a model that names none
 
 
 class Model:
@@ -54,26 +55,22 @@ class Model:
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        quantization: str | None = None,
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
     ) -> Self:
-        """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`."""
-        if dtype is not None and dtype not in DTYPES:
-            raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            network, report = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=DTYPES[dtype] if dtype else "auto",
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-            network.to(device)
-        except Exception as error:  # of any library or downloaded code
-            raise ModelError(f"No model can be loaded from {source!r} on {device}: {_reason(error)}") from error
-        if missing := sorted(report["missing_keys"]):  # Transformers made them up
-            raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+        """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`.
+
+        ``quantization`` is one of `cascade.quantization.METHODS`, see `cascade.loading.load`.
+        """
+        network = load(
+            source,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+        )
         return cls(network, cache_tokens=cache_tokens, gpu_memory_utilization=gpu_memory_utilization)
 
     @property
@@ -84,17 +81,24 @@ class Model:
     @property
     def context_len(self) -> int:
         """Positions the model was made for, and up to which its logits do not depend on how long the text will be."""
-        config = self._network.config.get_text_config()
-        limits = [getattr(config, "max_position_embeddings", None) or NO_LIMIT]
-        rope = getattr(config, "rope_parameters", None) or {}
-        for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per kind of layer
-            if part.get("rope_type") == "longrope":  # other frequencies for all positions once one is beyond
-                limits.append(part.get("original_max_position_embeddings") or NO_LIMIT)
-        return int(min(limits))
+        return context_len(self._network.config)
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self._network.parameters())
+        return int(self._network.num_parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights, as they are held."""
+        return sum(map(nbytes, self._network.parameters()))
+
+    @property
+    def healthy(self) -> bool:
+        """False once no pass will succeed any more."""
+        return True
+
+    def close(self) -> None:
+        """Free what is not this process's own."""
 
     def new_cache(self) -> Cache:
         """Keys and values of a new session."""
@@ -139,6 +143,8 @@ class Model:
     def _take_path(self) -> None:
         """Switch the network to our attention; raise if not all its layers use it, or if it then says something else."""
         network = self._network
+        if problem := unlike_attention(network.config):
+            raise ModelError(problem)
         network.set_attn_implementation("eager")  # the one that every network has
         texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
         expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
@@ -150,7 +156,7 @@ class Model:
             network.set_attn_implementation(ATTENTION)
             found = self._replay(texts)
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
-            raise ModelError(f"it does not take packed rows ({_reason(error)})") from error
+            raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not _close(found, expected[:, -found.shape[1] :], TOLERANCE.get(self.dtype, COARSE)):
             raise ModelError("its logits change when rows are packed into one input")
 
@@ -193,7 +199,3 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
     errors = (found - expected).norm(dim=-1) / size
     return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

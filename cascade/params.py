@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +42,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
     ignore_eos: bool = False  # go on behind the model's end-of-text token
+    adapter: str = ""  # LoRA adapter of the full tier, by its name in the configuration; "" is the model itself
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -68,10 +70,17 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids")
+        _require(isinstance(self.adapter, str), "adapter", self.adapter, "the name of an adapter")
 
     def seeded(self) -> "SamplingParams":
         """The same parameters with a seed: the given one, or a random one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+def check_adapter(name: str, known: Iterable[str]) -> None:
+    """Raise `InvalidRequest` if a request names an adapter that the full tier does not have."""
+    known = tuple(known)
+    _require(not name or name in known, "adapter", name, f"one of {', '.join(known)}" if known else "empty: none is served")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """What the terminal shows: text coloured by the history of its tokens, and tables. Renders; the CLI prints."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +12,9 @@ from cascade.answer import Chunk
 from cascade.forecast import Prediction
 from cascade.measure import Measured
 from cascade.messages import Edge, origin_corrected, origin_level
+
+if TYPE_CHECKING:  # needs torch, and the command line shall start at once
+    from cascade.check import Need
 
 # one colour per level from the bottom; readable on light and dark, and told apart by the colour-blind (Okabe, Ito 2008)
 LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")
@@ -85,3 +91,46 @@ def predictions(rows: Iterable[Prediction]) -> Table:
             f"{row.bubble_s * 1e3:.1f} ms",
         )
     return table
+
+
+def needs(tiers: Iterable[Need]) -> Table:
+    """What each tier takes of its device."""
+    columns = (
+        "tier",
+        "architecture",
+        "parameters",
+        "weights",
+        "dtype",
+        "cache a token",
+        "device",
+        "tokens that fit",
+        "context",
+    )
+    table = Table(*columns, title="Tiers")
+    for need in tiers:
+        model = need.anatomy
+        table.add_row(
+            need.tier,
+            model.architecture,
+            _parameters(model.parameters),
+            _bytes(model.weight_bytes),
+            str(model.dtype).removeprefix("torch.") + (f", {need.quantization}" if need.quantization else ""),
+            _bytes(model.cache_bytes_per_token),
+            f"{need.ranks} x {need.device}, {_bytes(need.device_bytes)}"
+            if need.ranks > 1
+            else f"{need.device}, {_bytes(need.device_bytes)}",
+            f"{need.cache_tokens:,}" if need.cache_tokens > 0 else "none",
+            f"{model.context_len:,}",
+        )
+    return table
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _bytes(number: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            return f"{number / 1024**power:.2f} {unit}"
+    return f"{number} B"

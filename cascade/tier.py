@@ -18,6 +18,7 @@ from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.planner import Policy
+from cascade.profile import Profile
 from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Scorer
 from cascade.seat import Health, Seat
@@ -49,7 +50,7 @@ class Tier:
 
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
     sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
-    default as many as there is memory for.
+    default as many as there is memory for. ``profile`` is what passes cost, kept current from then on.
     """
 
     def __init__(
@@ -62,16 +63,18 @@ class Tier:
         policy: Policy = Policy(),
         max_pass_tokens: int = 512,
         cache_tokens: int | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.name = name
         self.level = level
         self.below = below
-        self.stats = TierStats()
+        self.stats = TierStats() if profile is None else TierStats(pass_s=profile.predict(1))
+        self.profile = profile
         self.memory = Memory(model.new_cache, cache_tokens or model.cache_tokens)
         self._model = model
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
-        self._costs = Costs(FIRST_PASS_S)
+        self._costs = Costs(self.stats.pass_s)
         self._seats: dict[str, Seat] = {}
         self._by_drafter_session: dict[str, Seat] = {}
         self._health = Health()
@@ -345,6 +348,8 @@ class Tier:
         stats.busy_s += seconds
         self._costs.saw([work for _, work in batch], seconds)
         stats.pass_s = self._costs.pass_s
+        if self.profile is not None:
+            self.profile.saw(num_tokens, sum(work.start for _, work in batch), seconds)
 
     def snapshot(self) -> TierStats:
         """A copy of the totals."""

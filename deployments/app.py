@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
-from transformers import AutoConfig
 
+from cascade.check import verify
 from cascade.config import CascadeConfig, TierConfig, sentence
-from cascade.errors import ConfigError, ModelError
-from cascade.tokenizer import Tokenizer
+from cascade.errors import ConfigError
+from deployments.ranks import bundle
 from deployments.router import Router
 from deployments.tier import TierReplica
 
@@ -64,6 +64,9 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
     actor = _environment(options.pop("ray_actor_options"))
     if tier.accelerator_type is not None:
         actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
+    ranks = tier.engine_kwargs.tensor_parallel_size
+    if ranks > 1 and tier.placement_group_config is None:
+        options |= {"placement_group_bundles": [bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
     if tier.placement_group_config is not None:
         known = {"bundles": "placement_group_bundles", "strategy": "placement_group_strategy"}
         for key, value in tier.placement_group_config.items():
@@ -73,44 +76,6 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
                 )
             options[known[key]] = value
     return {"name": tier.name, "logging_config": QUIET, "ray_actor_options": actor, **options}
-
-
-def verify(config: CascadeConfig) -> None:
-    """Compare tokenizers and contexts of all tiers, without loading weights; raises `ConfigError`."""
-    full = config.tiers[-1]
-    fingerprints = {tier.name: _tokenizer(tier).fingerprint for tier in config.tiers}
-    for tier in config.tiers:
-        if fingerprints[tier.name] != fingerprints[full.name]:
-            raise ConfigError(
-                f"Tier {tier.name} ({tier.model_loading_config.source}) and tier {full.name} "
-                f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
-            )
-        context = _context_len(tier)
-        if config.max_model_len is not None and context is not None and context < config.max_model_len:
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}, but tier {tier.name} takes {context} tokens: "
-                "lower it or choose another model"
-            )
-
-
-def _tokenizer(tier: TierConfig) -> Tokenizer:
-    engine = tier.engine_kwargs
-    source = tier.model_loading_config.source
-    try:
-        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-    except ModelError as error:
-        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
-
-
-def _context_len(tier: TierConfig) -> int | None:
-    engine = tier.engine_kwargs
-    source = tier.model_loading_config.source
-    try:
-        config = AutoConfig.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model_source of tier {tier.name} is {source!r}, which has no readable config: {reason}") from None
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _deployment(kind: type, options: Mapping[str, Any]) -> Deployment:

@@ -42,6 +42,7 @@ def _encode_open(opening: Open) -> pb.Open:
         top_p=params.top_p,
         min_p=params.min_p,
         seed=params.seed,
+        adapter=params.adapter,
     )
     return pb.Open(
         tokens=opening.tokens,
@@ -100,6 +101,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         seed=sampling.seed,
+        adapter=sampling.adapter,
     )
     return Open(
         session=session,

@@ -36,6 +36,7 @@ def parse_sampling(request: pb.GenerateRequest) -> SamplingParams:
     refuse_unknown(sampling, "sampling")
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
     chosen: dict[str, Any] = {name: getattr(sampling, name) for name in names if sampling.HasField(name)}
+    chosen["adapter"] = request.adapter
     return SamplingParams(stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids), **chosen)
 
 

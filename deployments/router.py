@@ -20,7 +20,7 @@ from cascade.config import CascadeConfig
 from cascade.errors import InvalidRequest, TooLarge, Unavailable
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Message, Open, Proposal
-from cascade.params import SamplingParams, Speculation
+from cascade.params import SamplingParams, Speculation, check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
@@ -258,6 +258,7 @@ class Router:
         self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
     ) -> Open:
         """What the full tier is asked; raises `InvalidRequest`."""
+        check_adapter(params.adapter, self._config.tiers[-1].engine_kwargs.lora_modules)
         most = self.front.limits.max_tokens
         if most is not None and params.max_tokens > most:
             raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {most}")

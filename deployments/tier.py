@@ -10,12 +10,17 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
+from cascade.adapters import AdaptedModel
 from cascade.config import EngineKwargs, TierConfig
+from cascade.loading import load
 from cascade.model import Model
+from cascade.profile import measure
 from cascade.tier import Tier
 from deployments.downlink import Downlink, Lessor
 from deployments.link import LinkServer
+from deployments.ranks import Ranks
 
+WATCH_S = 0.5  # how often is looked after ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
@@ -28,8 +33,17 @@ class TierReplica:
         self._config = TierConfig.model_validate(config)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await asyncio.to_thread(_load, self._config)
-        self._tier = Tier(self._config.name, level, self._model, policy=engine.policy, max_pass_tokens=engine.max_pass_tokens)
+        self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
+        self._model = await _start(self._config, self._ranks)
+        self._profile = await asyncio.to_thread(measure, self._model, max_tokens=engine.max_pass_tokens)
+        self._tier = Tier(
+            self._config.name,
+            level,
+            self._model,
+            policy=engine.policy,
+            max_pass_tokens=engine.max_pass_tokens,
+            profile=self._profile,
+        )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
         self._tier.below = self._downlink if lower else None
@@ -53,23 +67,29 @@ class TierReplica:
             "parameters": self._model.num_parameters,
             "device": str(self._model.device),
             "pid": os.getpid(),
+            "rank_pids": [] if self._ranks is None else self._ranks.pids,
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
             "passes": stats.passes,
             "busy_s": stats.busy_s,
             "pass_s": stats.pass_s,
+            "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
+            "context_s": self._profile.context_s,
         }
 
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
-        if not self._tier.healthy:
+        if self._ranks is not None:
+            self._ranks.check()
+        if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped or its passes fail")
 
     async def __del__(self) -> None:
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(self._tier.close)
+        await asyncio.to_thread(self._model.close)
 
 
 def lessor(handle: DeploymentHandle) -> Lessor:
@@ -87,14 +107,29 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(engine.num_threads)
 
 
+async def _start(config: TierConfig, ranks: Ranks | None) -> Model:
+    """The model; raises `ModelError`, at once when one of several ranks cannot load its share."""
+    if ranks is None:
+        return await asyncio.to_thread(_load, config)
+    leading = asyncio.create_task(asyncio.to_thread(ranks.lead))
+    while not leading.done():
+        ranks.check()
+        await asyncio.wait([leading], timeout=WATCH_S)
+    return leading.result()
+
+
 def _load(config: TierConfig) -> Model:
     engine = config.engine_kwargs
-    return Model.from_pretrained(
+    network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
-        cache_tokens=engine.cache_tokens,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
+        quantization=engine.quantization,
     )
+    memory: dict[str, Any] = {
+        "cache_tokens": engine.cache_tokens,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+    }
+    return AdaptedModel(network, engine.lora_modules, **memory) if engine.lora_modules else Model(network, **memory)

@@ -8,7 +8,17 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "cascade"
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "v1" not in p.parts]
 SERVING = {"ray", "grpc", "fastapi", "starlette", "google", "deployments"}
-TRANSFORMERS = {"kv.py", "model.py", "tokenizer.py"}
+TRANSFORMERS = {
+    "kv.py",
+    "model.py",
+    "tokenizer.py",
+    "adapters.py",
+    "check.py",
+    "checkpoint.py",
+    "loading.py",
+    "parallel.py",
+    "quantization.py",
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """The packed pass on real architectures, against Transformers' own generate."""
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -370,3 +371,12 @@ def test_cache_holds_and_frees() -> None:
     assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
     store.free()
     assert store.nbytes == 0
+
+
+def test_the_documentation_lists_what_is_checked() -> None:
+    """Guards docs/models.md against promising more, or less, than these tests."""
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    checked, refused = text.split("## Refused")
+    for names, part in ((SERVED, checked), (REFUSED, refused)):
+        listed = set(re.findall(r"^\| `([\w-]+)` \| [A-Z]\w+ \|$", part, re.MULTILINE))
+        assert listed == {name.split("-")[0] for name in names}

@@ -1,0 +1,75 @@
+"""From a path or hub id to a network on its device."""
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from cascade.checkpoint import DTYPES, anatomy, reason
+from cascade.devices import GIB, default_device, free_bytes
+from cascade.errors import ModelError
+from cascade.quantization import quantizer
+
+logging.getLogger("torchao").setLevel(logging.ERROR)  # at import it tells of every kernel that this machine cannot run
+
+
+def load(
+    source: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+    ranks: int = 1,
+) -> PreTrainedModel:
+    """Load weights shard by shard to the device, in the checkpoint's dtype unless one is named, with a progress bar.
+
+    ``device`` is the GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no
+    causal language model, or has more weights than the device has memory. With more than one of ``ranks`` the process must have
+    joined them, see `cascade.parallel`, and loads its share to its own device.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    place = _device(source, device)
+    chosen = DTYPES[dtype] if dtype else None
+    options: dict[str, Any] = {"quantization_config": quantizer(quantization, place, chosen)} if quantization else {}
+    known = {"revision": revision, "trust_remote_code": trust_remote_code}
+    _check_room(source, place, ranks, dtype=dtype, quantization=quantization, **known)
+    if ranks > 1:
+        options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
+    else:
+        options["device_map"] = {"": place}
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen or "auto", output_loading_info=True, **known, **options
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
+    except Exception as error:  # of any library or downloaded code
+        raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
+    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+        raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    return network
+
+
+_ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
+
+
+def _device(source: str, device: str | None) -> torch.device:
+    try:
+        place = torch.device(device or default_device())
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
+    return place
+
+
+def _check_room(source: str, device: torch.device, ranks: int, **options: Any) -> None:
+    need, free = anatomy(source, **options).weight_bytes // ranks, free_bytes(device)
+    if need > free:
+        raise ModelError(
+            f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"
+        )

@@ -1,0 +1,106 @@
+"""One model over several processes: the text of one rank, and clean ends when a rank is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import build
+
+from cascade import ModelError, family
+from cascade.parallel import LeadingModel, check_ranks
+
+LEADER = """
+import json, os, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+from cascade import Cascade, SamplingParams, Speculation, Unavailable, family
+from cascade.model import Model
+from cascade.parallel import LeadingModel
+from cascade.tokenizer import Tokenizer
+
+source, ranks, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def main():
+    shared = LeadingModel.launch(source, ranks, dtype="float32")
+    alone = Model.from_pretrained(source, dtype="float32", device="cpu")
+    drafter = Model.from_pretrained(source, dtype="bfloat16", device="cpu")
+    tokenizer = Tokenizer.from_pretrained(family.paths()[0])
+    prompts = [[5, 9, 2, 44, 17], list(range(3, 60)), list(range(3, 58)) + [7, 7]] * 2  # with beginnings in common
+    with Cascade([drafter, shared], tokenizer) as cascade, Cascade([alone], tokenizer) as single:
+        if job == "lose":
+            cascade.generate(prompts[0], SamplingParams(max_tokens=4))
+            os.kill(shared._followers[-1].pid, signal.SIGKILL)
+            shared._followers[-1].wait()
+            try:
+                cascade.generate(prompts[0], SamplingParams(max_tokens=64))
+            except Unavailable as error:
+                print(json.dumps({"error": str(error), "healthy": shared.healthy}))
+            shared.close()
+            return
+        texts = []
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
+            texts.append([[list(c.token_ids) for c in one.generate(prompts, params)] for one in (cascade, single)])
+        first = cascade.generate(prompts[1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    shared.close()
+    print(json.dumps({
+        "same": [pair[0] == pair[1] for pair in texts],
+        "again": list(first.token_ids) == texts[0][0][1],
+        "ended": [f.returncode for f in shared._followers],
+    }))
+
+main()
+"""
+
+
+def leader(source: Path | str, ranks: int, job: str) -> dict[str, Any]:
+    """What a process says that leads ``ranks``."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEADER, str(source), str(ranks), job], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4), ("mixtral", 2)])
+def test_ranks_write_what_one_would(folder: Path, name: str, ranks: int) -> None:
+    """Guards heads, keys and values shared among ranks: chunks, drafts, rollbacks and companions as on one."""
+    build(name, num_key_value_heads=4).save_pretrained(folder)
+    said = leader(folder, ranks, "write")
+    assert said["same"] == [True, True]
+    assert said["again"]
+    assert said["ended"] == [0] * (ranks - 1)
+
+
+def test_a_lost_rank_ends_the_model(folder: Path) -> None:
+    """Guards against a replica that hangs or goes on with half a model when a rank is killed."""
+    build("llama").save_pretrained(folder)
+    said = leader(folder, 2, "lose")
+    assert not said["healthy"]
+    assert "full" in said["error"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(3, "does not divide the 12 heads and 4 key/value heads .*: take one of 1, 2, 4$"), (8, "take one of")]
+)
+def test_sizes_that_do_not_divide_the_heads_are_refused(ranks: int, words: str) -> None:
+    """Guards the start: nothing is launched, and the sizes that fit are named."""
+    with pytest.raises(ModelError, match=f"tensor_parallel_size is {ranks}.*{words}"):
+        LeadingModel.launch(family.paths()[-1], ranks)
+
+
+def test_models_without_a_plan_are_refused(folder: Path) -> None:
+    """Guards architectures that Transformers cannot share: every rank would hold, and sum, the whole."""
+    build("opt").save_pretrained(folder)
+    with pytest.raises(ModelError, match="no tensor-parallel plan for opt"):
+        check_ranks(str(folder), 2)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cascade.answer import Chunk, Completion, Stats
 from cascade.errors import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
-from cascade.params import SamplingParams, Speculation
+from cascade.messages import Logprobs
+from cascade.params import SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
     from cascade.local import Cascade
@@ -21,11 +22,13 @@ __all__ = [
     "Completion",
     "ConfigError",
     "InvalidRequest",
+    "Logprobs",
     "ModelError",
     "Overloaded",
     "SamplingParams",
     "Speculation",
     "Stats",
+    "Structured",
     "Unavailable",
 ]
 

@@ -13,13 +13,19 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from cascade.errors import InvalidRequest
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.planner import Policy
 from cascade.scorer import Row, Scorer
 from cascade.seat import Health, Seat
 from cascade.session import ProtocolError, Session, Work
+
+if TYPE_CHECKING:
+    from cascade.grammar import Grammars
+    from cascade.history import History
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +50,8 @@ class Tier:
     """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
-    sessions. Their answers come back through `post`.
+    sessions. Their answers come back through `post`. ``grammars`` compiles what requests want their texts to be; without
+    it such sessions fail.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Tier:
         below: Link | None = None,
         policy: Policy = Policy(),
         max_pass_tokens: int = 512,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.name = name
         self.level = level
@@ -64,6 +72,7 @@ class Tier:
         self._model = model
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
+        self._grammars = grammars
         self._seats: dict[str, Seat] = {}
         self._by_drafter_session: dict[str, Seat] = {}
         self._health = Health()
@@ -183,7 +192,7 @@ class Tier:
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history) for s, w in batch]
         begin = time.monotonic()
         try:
             own: list[list[int] | None] = [*self._model.run(rows)]
@@ -262,9 +271,28 @@ class Tier:
             self._out[up].append(Failed(opening.session, problem, self.name))
             return
         session = Session(opening, self.name, self.level, self._model.vocab_size)
-        seat = Seat(session, self._model.new_cache(), up, now)
+        try:
+            history = self._history(session)
+        except InvalidRequest as error:
+            self._out[up].append(Failed(opening.session, str(error), self.name))
+            return
+        seat = Seat(session, self._model.new_cache(), up, now, history)
         self._seats[opening.session] = seat
         self._draft(seat, now)
+
+    def _history(self, session: Session) -> "History | None":
+        """What the session's sampling parameters need to know of its text; raises `InvalidRequest`."""
+        params = session.opening.params
+        if not params.shaped:
+            return None
+        from cascade.history import History  # needs torch, which tiers of other models can do without
+
+        constraint = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise InvalidRequest(f"tier {self.name} cannot follow a grammar: it has no tokenizer")
+            constraint = self._grammars.matcher(params.structured)
+        return History(session.opening, session.text, constraint)
 
     def _obey(self, seat: Seat, message: Commit | Close) -> None:
         """A message from above."""
@@ -336,6 +364,8 @@ class Tier:
 
     def _up(self, seat: Seat, proposal: Proposal | None) -> None:
         if proposal is not None:
+            if seat.history is not None and seat.session.opening.params.logprobs is not None:
+                proposal = replace(proposal, logprobs=seat.history.logprobs(proposal.start, len(proposal.tokens)))
             self._out[seat.up].append(proposal)
 
     def _account(self, batch: list[tuple[Seat, Work]], seconds: float) -> None:

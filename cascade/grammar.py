@@ -144,8 +144,7 @@ def _source(structured: Structured) -> str:
 
 
 def _refusal(structured: Structured, reason: str) -> InvalidRequest:
-    kind = next(name for name in ("json_schema", "json_object", "regex", "choice", "grammar") if getattr(structured, name))
-    return InvalidRequest(f"structured.{kind} cannot be compiled: {_one_line(reason)}")
+    return InvalidRequest(f"structured.{structured.kind} cannot be compiled: {_one_line(reason)}")
 
 
 def _one_line(reason: str) -> str:

@@ -18,6 +18,7 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:
@@ -30,7 +31,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_id(value: object) -> bool:
-    return _is_int(value) and 0 <= cast(int, value) < 2**31
+    return _is_int(value) and cast(int, value) >= 0
 
 
 def _is_real(value: object) -> bool:
@@ -68,7 +69,7 @@ class Structured:
             object.__setattr__(self, "json_schema", _json(self.json_schema))
         _require(not isinstance(self.choice, str), "structured.choice", self.choice, "a list of texts")
         object.__setattr__(self, "choice", tuple(self.choice))
-        chosen = [name for name in ("json_schema", "json_object", "regex", "choice", "grammar") if getattr(self, name)]
+        chosen = [name for name in KINDS if getattr(self, name)]
         _require(len(chosen) == 1, "structured", chosen, "one of json_schema, json_object, regex, choice and grammar")
         _require(len(self.choice) <= MAX_CHOICES, "structured.choice", f"{len(self.choice)} texts", f"at most {MAX_CHOICES}")
         for text in self.choice:
@@ -79,6 +80,11 @@ class Structured:
         if isinstance(value, str):
             size_ok = len(value) <= MAX_GRAMMAR_CHARS
             _require(size_ok, f"structured.{name}", f"{len(value)} characters", f"at most {MAX_GRAMMAR_CHARS}")
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is set."""
+        return next(name for name in KINDS if getattr(self, name))
 
     @property
     def schema(self) -> str:

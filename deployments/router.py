@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
 from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.grammar import Grammars
 from cascade.messages import Close, Failed, Message, Open, Proposal
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ class Router:
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self._grammars = Grammars(self._tokenizer)
         tiers = await self._wait_for_tiers()
         self._max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
@@ -189,6 +191,9 @@ class Router:
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
         params = parse_sampling(request).seeded()
+        params.check_vocabulary(self._num_ids)
+        if params.structured is not None:
+            await asyncio.to_thread(self._grammars.check, params.structured)
         speculation = parse_speculation(request)
         if len(request.prompt) < LONG_PROMPT:
             ids = parse_input(request, self._tokenizer)

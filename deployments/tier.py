@@ -1,6 +1,7 @@
 """The deployment of one tier: a shim around `cascade.tier.Tier` that loads the model and joins the links."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -11,10 +12,15 @@ import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.config import EngineKwargs, TierConfig
+from cascade.errors import ModelError
+from cascade.grammar import Grammars
 from cascade.model import Model
 from cascade.tier import Tier
+from cascade.tokenizer import Tokenizer
 from deployments.downlink import Downlink, Lessor
 from deployments.link import LinkServer
+
+log = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
@@ -29,7 +35,15 @@ class TierReplica:
         engine = self._config.engine_kwargs
         bind_threads(engine)
         self._model = await asyncio.to_thread(_load, self._config)
-        self._tier = Tier(self._config.name, level, self._model, policy=engine.policy, max_pass_tokens=engine.max_pass_tokens)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
+        self._tier = Tier(
+            self._config.name,
+            level,
+            self._model,
+            policy=engine.policy,
+            max_pass_tokens=engine.max_pass_tokens,
+            grammars=None if tokenizer is None else Grammars(tokenizer),
+        )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
         self._tier.below = self._downlink if lower else None
@@ -96,3 +110,14 @@ def _load(config: TierConfig) -> Model:
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
     )
+
+
+def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
+    """Only grammars need it here; ``None`` if the model came without one."""
+    engine = config.engine_kwargs
+    source = config.model_loading_config.source
+    try:
+        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        log.warning("Tier %s takes no part in structured output: %s", config.name, error)
+        return None

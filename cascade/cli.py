@@ -87,10 +87,16 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
     kinds = {name: options.pop(name) for name in KINDS}
     for name in ("json_schema", "grammar"):
         if kinds[name] and kinds[name].startswith("@"):
-            with click.open_file(kinds[name][1:]) as file:
-                kinds[name] = file.read()
+            kinds[name] = _read(kinds[name][1:])
     structured = Structured(**kinds) if any(kinds.values()) else None
     return SamplingParams(structured=structured, **options), Speculation(tiers=names, **chosen)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise click.BadParameter(f"{path} cannot be read: {error}") from None
 
 
 def _bias(pair: str) -> tuple[int, float]:

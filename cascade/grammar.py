@@ -4,7 +4,6 @@ The work is llguidance's (https://github.com/guidance-ai/llguidance): an Earley 
 precompiled per grammar, the fuel of every step is bounded, and a matcher rolls back, which guesses need.
 """
 
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256  # grammars remembered
 # a space or a new line with its indentation: what models write, and no endless runs of blanks
-JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,64}"}
+JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
 # a step that needs more than this, 10 to 20 ms, makes its request fail
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_grammar_size=200_000, verbose_errors=False
@@ -99,9 +98,10 @@ class Matcher:
         more work than a step may.
         """
         machine = self._machine
-        machine.consume_tokens(list(output[self._num_tokens :]))
-        self._num_tokens = len(output)
+        self._num_tokens += machine.try_consume_tokens(list(output[self._num_tokens :]))
         self._check()
+        if self._num_tokens < len(output):  # the tier above does not follow the grammar: guess what it likes
+            return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
         masks = [machine.compute_bitmask()]
         for guess in guesses:
             if not machine.try_consume_tokens([guess]):
@@ -136,11 +136,14 @@ def _source(structured: Structured) -> str:
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice:
-        return LLMatcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
-        )
+        return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choice)))
     assert structured.grammar is not None
     return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+
+
+def _escape(text: str) -> str:
+    """A regular expression that matches ``text`` alone."""
+    return "".join(char if char.isascii() and char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text)
 
 
 def _refusal(structured: Structured, reason: str) -> InvalidRequest:

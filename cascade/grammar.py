@@ -66,15 +66,22 @@ class Grammars:
             source = _source(structured)
         except Exception as error:  # of the parser of GBNF, which raises what it likes
             raise _refusal(structured, str(error)) from None
-        if self._vocabulary is None:
-            tokenizer = self._tokenizer
-            self._vocabulary = from_tokenizer(tokenizer.backend, n_vocab=tokenizer.num_ids, eos_token=end_ids)
-        compiled = LLMatcher(self._vocabulary, source, log_level=0, limits=LIMITS)
+        compiled = LLMatcher(self._build(end_ids), source, log_level=0, limits=LIMITS)
         if not compiled.is_error():
             compiled.compute_bitmask()  # the first step is the one that builds most
         if compiled.is_error():
             raise _refusal(structured, compiled.get_error())
         return compiled
+
+    def _build(self, end_ids: list[int]) -> LLTokenizer:
+        """The vocabulary as bytes, once."""
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = from_tokenizer(self._tokenizer.backend, eos_token=end_ids)
+            except Exception as error:  # of kinds of tokenizers that it does not know
+                reason = _one_line(str(error))
+                raise InvalidRequest(f"structured cannot be honoured with the tokenizer of this model: {reason}") from error
+        return self._vocabulary
 
 
 class Matcher:

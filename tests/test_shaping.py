@@ -29,6 +29,7 @@ from cascade.messages import Close, Logprobs, Open, Proposal
 from cascade.model import Model
 from cascade.sampling import adjust
 from cascade.scorer import Row
+from cascade.session import Session
 from cascade.shaping import report, shape
 from cascade.tier import Tier, mint
 from cascade.tokenizer import Tokenizer
@@ -296,6 +297,13 @@ def test_logprobs_are_those_of_raw_logits() -> None:
         assert said.logprob == pytest.approx(expected[4].item())
         assert [token for token, _ in said.top] == expected.topk(2).indices.tolist()
         assert [value for _, value in said.top] == pytest.approx(expected.topk(2).values.tolist())
+
+
+def test_lower_tiers_report_nothing() -> None:
+    """Guards the lower tiers' passes: only the full model's log-probabilities are of use, the other parameters are all."""
+    params = SamplingParams(seed=1, logprobs=5, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
+    below = Session(opening_of(params, chain=("tiny",)), "full", 1, VOCAB).attach("tiny", "s", ())
+    assert below.params == SamplingParams(seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
 
 
 # real networks, against Transformers

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cascade.answer import Chunk, Completion, Stats
 from cascade.errors import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
 from cascade.handling import Handling
-from cascade.params import SamplingParams, Speculation
+from cascade.messages import Logprobs
+from cascade.params import SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
     from cascade.local import Cascade
@@ -23,11 +24,13 @@ __all__ = [
     "ConfigError",
     "Handling",
     "InvalidRequest",
+    "Logprobs",
     "ModelError",
     "Overloaded",
     "SamplingParams",
     "Speculation",
     "Stats",
+    "Structured",
     "Unavailable",
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Open, Proposal
+from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
 
@@ -51,11 +51,12 @@ class Completion:
     stats: Stats
     origins: bytes = b""  # history of each token, see `cascade.messages.origin`
     index: int = 0  # of the prompt, in a batch
+    logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a text; the pieces of a request joined are its completion's ``text``, ``token_ids`` and ``origins``."""
+    """A piece of a text; joined, those of a request are its completion's ``text``, ``token_ids``, ``origins``, ``logprobs``."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -63,6 +64,7 @@ class Chunk:
     origins: bytes  # history of each token, see `cascade.messages.origin`
     completion: Completion | None = None  # with the last piece
     index: int = 0  # of the prompt, in a batch
+    logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _origins: bytearray = field(default_factory=bytearray)
+    _logprobs: list[Logprobs] = field(default_factory=list)  # parallel to _tokens if asked for
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
     _num_sent_chars: int = 0
@@ -101,6 +104,9 @@ class Answer:
             return None, None
         if proposal.edges:
             self._edges = proposal.edges
+        if self.opening.params.logprobs is not None:
+            assert len(proposal.logprobs) == len(proposal.tokens), "the full tier was asked for log-probabilities"
+            self._logprobs += proposal.logprobs[known:]
         for token, origin in zip(new, proposal.origins[known:], strict=True):
             self._append(token, origin)
             if self.finished:
@@ -129,8 +135,11 @@ class Answer:
         self._stop()
 
     def _stop(self) -> None:
-        """Cut at the first stop string, of text that is not sent yet."""
-        found = [at for stop in self.opening.params.stop if (at := self._text.find(stop, self._num_sent_chars)) >= 0]
+        """Cut at the first stop string, of text that is not sent yet and that `min_tokens` does not keep."""
+        params = self.opening.params
+        kept = self._covers(min(params.min_tokens, len(self._ends)))
+        begin = max(self._num_sent_chars, kept)
+        found = [at for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
         if found:
             self.finish_reason = "stop"
             self._text = self._text[: min(found)]
@@ -151,7 +160,8 @@ class Answer:
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
         ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
-        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index)
+        logprobs = tuple(self._logprobs[sent])
+        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs)
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
@@ -169,7 +179,8 @@ class Answer:
         assert seed is not None
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
-        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index)
+        logprobs = tuple(self._logprobs[:num_tokens])
+        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs)
 
 
 def _overlap(text: str, stop: str) -> int:

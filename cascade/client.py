@@ -25,10 +25,11 @@ from cascade.errors import (
     Unavailable,
 )
 from cascade.handling import Handling
-from cascade.messages import Edge, origin
+from cascade.messages import Edge, Logprobs, origin
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from cascade.wire import encode_sampling
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -225,7 +226,8 @@ class Pieces:
             self._complete = True
         ids = tuple(token.id for token in response.tokens)
         ends = tuple(token.end for token in response.tokens)
-        return Chunk(response.text, ids, ends, _origins(response.tokens), completion)
+        origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
+        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs)
 
 
 @contextlib.contextmanager
@@ -252,18 +254,7 @@ def encode_request(
         return pb.GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-            sampling=pb.Sampling(
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=params.seed,
-                stop=params.stop,
-                stop_token_ids=params.stop_token_ids,
-                ignore_eos=params.ignore_eos,
-            ),
-            adapter=params.adapter,
+            sampling=encode_sampling(params),
             speculation=pb.Speculation(
                 mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
             ),
@@ -278,11 +269,18 @@ def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish) -> Com
     edges = tuple(Edge(e.drafter, e.verifier, e.passes, e.proposed, e.accepted, e.emitted, e.waited_s) for e in finish.edges)
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
     stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges)
-    return Completion(text, tuple(token.id for token in tokens), reason, finish.seed, stats, _origins(tokens))
+    ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
+    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs)
 
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:
     return bytes(origin(token.level, token.corrected) for token in tokens)
+
+
+def _logprobs(tokens: Sequence[pb.Token]) -> tuple[Logprobs, ...]:
+    """One a token if the request asked for them."""
+    said = [token for token in tokens if token.HasField("logprob")]
+    return tuple(Logprobs(token.logprob, tuple((top.id, top.logprob) for top in token.top)) for token in said)
 
 
 def _server_info(response: pb.DescribeResponse) -> ServerInfo:

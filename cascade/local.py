@@ -10,6 +10,7 @@ from typing import Self, TypeAlias, overload
 from cascade.answer import Answer, Chunk, Completion, check_prompt
 from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
+from cascade.grammar import Grammars
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.model import Model
@@ -59,8 +60,10 @@ class Cascade:
         self.context_len = min(model.context_len for model in models)
         self._adapters: tuple[str, ...] = getattr(models[-1], "adapters", ())
         self._vocab_size = min(model.vocab_size for model in models)
+        self._grammars = Grammars(tokenizer)
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy) for level, (name, model) in enumerate(zip(self.names, models, strict=True))
+            Tier(name, level, model, policy=policy, grammars=self._grammars)
+            for level, (name, model) in enumerate(zip(self.names, models, strict=True))
         )
         join(self.tiers)
         for tier in self.tiers:
@@ -205,6 +208,9 @@ class Cascade:
         check_adapter(params.adapter, self._adapters)
         speculation = speculation or Speculation()
         handling = handling or Handling()
+        params.check_vocabulary(self._vocab_size)
+        if params.structured is not None:
+            self._grammars.check(params.structured)
         chain = speculation.chain(self.names)
         answers = []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):

@@ -41,6 +41,14 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at one position, of the full model's logits before any sampling parameter."""
+
+    logprob: float  # of the token of the text
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Begin a session: the text goes on behind ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
@@ -90,6 +98,7 @@ class Proposal:
     tokens: tuple[int, ...]
     origins: bytes  # one a token, see `origin`
     edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
+    logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from cascade.params import SamplingParams
 from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
 from cascade.scorer import Row
+from cascade.shaping import report, shape
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
@@ -106,10 +107,13 @@ class Model:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read."""
+        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         wanted = [(row.params, row.start + len(row.tokens) - row.num_own + 1, row.num_own) for row in rows]
-        own = iter(own_tokens(self.logits(rows), wanted).tolist())
-        return [[next(own) for _ in range(row.num_own)] for row in rows]
+        logits = self.logits(rows)
+        tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())
+        own = [[next(tokens) for _ in range(row.num_own)] for row in rows]
+        report(logits, rows, own)
+        return own
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:

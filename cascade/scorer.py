@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cascade.params import SamplingParams
+
+if TYPE_CHECKING:
+    from cascade.history import History  # which needs torch
 
 
 class Store(Protocol):
@@ -29,6 +32,7 @@ class Row:
     tokens: Sequence[int]
     num_own: int  # own tokens wanted, of the last so many positions; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
+    history: "History | None" = None  # of the session, if its parameters are `SamplingParams.shaped`
 
 
 class Scorer(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from cascade.answer import Chunk
+from cascade.answer import Chunk, Completion
 from cascade.forecast import Prediction
 from cascade.measure import Measured
 from cascade.messages import Edge, origin_corrected, origin_level
@@ -42,6 +42,14 @@ def coloured(chunk: Chunk) -> Text:
         text.stylize(level_style(origin_level(byte), origin_corrected(byte)), begin, end)
         begin = end
     return text
+
+
+def logprobs(completion: Completion) -> Table:
+    """Log-probability of each token, and the likeliest tokens in its place."""
+    table = Table("token id", "log-probability", "likeliest token ids", title="Log-probabilities of the full model")
+    for token, said in zip(completion.token_ids, completion.logprobs, strict=True):
+        table.add_row(str(token), f"{said.logprob:.3f}", "  ".join(f"{id} {value:.3f}" for id, value in said.top))
+    return table
 
 
 def speeds(results: Iterable[Measured], baseline: str) -> Table:

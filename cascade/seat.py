@@ -1,11 +1,15 @@
 """What a session occupies at a tier, and what the tier knows of those below it."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cascade.messages import Link
 from cascade.pool import Strip
 from cascade.scorer import Store
 from cascade.session import Session
+
+if TYPE_CHECKING:
+    from cascade.history import History  # which needs torch
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
@@ -20,6 +24,7 @@ class Seat:
     since: float  # when it became idle
     opened: float
     strip: Strip | None = None  # its keys and values, if it has a place in memory
+    history: "History | None" = None  # of its text, if sampling parameters ask for it
 
     @property
     def cache(self) -> Store:

@@ -131,7 +131,7 @@ class Session:
         self.tier = tier
         self.level = level
         self.vocab_size = vocab_size
-        self.text = list(opening.tokens)
+        self.text = list(opening.tokens)  # one list for life: histories look at it
         self.committed = len(self.text)
         self.reach = Reach()
         self.guess: list[int] = []
@@ -287,8 +287,10 @@ class Session:
         self.pace = Pace()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
+        params = opening.params
         return replace(
             opening,
+            params=params if params.logprobs is None else replace(params, logprobs=None),  # only the full tier's are of use
             session=session,
             tokens=tuple(self.text),
             tier=drafter,

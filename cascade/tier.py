@@ -13,7 +13,9 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from cascade.errors import InvalidRequest
 from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
@@ -23,6 +25,10 @@ from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Scorer
 from cascade.seat import Health, Seat
 from cascade.session import ProtocolError, Session, Work
+
+if TYPE_CHECKING:
+    from cascade.grammar import Grammars
+    from cascade.history import History
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +56,8 @@ class Tier:
 
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
     sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
-    default as many as there is memory for. ``profile`` is what passes cost, kept current from then on.
+    default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``grammars`` compiles
+    what requests want their texts to be; without it such sessions fail.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Tier:
         max_pass_tokens: int = 512,
         cache_tokens: int | None = None,
         profile: Profile | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.name = name
         self.level = level
@@ -75,6 +83,7 @@ class Tier:
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
         self._costs = Costs(self.stats.pass_s)
+        self._grammars = grammars
         self._seats: dict[str, Seat] = {}
         self._by_drafter_session: dict[str, Seat] = {}
         self._health = Health()
@@ -181,7 +190,7 @@ class Tier:
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history) for s, w in batch]
         begin = time.monotonic()
         try:
             own: list[list[int] | None] = [*self._model.run(rows)]
@@ -263,9 +272,28 @@ class Tier:
             self._out[up].append(Failed(opening.session, problem, self.name))
             return
         session = Session(opening, self.name, self.level, self._model.vocab_size)
-        seat = Seat(session, up, since=now, opened=now)
+        try:
+            history = self._history(session)
+        except InvalidRequest as error:
+            self._out[up].append(Failed(opening.session, str(error), self.name))
+            return
+        seat = Seat(session, up, since=now, opened=now, history=history)
         self._seats[opening.session] = seat
         self._draft(seat, now)
+
+    def _history(self, session: Session) -> "History | None":
+        """What the session's sampling parameters need to know of its text; raises `InvalidRequest`."""
+        params = session.opening.params
+        if not params.shaped:
+            return None
+        from cascade.history import History  # needs torch, which tiers of other models can do without
+
+        constraint = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise InvalidRequest(f"tier {self.name} cannot follow a grammar: it has no tokenizer")
+            constraint = self._grammars.matcher(params.structured)
+        return History(session.opening, session.text, constraint)
 
     def _obey(self, seat: Seat, message: Commit | Close) -> None:
         """A message from above."""
@@ -337,6 +365,8 @@ class Tier:
 
     def _up(self, seat: Seat, proposal: Proposal | None) -> None:
         if proposal is not None:
+            if seat.history is not None and seat.session.opening.params.logprobs is not None:
+                proposal = replace(proposal, logprobs=seat.history.logprobs(proposal.start, len(proposal.tokens)))
             self._out[seat.up].append(proposal)
 
     def _account(self, batch: list[tuple[Seat, Work]], seconds: float) -> None:

@@ -10,10 +10,14 @@ import math
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+
+if TYPE_CHECKING:
+    from cascade.history import History
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -60,7 +64,8 @@ class ToyModel:
     Models with one ``seed``, ``vocab_size`` and ``order`` share the language. One with ``agreement`` below 1 has other logits,
     and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
     often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
-    the sampling parameters only temperature and seed are honoured. A pass sleeps ``pass_s + token_s * tokens`` seconds.
+    the sampling parameters only temperature and seed are honoured, unless a row has a history: then all are, with the noise of
+    `cascade.sampling`. A pass sleeps ``pass_s + token_s * tokens`` seconds.
     """
 
     def __init__(
@@ -126,19 +131,42 @@ class ToyModel:
         row.cache.write(row.start, row.tokens)
         tokens = row.cache.tokens
         ends = range(end - row.num_own + 1, end + 1)
-        return [self.own(tuple(tokens[max(0, p - self.order) : p]), p, row.params) for p in ends]
+        contexts = [tuple(tokens[max(0, p - self.order) : p]) for p in ends]
+        if row.history is not None:
+            return self._shaped(row, contexts)
+        return [self.own(context, p, row.params) for context, p in zip(contexts, ends, strict=True)]
+
+    def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
+        """What `cascade.model.Model` does with its logits."""
+        import torch  # plain rows do without
+
+        from cascade.sampling import own_tokens
+        from cascade.shaping import report, shape
+
+        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
+        position = row.start + len(row.tokens) - row.num_own + 1
+        own: list[int] = own_tokens(shape(logits, [row]), [(row.params, position, row.num_own)]).tolist()
+        report(logits, [row], [own])
+        return own
 
 
 def full_text(model: ToyModel, opening: Open) -> list[int]:
     """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
     text = list(opening.tokens)
+    history = _history(opening, text) if opening.params.shaped else None
     cache = model.new_cache()
     known, limit = 0, opening.prompt_len + opening.params.max_tokens
     while len(text) < limit and not (len(text) > opening.prompt_len and text[-1] in opening.ends):
-        [[token]] = model.run([Row(cache, known, text[known:], 1, opening.params)])
+        [[token]] = model.run([Row(cache, known, text[known:], 1, opening.params, history)])
         known = len(text)
         text.append(token)
     return text
+
+
+def _history(opening: Open, text: list[int]) -> "History":
+    from cascade.history import History  # needs torch, which plain texts do without
+
+    return History(opening, text)
 
 
 @lru_cache(_CACHED)

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from cascade.answer import Chunk
 from cascade.errors import CascadeError, InvalidRequest, NotFound, TooLarge, Unavailable
+from cascade.handling import Handling
 from cascade.messages import Open
 from cascade.params import MAX_SEED, SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
@@ -99,7 +100,11 @@ class Engine(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def opening(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation) -> Open: ...
+    async def check(self, params: SamplingParams) -> None: ...
+
+    def opening(
+        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
+    ) -> Open: ...
 
     def chunks(self, opening: Open, call: Call, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
 
@@ -209,10 +214,11 @@ class Api:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._front.limits.max_n}")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is given without stream: set stream to true")
+        await self._engine.check(params)
         openings = self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
-        name = None if getattr(params, "logprobs", None) is None else self._name
+        name = None if params.logprobs is None else self._name
         form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name)
         prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
@@ -230,8 +236,9 @@ class Api:
         params = params.seeded()
         assert params.seed is not None
         seeds = [(params.seed + index) % (MAX_SEED + 1) for index in range(body.answers)]
-        drafts = body.drafts()
-        return [self._engine.opening(prompt, replace(params, seed=seed), drafts) for prompt in ids for seed in seeds]
+        drafts, handling = body.drafts(), body.handling()
+        asked = [(prompt, replace(params, seed=seed)) for prompt in ids for seed in seeds]
+        return [self._engine.opening(prompt, one, drafts, handling) for prompt, one in asked]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts

@@ -1,10 +1,11 @@
 """Messages of a link to and from the wire."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
-from cascade.params import SamplingParams
+from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
+from cascade.wire import decode_sampling, encode_sampling
 
 
 def encode(messages: Iterable[Message]) -> pb.Batch:
@@ -22,9 +23,8 @@ def _encode(message: Message) -> pb.Message:
     match message:
         case Commit(_, start, tokens):
             return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens))
-        case Proposal(_, start, tokens, origins, edges):
-            sent = [_encode_edge(edge) for edge in edges]
-            return pb.Message(session=session, proposal=pb.Proposal(start=start, tokens=tokens, origins=origins, edges=sent))
+        case Proposal():
+            return pb.Message(session=session, proposal=_encode_proposal(message))
         case Close():
             return pb.Message(session=session, close=pb.Close())
         case Failed(_, reason, tier):
@@ -34,20 +34,10 @@ def _encode(message: Message) -> pb.Message:
 
 
 def _encode_open(opening: Open) -> pb.Open:
-    params = opening.params
-    sampling = pb.LinkSampling(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        adapter=params.adapter,
-    )
     return pb.Open(
         tokens=opening.tokens,
         prompt_len=opening.prompt_len,
-        sampling=sampling,
+        sampling=encode_sampling(replace(opening.params, stop=())),
         ends=sorted(opening.ends),
         tier=opening.tier,
         chain=opening.chain,
@@ -57,6 +47,15 @@ def _encode_open(opening: Open) -> pb.Open:
         priority=opening.priority,
         cache_salt=opening.cache_salt,
     )
+
+
+def _encode_proposal(proposal: Proposal) -> pb.Proposal:
+    logprobs = [
+        pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
+        for one in proposal.logprobs
+    ]
+    edges = [_encode_edge(edge) for edge in proposal.edges]
+    return pb.Proposal(start=proposal.start, tokens=proposal.tokens, origins=proposal.origins, edges=edges, logprobs=logprobs)
 
 
 def _encode_edge(edge: Edge) -> pb.LinkEdge:
@@ -77,10 +76,7 @@ def _decode(message: pb.Message) -> Message:
         case "commit":
             return Commit(session, message.commit.start, tuple(message.commit.tokens))
         case "proposal":
-            said = message.proposal
-            if len(said.origins) != len(said.tokens):
-                raise ValueError("a proposal has one origin a token")
-            return Proposal(session, said.start, tuple(said.tokens), said.origins, tuple(map(_decode_edge, said.edges)))
+            return _decode_proposal(session, message.proposal)
         case "close":
             return Close(session)
         case "failed":
@@ -91,23 +87,13 @@ def _decode(message: pb.Message) -> Message:
 
 
 def _decode_open(session: str, opening: pb.Open) -> Open:
-    sampling = opening.sampling
     if not 0 < opening.prompt_len <= len(opening.tokens):
         raise ValueError("a text begins with its prompt")
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        adapter=sampling.adapter,
-    )
     return Open(
         session=session,
         tokens=tuple(opening.tokens),
         prompt_len=opening.prompt_len,
-        params=params,
+        params=decode_sampling(opening.sampling),
         ends=frozenset(opening.ends),
         tier=opening.tier,
         chain=tuple(opening.chain),
@@ -117,6 +103,16 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         priority=opening.priority,
         cache_salt=opening.cache_salt,
     )
+
+
+def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
+    if len(said.origins) != len(said.tokens):
+        raise ValueError("a proposal has one origin a token")
+    if said.logprobs and len(said.logprobs) != len(said.tokens):
+        raise ValueError("a proposal has log-probabilities for all tokens or for none")
+    logprobs = tuple(Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True))) for one in said.logprobs)
+    edges = tuple(map(_decode_edge, said.edges))
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs)
 
 
 def _decode_edge(edge: pb.LinkEdge) -> Edge:

@@ -1,18 +1,12 @@
 """Log-probabilities in OpenAI's two forms. Tokens are named by their text alone, which may be half a character."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from cascade.answer import Chunk
+from cascade.messages import Logprobs
 
 Name = Callable[[int], str]
-
-
-class Entry(Protocol):
-    """Of one position: the log-probability of its token, and of the likeliest ones."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 def chat_logprobs(chunks: Sequence[Chunk], name: Name) -> dict[str, Any]:
@@ -36,15 +30,15 @@ def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str,
     }
 
 
-def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Entry, int]]:
+def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Logprobs, int]]:
     """Token, log-probabilities, and where its characters begin."""
-    found: list[tuple[int, Entry, int]] = []
+    found: list[tuple[int, Logprobs, int]] = []
     num_chars = 0
     for chunk in chunks:
-        logprobs: Sequence[Entry] = getattr(chunk, "logprobs", ())
         begins = (0, *chunk.ends)[: len(chunk.ends)]
         found += [
-            (token, entry, num_chars + begin) for token, entry, begin in zip(chunk.token_ids, logprobs, begins, strict=True)
+            (token, entry, num_chars + begin)
+            for token, entry, begin in zip(chunk.token_ids, chunk.logprobs, begins, strict=True)
         ]
         num_chars += len(chunk.text)
     return found

@@ -1,29 +1,30 @@
 """What OpenAI's clients may ask for. Unknown fields, and values that cannot be honoured, are errors."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cascade import params
 from cascade.errors import InvalidRequest
-from cascade.params import MAX_STOPS, SamplingParams, Speculation
+from cascade.handling import Handling
+from cascade.params import MAX_STOPS, SamplingParams, Speculation, Structured
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 
-# of fields that this build of the library may not have: what they say where they change nothing
-NEUTRAL: Mapping[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "min_tokens": 0,
-    "logprobs": None,
-    "structured": None,
-}
-KNOWN = frozenset(field.name for field in fields(SamplingParams))
-PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+PLAIN = (  # fields that mean the same as those of `SamplingParams`
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "adapter",
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Text = Annotated[str, Field(max_length=4_000_000)]
@@ -90,6 +91,9 @@ class SamplingBody(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    adapter: str | None = None  # LoRA adapter of the full model
+    priority: int | None = None
+    cache_salt: str | None = None
     structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
@@ -101,18 +105,23 @@ class SamplingBody(Body):
     def drafts(self) -> Speculation:
         return Speculation() if self.speculation is None else self.speculation.parsed()
 
-    def wanted(self) -> dict[str, Any]:
-        """Of the fields that may be unknown to the library: the values that were given."""
-        values = {name: getattr(self, name, None) for name in NEUTRAL if name != "logprobs"}
+    def handling(self) -> Handling:
+        return Handling(self.priority or 0, self.cache_salt or "")
+
+    def shaping(self) -> dict[str, Any]:
+        """What `SamplingParams` takes in another form; raises `InvalidRequest`."""
+        chosen: dict[str, Any] = {}
+        if self.logit_bias is not None:
+            chosen["logit_bias"] = {_token(name): bias for name, bias in self.logit_bias.items()}
         if self.structured is not None:
-            values["structured"] = self.structured.chosen
-        return {name: value for name, value in values.items() if value is not None}
+            chosen["structured"] = Structured(**self.structured.chosen)
+        return chosen
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Sampling parameters; raises `InvalidRequest`."""
         chosen = {name: value for name in PLAIN if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **honoured(self.wanted()))
+        return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **self.shaping())
 
 
 class CompletionBody(SamplingBody):
@@ -123,8 +132,8 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     logprobs: int | None = None
 
-    def wanted(self) -> dict[str, Any]:
-        return super().wanted() | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+    def shaping(self) -> dict[str, Any]:
+        return super().shaping() | ({} if self.logprobs is None else {"logprobs": self.logprobs})
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -175,15 +184,15 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     @property
-    def structured(self) -> dict[str, Any] | None:
+    def structured(self) -> Structured | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return {"json_object": True}
+            return Structured(json_object=True)
         if self.json_schema is None:
             raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
         schema = self.json_schema.json_schema
-        return {"json_schema": schema} if schema else {"json_object": True}
+        return Structured(json_schema=schema) if schema else Structured(json_object=True)
 
 
 class ChatBody(SamplingBody):
@@ -196,17 +205,17 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
 
-    def wanted(self) -> dict[str, Any]:
-        wanted = super().wanted()
+    def shaping(self) -> dict[str, Any]:
+        chosen = super().shaping()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true")
         if self.logprobs:
-            wanted["logprobs"] = self.top_logprobs or 0
+            chosen["logprobs"] = self.top_logprobs or 0
         if self.response_format is not None and (form := self.response_format.structured) is not None:
-            if "structured" in wanted:
+            if "structured" in chosen:
                 raise InvalidRequest("response_format and structured are both given: leave one out")
-            wanted["structured"] = form
-        return wanted
+            chosen["structured"] = form
+        return chosen
 
     @property
     def limit(self) -> int | None:
@@ -229,21 +238,6 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
-
-
-def honoured(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``wanted`` the library takes; raises `InvalidRequest` for the rest, unless it would change nothing."""
-    known = {}
-    for name, value in wanted.items():
-        if name in KNOWN:
-            known[name] = value
-        elif value != NEUTRAL[name]:
-            raise InvalidRequest(f"{name} is {value!r}, which this server does not have: leave it out")
-    if "logit_bias" in known:
-        known["logit_bias"] = {_token(name): bias for name, bias in known["logit_bias"].items()}
-    if "structured" in known:
-        known["structured"] = params.Structured(**known["structured"])  # type: ignore[attr-defined]  # has it if it is known
-    return known
 
 
 def _token(text: str) -> int:

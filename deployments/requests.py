@@ -12,6 +12,7 @@ from cascade.messages import origin_corrected, origin_level
 from cascade.params import SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
+from cascade.wire import decode_sampling
 
 MAX_PROMPT_CHARS = 4_000_000
 
@@ -34,10 +35,8 @@ def parse_sampling(request: pb.GenerateRequest) -> SamplingParams:
     """Sampling parameters, defaults where nothing is set; raises `InvalidRequest`."""
     sampling = request.sampling
     refuse_unknown(sampling, "sampling")
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in names if sampling.HasField(name)}
-    chosen["adapter"] = request.adapter
-    return SamplingParams(stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids), **chosen)
+    refuse_unknown(sampling.structured, "structured")
+    return decode_sampling(sampling)
 
 
 def parse_speculation(request: pb.GenerateRequest) -> Speculation:
@@ -64,10 +63,15 @@ def refuse_unknown(message: ProtoMessage, where: str) -> None:
 
 def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
     """Tokens of a piece with their history; ``num_chars`` come before it in the message's text."""
-    return [
+    tokens = [
         pb.Token(id=id, level=origin_level(byte), corrected=origin_corrected(byte), end=num_chars + end)
         for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
     ]
+    if chunk.logprobs:
+        for token, said in zip(tokens, chunk.logprobs, strict=True):
+            token.logprob = said.logprob
+            token.top.extend(pb.TopToken(id=id, logprob=value) for id, value in said.top)
+    return tokens
 
 
 def finish(completion: Completion) -> pb.Finish:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
 from cascade.errors import InvalidRequest, TooLarge, Unavailable
+from cascade.grammar import Grammars
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Message, Open, Proposal
 from cascade.params import SamplingParams, Speculation, check_adapter
@@ -100,6 +101,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
@@ -246,6 +248,7 @@ class Router:
         if len(request.prompt) > most:
             raise TooLarge(f"The prompt has {len(request.prompt)} characters: at most {most} are tokenized")
         params = parse_sampling(request)
+        await self.check(params)
         speculation = parse_speculation(request)
         handling = parse_handling(request)
         if len(request.prompt) < LONG_PROMPT:
@@ -254,14 +257,20 @@ class Router:
             ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
         return self.opening(ids, params, speculation, handling)
 
-    def opening(
-        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
-    ) -> Open:
-        """What the full tier is asked; raises `InvalidRequest`."""
-        check_adapter(params.adapter, self._config.tiers[-1].engine_kwargs.lora_modules)
+    async def check(self, params: SamplingParams) -> None:
+        """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
         most = self.front.limits.max_tokens
         if most is not None and params.max_tokens > most:
             raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {most}")
+        params.check_vocabulary(self._num_ids)
+        check_adapter(params.adapter, self._config.tiers[-1].engine_kwargs.lora_modules)
+        if params.structured is not None:
+            await asyncio.to_thread(self._grammars.check, params.structured)
+
+    def opening(
+        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
+    ) -> Open:
+        """What the full tier is asked, with parameters that were checked; raises `InvalidRequest`."""
         problem = check_prompt(ids, params.max_tokens, self._num_ids, self.max_model_len)
         if problem:
             raise InvalidRequest(problem)

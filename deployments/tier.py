@@ -1,6 +1,7 @@
 """The deployment of one tier: a shim around `cascade.tier.Tier` that loads the model and joins the links."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -12,13 +13,18 @@ from ray.serve.handle import DeploymentHandle
 
 from cascade.adapters import AdaptedModel
 from cascade.config import EngineKwargs, TierConfig
+from cascade.errors import ModelError
+from cascade.grammar import Grammars
 from cascade.loading import load
 from cascade.model import Model
 from cascade.profile import measure
 from cascade.tier import Tier
+from cascade.tokenizer import Tokenizer
 from deployments.downlink import Downlink, Lessor
 from deployments.link import LinkServer
 from deployments.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # how often is looked after ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
@@ -36,6 +42,7 @@ class TierReplica:
         self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
         self._model = await _start(self._config, self._ranks)
         self._profile = await asyncio.to_thread(measure, self._model, max_tokens=engine.max_pass_tokens)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         self._tier = Tier(
             self._config.name,
             level,
@@ -43,6 +50,7 @@ class TierReplica:
             policy=engine.policy,
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
+            grammars=None if tokenizer is None else Grammars(tokenizer),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
@@ -133,3 +141,14 @@ def _load(config: TierConfig) -> Model:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
     }
     return AdaptedModel(network, engine.lora_modules, **memory) if engine.lora_modules else Model(network, **memory)
+
+
+def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
+    """Only grammars need it here; ``None`` if the model came without one."""
+    engine = config.engine_kwargs
+    source = config.model_loading_config.source
+    try:
+        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        log.warning("Tier %s takes no part in structured output: %s", config.name, error)
+        return None

@@ -8,13 +8,15 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import click
 import psutil
 import pytest
 from click.testing import CliRunner
 
-from cascade import Cascade, SamplingParams
-from cascade.cli import main
+from cascade import Cascade, SamplingParams, Structured
+from cascade.cli import main, parameters, sampling_options
 from cascade.client import Client
 
 PROMPT = "def read(path):\n"
@@ -47,6 +49,38 @@ def test_generate_prints_the_text() -> None:
         assert output.rstrip("\n") == expected.rstrip("\n")
 
 
+def test_options_say_everything(tmp_path: Path) -> None:
+    """Guards options that are dropped or reach another parameter."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    arguments = (
+        "--presence-penalty 0.5 --frequency-penalty -0.5 --repetition-penalty 1.2 --min-tokens 3 --logprobs 2 --stop-token 4"
+    )
+    said: list[SamplingParams] = []
+
+    @click.command()
+    @sampling_options
+    def show(**options: Any) -> None:
+        said.append(parameters(options)[0])
+
+    command = [*arguments.split(), "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--json-schema", f"@{schema}"]
+    assert CliRunner().invoke(show, command).exit_code == 0
+    assert said == [
+        SamplingParams(
+            temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,
+            stop_token_ids=(4,), logit_bias={7: -1.5, 8: 2.0}, structured=Structured(json_schema='{"type": "integer"}'),
+        )
+    ]  # fmt: skip
+
+
+def test_log_probabilities_are_shown() -> None:
+    """Guards `--logprobs` against being ignored."""
+    code, output = run("generate", "--max-tokens", "4", "--logprobs", "2", "--choice", "yes", "--choice", "no", PROMPT)
+    assert code == 0
+    assert "Log-probabilities" in output
+    assert "yes" in output or "no" in output
+
+
 def test_simulate_predicts_every_choice_of_tiers() -> None:
     """Guards the table: every subset of lower tiers, lockstep and async, beside the full tier alone."""
     code, output = run("simulate", "--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
@@ -63,6 +97,10 @@ def test_simulate_predicts_every_choice_of_tiers() -> None:
         (["generate", "--model", "./nowhere", "x"], "nowhere"),
         (["generate", "--address", "127.0.0.1:1", "x"], "127.0.0.1:1"),
         (["generate", ""], "empty"),
+        (["generate", "--logit-bias", "7", "x"], "ID=BIAS"),
+        (["generate", "--regex", "[a", "x"], "structured.regex"),
+        (["generate", "--regex", "a", "--json-object", "x"], "one of json_schema"),
+        (["generate", "--grammar", "@nowhere.lark", "x"], "nowhere.lark"),
         (["simulate", "--tier", "x"], "NAME=MILLISECONDS"),
         (["simulate", "--tier", "a=1", "--tier", "b=2"], "--accept"),
         (["serve", "nowhere.yaml"], "nowhere.yaml"),

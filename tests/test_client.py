@@ -6,19 +6,30 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import grpc
 import pytest
 
-from cascade import CascadeError, Completion, InvalidRequest, ModelError, Overloaded, SamplingParams, Speculation, Unavailable
+from cascade import (
+    CascadeError,
+    Completion,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    SamplingParams,
+    Speculation,
+    Structured,
+    Unavailable,
+)
 from cascade.client import AsyncClient, Client, ServerInfo, encode_request
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from cascade.handling import Handling
-from cascade.messages import Edge, origin
+from cascade.messages import Edge, Logprobs, origin
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from cascade.wire import decode_sampling
 
 PATIENCE_S = 20.0
 
@@ -34,9 +45,9 @@ FINISH = pb.Finish(
     ],
 )
 TOKENS = [
-    pb.Token(id=11, level=0, end=1),
-    pb.Token(id=12, level=1, corrected=True, end=2),
-    pb.Token(id=13, level=1, end=3),
+    pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
+    pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
+    pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
 ]
 PIECES = [
     pb.GenerateResponse(text="a", tokens=TOKENS[:1]),
@@ -141,6 +152,7 @@ def check(completion: Completion | None) -> None:
     assert (completion.stats.prompt_tokens, completion.stats.completion_tokens) == (4, 3)
     assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25),)
     assert completion.origins == bytes([origin(0, False), origin(1, True), origin(1, False)])
+    assert completion.logprobs == (Logprobs(-0.5, ((11, -0.5), (9, -1.0))), Logprobs(0.0), Logprobs(-2.0, ((8, -0.25),)))
 
 
 # answers
@@ -153,6 +165,7 @@ def test_answers_arrive_whole(client: Client) -> None:
     assert [(chunk.text, chunk.token_ids, chunk.ends) for chunk in chunks] == [("a", (11,), (1,)), ("bc", (12, 13), (2, 3))]
     assert chunks[0].completion is None
     assert chunks[1].origins == bytes([origin(1, True), origin(1, False)])
+    assert chunks[0].logprobs + chunks[1].logprobs == chunks[1].completion.logprobs  # type: ignore[union-attr]
     check(chunks[-1].completion)
 
 
@@ -180,24 +193,44 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
 
 def test_requests_say_everything(server: Canned) -> None:
     """Guards against parameters that the client drops or that arrive as others."""
-    params = SamplingParams(5, 0.5, 3, 0.25, 0.125, 2**63 - 1, ("x", "y"), (1, 2), True)
+    shape: dict[str, Any] = {"logit_bias": {7: -1.5, 3: 100}, "min_tokens": 2, "logprobs": 0}
+    penalties = {"presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
+    params = SamplingParams(5, 0.5, 3, 0.25, 0.125, 2**63 - 1, ("x", "y"), (1, 2), True, **penalties, **shape)
     with Client(server.address, application="mine") as client:
         speculation = Speculation(tiers=("tiny",), window=4, schedule="lockstep")
         client.generate([1, 2**32 - 1], params, speculation, Handling(-3, "mine"))
     [request] = server.requests
     assert server.metadata["application"] == "mine"
     assert list(request.token_ids.ids) == [1, 2**32 - 1]
-    assert {kind.name for kind, _ in request.sampling.ListFields()} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
-    said = {name: getattr(request.sampling, name) for name in pb.Sampling.DESCRIPTOR.fields_by_name}
-    stops = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    assert {**said, "stop": list(said["stop"]), "stop_token_ids": list(said["stop_token_ids"])} == {
-        **{name: getattr(params, name) for name in said},
-        **stops,
-    }
+    said = {kind.name for kind, _ in request.sampling.ListFields()}
+    assert said == set(pb.Sampling.DESCRIPTOR.fields_by_name) - {"structured"}
+    assert said == {one.name for one in fields(params)} - {"structured"}
+    for name in said - {"stop", "stop_token_ids", "logit_bias"}:
+        assert getattr(request.sampling, name) == getattr(params, name), name
+    assert (list(request.sampling.stop), list(request.sampling.stop_token_ids)) == (["x", "y"], [1, 2])
+    assert dict(request.sampling.logit_bias) == {7: -1.5, 3: 100}
+    assert decode_sampling(request.sampling) == params
     speculation = request.speculation
     assert (speculation.mode, list(speculation.tiers)) == ("auto", ["tiny"])
     assert (speculation.window, speculation.schedule) == (4, "lockstep")
     assert (request.priority, request.cache_salt) == (-3, "mine")
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured(json_schema={"type": "integer"}),
+        Structured(json_object=True),
+        Structured(regex="a+"),
+        Structured(choice=("a", "b")),
+        Structured(grammar='start: "a"'),
+    ],
+    ids=lambda structured: structured.kind,
+)
+def test_requests_say_what_a_text_has_to_be(structured: Structured) -> None:
+    """Guards each kind of structured output against arriving as another, or not at all."""
+    params = SamplingParams(structured=structured)
+    assert decode_sampling(encode_request("p", params, None).sampling) == params
 
 
 def test_no_tiers_is_not_all_tiers() -> None:

@@ -16,8 +16,8 @@ from test_tier import NAMES, PROMPT, CountingModel, Silent
 from test_tier import opening as any_opening
 
 from cascade.answer import Answer
-from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
-from cascade.params import MAX_SEED, SamplingParams
+from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
@@ -693,6 +693,20 @@ params = st.builds(
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
     seed=st.integers(0, MAX_SEED),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    ignore_eos=st.just(False),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+    min_tokens=st.integers(0, 1),
+    logprobs=st.none() | st.integers(0, 20),
+    structured=st.none()
+    | st.builds(Structured, json_schema=st.text(min_size=1))
+    | st.just(Structured(json_object=True))
+    | st.builds(Structured, regex=st.text(min_size=1))
+    | st.builds(Structured, choice=st.lists(st.text(min_size=1), min_size=1, max_size=3))
+    | st.builds(Structured, grammar=st.text(min_size=1)),
 )
 edges = st.builds(Edge, st.text(), st.text(), counts, counts, counts, counts, st.floats(0, 1e9))
 opens = st.builds(
@@ -710,6 +724,8 @@ opens = st.builds(
     priority=st.integers(-1000, 1000),
     cache_salt=st.text(),
 )
+values = st.floats(-1e6, 0, width=32)
+logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
 proposals = st.integers(0, 8).flatmap(
     lambda length: st.builds(
         Proposal,
@@ -718,6 +734,7 @@ proposals = st.integers(0, 8).flatmap(
         st.lists(ids, min_size=length, max_size=length).map(tuple),
         st.binary(min_size=length, max_size=length),
         st.lists(edges, max_size=3).map(tuple),
+        st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
     )
 )
 messages = st.one_of(
@@ -735,7 +752,9 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    assert [m.edges for m in arrived if isinstance(m, Proposal)] == [m.edges for m in batch if isinstance(m, Proposal)]
+    for name in ("edges", "logprobs"):  # which equality leaves out
+        said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
+        assert said[0] == said[1]
 
 
 def test_every_kind_has_its_strategy() -> None:

@@ -223,6 +223,42 @@ async def test_handling_reaches_the_tiers(net: Net) -> None:
         assert context.details.startswith("priority is 5000: it must be")
 
 
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (pb.Sampling(structured=pb.Structured(regex="[a")), "structured.regex cannot be compiled"),
+        (pb.Sampling(structured=pb.Structured(json_schema="{")), "structured.json_schema cannot be compiled"),
+        (pb.Sampling(structured=pb.Structured()), "structured is"),
+        (pb.Sampling(logit_bias={32: 1.0}), "logit_bias is 32: it must be token ids from 0 to 31"),
+        (pb.Sampling(stop_token_ids=[99]), "stop_token_ids is 99"),
+        (pb.Sampling(min_tokens=7, max_tokens=6), "min_tokens is 7"),
+        (pb.Sampling(presence_penalty=3), "presence_penalty is 3"),
+        (pb.Sampling(logprobs=21), "logprobs is 21"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_cannot_be_honoured_is_refused(net: Net, sampling: pb.Sampling, words: str) -> None:
+    """Guards clients against parameters that are ignored, and tiers against those that they cannot serve."""
+    async with started(net) as router:
+        context = await refused(router, pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling))
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in context.details
+
+
+async def test_logprobs_come_with_their_tokens(net: Net) -> None:
+    """Guards log-probabilities on their way through link and router, streamed and whole."""
+    asked = request()
+    asked.sampling.logprobs = 3
+    asked.sampling.frequency_penalty = 0.5
+    async with started(net) as router:
+        whole = await router.Complete(asked, Context())
+        streamed = [token async for response in router.Generate(asked, Context()) for token in response.tokens]
+    assert [token.id for token in streamed] == [token.id for token in whole.tokens]
+    for one in (streamed, whole.tokens):
+        assert all(token.HasField("logprob") and len(token.top) == 3 for token in one)
+    assert [token.logprob for token in streamed] == [token.logprob for token in whole.tokens]
+
+
 async def test_fields_from_the_future_are_refused(net: Net) -> None:
     """Guards against parameters that are dropped in silence, in every message of a request."""
     async with started(net) as router:

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from ray import serve
 
-from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
+from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
 from cascade.client import AsyncClient, Client, Pieces, encode_request
 from cascade.config import CascadeConfig
 from cascade.errors import DeadlineExceeded
@@ -88,8 +88,20 @@ def alone(reference: Cascade, params: SamplingParams) -> Completion:
         SamplingParams(max_tokens=48, temperature=0.7, seed=1, top_k=40),
         SamplingParams(max_tokens=48, temperature=1.5, seed=2, top_p=0.95),
         SamplingParams(max_tokens=48, temperature=1.0, seed=3, min_p=0.02),
+        SamplingParams(
+            max_tokens=48,
+            temperature=0.9,
+            seed=4,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            logit_bias={300: 3.0},
+            min_tokens=40,
+            logprobs=2,
+        ),
+        SamplingParams(max_tokens=48, temperature=1.1, seed=5, structured=Structured(regex=r"x = \[[0-9]{3}(, [0-9]{3}){5}\]")),
     ],
-    ids=lambda p: f"T={p.temperature}",
+    ids=["greedy", "top_k", "top_p", "min_p", "shaped", "structured"],
 )
 def test_served_text_is_the_full_models(client: Client, reference: Cascade, params: SamplingParams) -> None:
     """Guards the promise through the front door: every subset, window and schedule gives the full model's own text."""
@@ -100,6 +112,10 @@ def test_served_text_is_the_full_models(client: Client, reference: Cascade, para
             served = client.generate(PROMPT, params, speculation)
             assert (served.text, served.token_ids) == (expected.text, expected.token_ids)
             assert served.finish_reason == expected.finish_reason
+            assert len(served.logprobs) == (len(served.token_ids) if params.logprobs is not None else 0)
+            for said, other in zip(served.logprobs, expected.logprobs, strict=True):
+                assert said.logprob == pytest.approx(other.logprob, abs=1e-3)
+                assert [value for _, value in said.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
             assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers[-1:])
 
 

@@ -22,33 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from cascade.v1 import serving_pb2 as cascade_dot_v1_dot_serving__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61scade/v1/link.proto\x12\ncascade.v1\".\n\x05\x42\x61tch\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.cascade.v1.Message\"\xde\x01\n\x07Message\x12\x0f\n\x07session\x18\x01 \x01(\t\x12 \n\x04open\x18\x02 \x01(\x0b\x32\x10.cascade.v1.OpenH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.cascade.v1.CommitH\x00\x12\"\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x11.cascade.v1.CloseH\x00\x12(\n\x08proposal\x18\x05 \x01(\x0b\x32\x14.cascade.v1.ProposalH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.cascade.v1.FailedH\x00\x42\x06\n\x04kind\"\xdf\x01\n\x04Open\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x12\n\nprompt_len\x18\x02 \x01(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.cascade.v1.LinkSampling\x12\x0c\n\x04\x65nds\x18\x04 \x03(\r\x12\x0c\n\x04tier\x18\x05 \x01(\t\x12\r\n\x05\x63hain\x18\x06 \x03(\t\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\x14\n\x0c\x64raft_window\x18\x08 \x01(\r\x12\x10\n\x08lockstep\x18\t \x01(\x08\x12\x10\n\x08priority\x18\x14 \x01(\x11\x12\x12\n\ncache_salt\x18\x15 \x01(\t\"\x83\x01\n\x0cLinkSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\t\"\'\n\x06\x43ommit\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"\x07\n\x05\x43lose\"_\n\x08Proposal\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12#\n\x05\x65\x64ges\x18\x04 \x03(\x0b\x32\x14.cascade.v1.LinkEdge\"\x84\x01\n\x08LinkEdge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x10\n\x08waited_s\x18\x07 \x01(\x01\"&\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t2;\n\x04Link\x12\x33\n\x07\x43onnect\x12\x11.cascade.v1.Batch\x1a\x11.cascade.v1.Batch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63\x61scade/v1/link.proto\x12\ncascade.v1\x1a\x18\x63\x61scade/v1/serving.proto\".\n\x05\x42\x61tch\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.cascade.v1.Message\"\xde\x01\n\x07Message\x12\x0f\n\x07session\x18\x01 \x01(\t\x12 \n\x04open\x18\x02 \x01(\x0b\x32\x10.cascade.v1.OpenH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.cascade.v1.CommitH\x00\x12\"\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x11.cascade.v1.CloseH\x00\x12(\n\x08proposal\x18\x05 \x01(\x0b\x32\x14.cascade.v1.ProposalH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.cascade.v1.FailedH\x00\x42\x06\n\x04kind\"\xdb\x01\n\x04Open\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x12\n\nprompt_len\x18\x02 \x01(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.cascade.v1.Sampling\x12\x0c\n\x04\x65nds\x18\x04 \x03(\r\x12\x0c\n\x04tier\x18\x05 \x01(\t\x12\r\n\x05\x63hain\x18\x06 \x03(\t\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\x14\n\x0c\x64raft_window\x18\x08 \x01(\r\x12\x10\n\x08lockstep\x18\t \x01(\x08\x12\x10\n\x08priority\x18\x14 \x01(\x11\x12\x12\n\ncache_salt\x18\x15 \x01(\t\"\'\n\x06\x43ommit\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"\x07\n\x05\x43lose\"\x8b\x01\n\x08Proposal\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12#\n\x05\x65\x64ges\x18\x04 \x03(\x0b\x32\x14.cascade.v1.LinkEdge\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.cascade.v1.LinkLogprobs\"=\n\x0cLinkLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"\x84\x01\n\x08LinkEdge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x10\n\x08waited_s\x18\x07 \x01(\x01\"&\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t2;\n\x04Link\x12\x33\n\x07\x43onnect\x12\x11.cascade.v1.Batch\x1a\x11.cascade.v1.Batch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cascade.v1.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BATCH']._serialized_start=37
-  _globals['_BATCH']._serialized_end=83
-  _globals['_MESSAGE']._serialized_start=86
-  _globals['_MESSAGE']._serialized_end=308
-  _globals['_OPEN']._serialized_start=311
-  _globals['_OPEN']._serialized_end=534
-  _globals['_LINKSAMPLING']._serialized_start=537
-  _globals['_LINKSAMPLING']._serialized_end=668
-  _globals['_COMMIT']._serialized_start=670
-  _globals['_COMMIT']._serialized_end=709
-  _globals['_CLOSE']._serialized_start=711
-  _globals['_CLOSE']._serialized_end=718
-  _globals['_PROPOSAL']._serialized_start=720
-  _globals['_PROPOSAL']._serialized_end=815
-  _globals['_LINKEDGE']._serialized_start=818
-  _globals['_LINKEDGE']._serialized_end=950
-  _globals['_FAILED']._serialized_start=952
-  _globals['_FAILED']._serialized_end=990
-  _globals['_LINK']._serialized_start=992
-  _globals['_LINK']._serialized_end=1051
+  _globals['_BATCH']._serialized_start=63
+  _globals['_BATCH']._serialized_end=109
+  _globals['_MESSAGE']._serialized_start=112
+  _globals['_MESSAGE']._serialized_end=334
+  _globals['_OPEN']._serialized_start=337
+  _globals['_OPEN']._serialized_end=556
+  _globals['_COMMIT']._serialized_start=558
+  _globals['_COMMIT']._serialized_end=597
+  _globals['_CLOSE']._serialized_start=599
+  _globals['_CLOSE']._serialized_end=606
+  _globals['_PROPOSAL']._serialized_start=609
+  _globals['_PROPOSAL']._serialized_end=748
+  _globals['_LINKLOGPROBS']._serialized_start=750
+  _globals['_LINKLOGPROBS']._serialized_end=811
+  _globals['_LINKEDGE']._serialized_start=814
+  _globals['_LINKEDGE']._serialized_end=946
+  _globals['_FAILED']._serialized_start=948
+  _globals['_FAILED']._serialized_end=986
+  _globals['_LINK']._serialized_start=988
+  _globals['_LINK']._serialized_end=1047
 # @@protoc_insertion_point(module_scope)

@@ -24,43 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61scade/v1/serving.proto\x12\ncascade.v1\"\xe4\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.cascade.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.cascade.v1.Sampling\x12,\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x17.cascade.v1.Speculation\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa0\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"|\n\x0bSpeculation\x12\x11\n\x04mode\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x13\n\x06window\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08schedule\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_modeB\t\n\x07_windowB\x0b\n\t_schedule\"g\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"B\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05level\x18\x02 \x01(\r\x12\x11\n\tcorrected\x18\x03 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"y\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x1f\n\x05\x65\x64ges\x18\x05 \x03(\x0b\x32\x10.cascade.v1.Edge\"\x9b\x01\n\x04\x45\x64ge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x19\n\x11mean_accepted_len\x18\x07 \x01(\x01\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\"g\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"k\n\x10\x44\x65scribeResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0b\x32\x10.cascade.v1.Tier\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\"\xd1\x01\n\x04Tier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12(\n\tpass_cost\x18\x14 \x03(\x0b\x32\x15.cascade.v1.PassPoint\x12\x11\n\tcontext_s\x18\x15 \x01(\x01\",\n\tPassPoint\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\x9e\x02\n\x07\x43\x61scade\x12G\n\x08Generate\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.CompleteResponse\x12<\n\x05\x41\x62ort\x12\x18.cascade.v1.AbortRequest\x1a\x19.cascade.v1.AbortResponse\x12\x45\n\x08\x44\x65scribe\x12\x1b.cascade.v1.DescribeRequest\x1a\x1c.cascade.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61scade/v1/serving.proto\x12\ncascade.v1\"\xd3\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.cascade.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.cascade.v1.Sampling\x12,\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x17.cascade.v1.Speculation\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x12\n\ncache_salt\x18\x0b \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x37\n\nlogit_bias\x18\r \x03(\x0b\x32#.cascade.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12*\n\nstructured\x18\x10 \x01(\x0b\x32\x16.cascade.v1.Structured\x12\x14\n\x07\x61\x64\x61pter\x18\x14 \x01(\tH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\n\n\x08_adapter\"\x8c\x01\n\nStructured\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.cascade.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"|\n\x0bSpeculation\x12\x11\n\x04mode\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x13\n\x06window\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08schedule\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_modeB\t\n\x07_windowB\x0b\n\t_schedule\"g\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"\x87\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05level\x18\x02 \x01(\r\x12\x11\n\tcorrected\x18\x03 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12!\n\x03top\x18\x06 \x03(\x0b\x32\x14.cascade.v1.TopTokenB\n\n\x08_logprob\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"y\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x1f\n\x05\x65\x64ges\x18\x05 \x03(\x0b\x32\x10.cascade.v1.Edge\"\x9b\x01\n\x04\x45\x64ge\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08verifier\x18\x02 \x01(\t\x12\x0e\n\x06passes\x18\x03 \x01(\r\x12\x10\n\x08proposed\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x06 \x01(\r\x12\x19\n\x11mean_accepted_len\x18\x07 \x01(\x01\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\"g\n\x10\x43ompleteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.cascade.v1.Token\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x12.cascade.v1.Finish\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"k\n\x10\x44\x65scribeResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0b\x32\x10.cascade.v1.Tier\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\"\xd1\x01\n\x04Tier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12(\n\tpass_cost\x18\x14 \x03(\x0b\x32\x15.cascade.v1.PassPoint\x12\x11\n\tcontext_s\x18\x15 \x01(\x01\",\n\tPassPoint\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\x9e\x02\n\x07\x43\x61scade\x12G\n\x08Generate\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.cascade.v1.GenerateRequest\x1a\x1c.cascade.v1.CompleteResponse\x12<\n\x05\x41\x62ort\x12\x18.cascade.v1.AbortRequest\x1a\x19.cascade.v1.AbortResponse\x12\x45\n\x08\x44\x65scribe\x12\x1b.cascade.v1.DescribeRequest\x1a\x1c.cascade.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cascade.v1.serving_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=269
-  _globals['_TOKENIDS']._serialized_start=271
-  _globals['_TOKENIDS']._serialized_end=294
-  _globals['_SAMPLING']._serialized_start=297
-  _globals['_SAMPLING']._serialized_end=585
-  _globals['_SPECULATION']._serialized_start=587
-  _globals['_SPECULATION']._serialized_end=711
-  _globals['_GENERATERESPONSE']._serialized_start=713
-  _globals['_GENERATERESPONSE']._serialized_end=816
-  _globals['_TOKEN']._serialized_start=818
-  _globals['_TOKEN']._serialized_end=884
-  _globals['_FINISH']._serialized_start=886
-  _globals['_FINISH']._serialized_end=1007
-  _globals['_EDGE']._serialized_start=1010
-  _globals['_EDGE']._serialized_end=1165
-  _globals['_COMPLETERESPONSE']._serialized_start=1167
-  _globals['_COMPLETERESPONSE']._serialized_end=1270
-  _globals['_ABORTREQUEST']._serialized_start=1272
-  _globals['_ABORTREQUEST']._serialized_end=1306
-  _globals['_ABORTRESPONSE']._serialized_start=1308
-  _globals['_ABORTRESPONSE']._serialized_end=1340
-  _globals['_DESCRIBEREQUEST']._serialized_start=1342
-  _globals['_DESCRIBEREQUEST']._serialized_end=1359
-  _globals['_DESCRIBERESPONSE']._serialized_start=1361
-  _globals['_DESCRIBERESPONSE']._serialized_end=1468
-  _globals['_TIER']._serialized_start=1471
-  _globals['_TIER']._serialized_end=1680
-  _globals['_PASSPOINT']._serialized_start=1682
-  _globals['_PASSPOINT']._serialized_end=1726
-  _globals['_CASCADE']._serialized_start=1729
-  _globals['_CASCADE']._serialized_end=2015
+  _globals['_GENERATEREQUEST']._serialized_end=252
+  _globals['_TOKENIDS']._serialized_start=254
+  _globals['_TOKENIDS']._serialized_end=277
+  _globals['_SAMPLING']._serialized_start=280
+  _globals['_SAMPLING']._serialized_end=991
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=752
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=800
+  _globals['_STRUCTURED']._serialized_start=994
+  _globals['_STRUCTURED']._serialized_end=1134
+  _globals['_CHOICE']._serialized_start=1136
+  _globals['_CHOICE']._serialized_end=1159
+  _globals['_SPECULATION']._serialized_start=1161
+  _globals['_SPECULATION']._serialized_end=1285
+  _globals['_GENERATERESPONSE']._serialized_start=1287
+  _globals['_GENERATERESPONSE']._serialized_end=1390
+  _globals['_TOKEN']._serialized_start=1393
+  _globals['_TOKEN']._serialized_end=1528
+  _globals['_TOPTOKEN']._serialized_start=1530
+  _globals['_TOPTOKEN']._serialized_end=1569
+  _globals['_FINISH']._serialized_start=1571
+  _globals['_FINISH']._serialized_end=1692
+  _globals['_EDGE']._serialized_start=1695
+  _globals['_EDGE']._serialized_end=1850
+  _globals['_COMPLETERESPONSE']._serialized_start=1852
+  _globals['_COMPLETERESPONSE']._serialized_end=1955
+  _globals['_ABORTREQUEST']._serialized_start=1957
+  _globals['_ABORTREQUEST']._serialized_end=1991
+  _globals['_ABORTRESPONSE']._serialized_start=1993
+  _globals['_ABORTRESPONSE']._serialized_end=2025
+  _globals['_DESCRIBEREQUEST']._serialized_start=2027
+  _globals['_DESCRIBEREQUEST']._serialized_end=2044
+  _globals['_DESCRIBERESPONSE']._serialized_start=2046
+  _globals['_DESCRIBERESPONSE']._serialized_end=2153
+  _globals['_TIER']._serialized_start=2156
+  _globals['_TIER']._serialized_end=2365
+  _globals['_PASSPOINT']._serialized_start=2367
+  _globals['_PASSPOINT']._serialized_end=2411
+  _globals['_CASCADE']._serialized_start=2414
+  _globals['_CASCADE']._serialized_end=2700
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,62 @@
+"""Sampling parameters to and from the protocol, shared by the client, the router and the link."""
+
+from typing import Any
+
+from cascade.params import SamplingParams, Structured
+from cascade.v1 import serving_pb2 as pb
+
+NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `pb.Sampling`
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "logprobs",
+    "adapter",
+)
+
+
+def encode_sampling(params: SamplingParams) -> pb.Sampling:
+    """Everything that ``params`` say; raises `ValueError` for what the protocol cannot say."""
+    return pb.Sampling(
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=dict(params.biases),
+        structured=None if params.structured is None else encode_structured(params.structured),
+        **{name: getattr(params, name) for name in NUMBERS},
+    )
+
+
+def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
+    """Sampling parameters, defaults where nothing is set; raises `InvalidRequest`."""
+    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in NUMBERS if sampling.HasField(name)}
+    return SamplingParams(
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        logit_bias=dict(sampling.logit_bias),
+        structured=decode_structured(sampling.structured) if sampling.HasField("structured") else None,
+        **chosen,
+    )
+
+
+def encode_structured(structured: Structured) -> pb.Structured:
+    """The kind that is set."""
+    if structured.choice:
+        return pb.Structured(choice=pb.Choice(texts=structured.choice))
+    return pb.Structured(**{structured.kind: getattr(structured, structured.kind)})
+
+
+def decode_structured(structured: pb.Structured) -> Structured:
+    """Raises `InvalidRequest` if nothing is set."""
+    kind = structured.WhichOneof("kind")
+    if kind is None:
+        return Structured()
+    value = getattr(structured, kind)
+    chosen: dict[str, Any] = {kind: tuple(value.texts) if kind == "choice" else value}
+    return Structured(**chosen)

@@ -99,7 +99,7 @@ class Engine(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def opening(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation) -> Open: ...
+    async def opening(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation) -> Open: ...
 
     def chunks(self, opening: Open, call: Call, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
 
@@ -209,7 +209,7 @@ class Api:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._front.limits.max_n}")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is given without stream: set stream to true")
-        openings = self._openings(body, params, ids)
+        openings = await self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if getattr(params, "logprobs", None) is None else self._name
@@ -225,13 +225,13 @@ class Api:
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
-    def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[list[int]]) -> list[Open]:
+    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[list[int]]) -> list[Open]:
         """One for each answer; the seeds of several answers follow each other."""
         params = params.seeded()
         assert params.seed is not None
         seeds = [(params.seed + index) % (MAX_SEED + 1) for index in range(body.answers)]
         drafts = body.drafts()
-        return [self._engine.opening(prompt, replace(params, seed=seed), drafts) for prompt in ids for seed in seeds]
+        return [await self._engine.opening(prompt, replace(params, seed=seed), drafts) for prompt in ids for seed in seeds]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts

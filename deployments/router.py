@@ -242,9 +242,9 @@ class Router:
             ids = parse_input(request, self.tokenizer)
         else:
             ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
-        return self.opening(ids, params, speculation)
+        return await self.opening(ids, params, speculation)
 
-    def opening(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation) -> Open:
+    async def opening(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation) -> Open:
         """What the full tier is asked; raises `InvalidRequest`."""
         most = self.front.limits.max_tokens
         if most is not None and params.max_tokens > most:

@@ -364,7 +364,7 @@ class connected:
         if self._address:
             from cascade.client import Client
 
-            self._open: Any = Client(self._address)
+            self._open: Any = Client(self._address, api_key=os.environ.get("CASCADE_API_KEY"))
             return self._open.stream, tuple(tier.name for tier in self._open.describe().tiers)
         if not self._models:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time

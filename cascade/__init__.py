@@ -5,6 +5,7 @@
 ...     completion = cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0))
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from cascade.answer import Chunk, Completion, Stats
@@ -15,6 +16,10 @@ from cascade.params import SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
     from cascade.local import Cascade
+
+# at import torchao tells of every kernel that this machine cannot run, and PyTorch of how torchao registers its types
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
     "Cascade",

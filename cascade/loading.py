@@ -1,6 +1,5 @@
 """From a path or hub id to a network on its device."""
 
-import logging
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from cascade.checkpoint import DTYPES, anatomy, reason
 from cascade.devices import GIB, default_device, free_bytes
 from cascade.errors import ModelError
 from cascade.quantization import quantizer
-
-logging.getLogger("torchao").setLevel(logging.ERROR)  # at import it tells of every kernel that this machine cannot run
 
 
 def load(

@@ -1,8 +1,15 @@
 """Checkpoints: what is told of them before they are loaded, how they are loaded, and what is refused."""
 
+import hashlib
+import http.server
 import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -175,3 +182,100 @@ def test_check_knows_accelerators(tmp_path: Path) -> None:
     assert "Tier full takes" in output.splitlines()[-1]
     assert "A100-80G has 80.00 GiB" in output.splitlines()[-1]
     assert json.loads((large / "config.json").read_text())["num_hidden_layers"] == 80
+
+
+# the hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as downloads need: the model ``some/model`` in the branches main and v2."""
+
+    root: Path
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:4] == ["api", "models", "some", "model"]:
+            revision = parts[5] if len(parts) > 5 else "main"
+            files = sorted((self.root / self.branch(revision)).iterdir())
+            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0"} for file in files]
+            info = {"id": "some/model", "sha": self.commit(revision), "siblings": [{"rfilename": file.name} for file in files]}
+            self.answer(json.dumps(tree if parts[4:5] == ["tree"] else info).encode(), revision)
+            return
+        file = self.root / self.branch(parts[3]) / parts[4] if parts[:3] == ["some", "model", "resolve"] else None
+        if file is None or not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.answer(file.read_bytes(), parts[3])
+
+    def answer(self, content: bytes, revision: str) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit(revision))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def branch(self, revision: str) -> str:
+        return {"a" * 40: "main", "b" * 40: "v2"}.get(revision, revision)
+
+    def commit(self, revision: str) -> str:
+        return ("b" if self.branch(revision) == "v2" else "a") * 40
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    """Address of a hub with another model in each branch."""
+    for seed, branch in enumerate(("main", "v2")):
+        build("llama", seed=seed).save_pretrained(tmp_path / branch, max_shard_size="20KB")
+    handler = type("TestHub", (Hub,), {"root": tmp_path})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+FETCH = """
+import json, sys
+from cascade.checkpoint import anatomy
+from cascade.model import Model
+from cascade.scorer import Row
+from cascade import SamplingParams
+told = anatomy("some/model", revision=sys.argv[1])
+model = Model.from_pretrained("some/model", revision=sys.argv[1], device="cpu")
+params = SamplingParams(temperature=0, seed=0)
+print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0]]))
+"""
+
+
+@pytest.mark.parametrize(("revision", "seed"), [("main", 0), ("b" * 40, 1)])
+def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path, revision: str, seed: int) -> None:
+    """Guards hub ids: the shards of the branch or commit that is named, and none of another."""
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"), "")
+    settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, revision],
+        env={**os.environ, **proxies, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = Model(build("llama", seed=seed))
+    parameters, own = json.loads(done.stdout.splitlines()[-1])
+    assert parameters == model.num_parameters
+    assert own == model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cascade import budget
 from cascade.errors import ModelError
 from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
+from cascade.packed import pack
 from cascade.params import SamplingParams
 from cascade.sampling import own_tokens
 from cascade.scorer import Row
@@ -145,6 +146,7 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
+        pack(network)
         try:
             self._windows = self._survey()
             network.set_attn_implementation(ATTENTION)

@@ -14,6 +14,7 @@ from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
 from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
 from cascade.loading import load
+from cascade.packed import pack
 from cascade.params import SamplingParams
 from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
@@ -155,6 +156,7 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
+        pack(network)
         try:
             self._windows = self._survey()
             network.set_attn_implementation(ATTENTION)

@@ -1,0 +1,71 @@
+"""Linear layers in oneDNN's order: the same model, and only where it is of use."""
+
+import pytest
+import torch
+from architectures import build
+from torch import nn
+
+from cascade import packed
+from cascade.model import Model
+from cascade.packed import PackedLinear, pack
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = tuple(range(3, 33))
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack layers of any size."""
+    monkeypatch.setattr(packed, "LARGE", 1)
+    monkeypatch.setattr(packed, "SMALL", 1)
+
+
+def _logits(model: Model) -> torch.Tensor:
+    """Of a text scored in pieces of one row, of two and of many."""
+    store = model.new_cache()
+    rows = [(0, 20), (20, 21), (21, 23), (23, 30)]
+    return torch.cat([model.logits([Row(store, a, TEXT[a:b], b - a, GREEDY)]) for a, b in rows])
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("name", ["llama", "llama-untied-bias", "qwen3", "gemma2", "deepseek_v3", "mixtral", "opt", "gpt_neox"])
+def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the order of weights, biases, tied heads, and a prompt of which no row is scored against the vocabulary."""
+    model = Model(build(name))
+    layers = [module for module in model._network.modules() if isinstance(module, PackedLinear)]
+    assert layers
+    assert model.run([Row(model.new_cache(), 0, TEXT, 0, GREEDY)]) == [[]]
+    found = _logits(model)
+    monkeypatch.setattr(packed, "LARGE", 10**9)
+    plain = Model(build(name))
+    assert not any(isinstance(module, PackedLinear) for module in plain._network.modules())
+    torch.testing.assert_close(found, _logits(plain), rtol=1e-4, atol=1e-4)
+    assert model.num_parameters == plain.num_parameters
+
+
+@pytest.mark.usefixtures("everything")
+def test_other_layers_are_left_alone() -> None:
+    """Guards layers that have a product of their own: other dtypes, and subclasses such as quantised ones."""
+
+    class Own(nn.Linear):
+        pass
+
+    network = nn.Sequential(nn.Linear(8, 8).bfloat16(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8))
+    assert pack(network) == 1
+    assert [type(layer) for layer in network] == [nn.Linear, Own, PackedLinear, nn.Embedding]
+
+
+def test_small_networks_are_left_alone() -> None:
+    """Guards small models, whose weights stay in the caches: they gain nothing."""
+    assert pack(build("llama")) == 0
+
+
+@pytest.mark.usefixtures("everything")
+def test_copies_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards hosts on which a model just fits: it is slower there, but it runs."""
+    monkeypatch.setattr(packed, "host_memory", lambda: 10_000)
+    assert pack(build("llama")) == 0

@@ -1,16 +1,12 @@
 """How many positions of keys and values a device has memory for."""
 
-import contextlib
-import os
-from pathlib import Path
-
 import torch
 
+from cascade.devices import GIB, host_memory
 from cascade.errors import ModelError
 from cascade.pool import BLOCK
 
 HOST_SHARE = 1 / 8  # of the memory a host has left, for each model: there are up to five, and other programs
-GIB = 2**30
 
 
 def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilization: float) -> int:
@@ -33,20 +29,3 @@ def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilizat
             "take a larger device, or set cache_tokens"
         )
     return tokens
-
-
-def host_memory() -> int:
-    """Bytes that this process may still use, by the system and its control group."""
-    limits = [_available()]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(limits))
-
-
-def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

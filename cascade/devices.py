@@ -33,10 +33,10 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on ``device``."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return host_bytes()
+    return host_memory()
 
 
-def host_bytes() -> int:
+def host_memory() -> int:
     """Memory that this process may still take, by the system and its control group."""
     limits = [_available()]
     group = Path("/sys/fs/cgroup")

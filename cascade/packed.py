@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cascade.budget import host_memory
+from cascade.devices import host_memory
 
 LARGE = 2**24  # weights of a network; fewer stay in the caches, and have nothing to gain
 SMALL = 2**16  # weights of a layer that is left as it is

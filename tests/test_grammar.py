@@ -70,7 +70,7 @@ class Babbler:
 
     def __init__(self) -> None:
         self._random = random.Random(0)
-        self.vocab_size, self.context_len = VOCAB, CONTEXT
+        self.vocab_size, self.context_len, self.cache_tokens = VOCAB, CONTEXT, 2**20
 
     def new_cache(self) -> Cache:
         return Cache()

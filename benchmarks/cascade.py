@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"
 FULL_CORE, OTHER_CORE = 0, 1
 MAX_TOKENS = 128
+CONTEXT = 100  # positions before a pass, on average
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
 DRAFTERS = ("tiny", "medium")
 LOCKSTEP_WINDOWS = (4, 8, 12, 16)
@@ -100,8 +102,18 @@ def front_cost(client: Client) -> float:
     return (busy_s(OTHER_CORE) - begin) / pieces
 
 
-def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], float]:
-    """Modes of the server, Transformers' own speeds in tokens per second, all in alternation; and the front's cost."""
+@dataclass(frozen=True)
+class Costs:
+    """What the simulator has to know, in seconds."""
+
+    full: tuple[tuple[int, float], ...]  # tokens and seconds of the full tier's passes, as the server itself has timed them
+    front_s: float  # of the other core, for each piece of an answer
+    hop_s: float = 0.0  # of a message from tier to tier
+    message_s: float = 0.0  # of a core, at either end of it
+
+
+def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], Costs]:
+    """Modes of the server, Transformers' own speeds in tokens per second, all in alternation; and what passes cost there."""
     medium = family.paths()[1]
     own: dict[str, list[tuple[int, float]]] = {"transformers_generate": [], "transformers_assisted": []}
     with Server.start(cascade_config(full), port=0) as server, Client(server.address) as client:
@@ -119,8 +131,10 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
             for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, "bfloat16"))):
                 own[name].append(worker.submit(reference.generate, full, "bfloat16", prompt, MAX_TOKENS, assistant).result())
             console.print(f"  {len(results[0].texts)}/{len(PROMPTS)} prompts")
+        timed_full = client.describe().tiers[-1]
+    points = tuple((tokens, seconds + timed_full.context_s * CONTEXT) for tokens, seconds in timed_full.pass_cost)
     rates = {name: sum(n for n, _ in runs) / sum(s for _, s in runs) for name, runs in own.items()}
-    return results, rates, front_s
+    return results, rates, Costs(points, front_s)
 
 
 def measure_both_cores(full: str) -> float:
@@ -131,24 +145,22 @@ def measure_both_cores(full: str) -> float:
     return result.tokens_per_second
 
 
-def predict(
-    full: str, worker: ProcessPoolExecutor, results: list[Measured], hop_s: float, message_s: float, front_s: float
-) -> dict[str, float]:
+def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], known: Costs) -> dict[str, float]:
     """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
     tiny, medium, _ = family.paths()
     tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
-    wire_s = max(0.0, hop_s - 2 * message_s)
+    wire_s = max(0.0, known.hop_s - 2 * known.message_s)
     costs = []
     for name, (source, dtype) in tiers.items():
-        points = tuple(worker.submit(reference.pass_costs, source, dtype).result())
+        points = known.full if name == "full" else tuple(worker.submit(reference.pass_costs, source, dtype).result())
         console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in points))
         core = FULL_CORE if name == "full" else OTHER_CORE
-        costs.append(TierCost(name, PassCost(points=points), wire_s, device=str(core), message_s=message_s))
+        costs.append(TierCost(name, PassCost(points=points), wire_s, device=str(core), message_s=known.message_s))
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
         for own, (source, dtype) in zip(said, tiers.values(), strict=True):
             own += worker.submit(reference.own_tokens, source, dtype, prompt, text).result()
-    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]), front_device=str(OTHER_CORE), front_s=front_s)
+    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]), front_device=str(OTHER_CORE), front_s=known.front_s)
     names = list(tiers)
     predictions = {}
     for mode, result in zip(("alone", "lockstep_pair", "async_pair", "async_three"), results, strict=True):
@@ -175,12 +187,12 @@ def main() -> None:
     # everything that is not pinned elsewhere inherits this: Ray, the router, this client
     os.sched_setaffinity(0, [OTHER_CORE])
     with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
+        hop_s, message_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
-        results, rates, front_s = timed("Serving three tiers", lambda: measure_cascade(full, worker))
+        results, rates, costs = timed("Serving three tiers", lambda: measure_cascade(full, worker))
         both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
-        hop_s, message_s = asyncio.run(hop.measure(worker.submit(hop.serve).result()))
-        predicted = timed("Predicting", lambda: predict(full, worker, results, hop_s, message_s, front_s))
-    costs = {"hop_ms": hop_s, "message_ms": message_s, "front_ms": front_s}
+        costs = replace(costs, hop_s=hop_s, message_s=message_s)
+        predicted = timed("Predicting", lambda: predict(full, worker, results, costs))
     report(results, rates, both, predicted, parameters, costs)
 
 
@@ -190,7 +202,7 @@ def report(
     both: float,
     predicted: dict[str, float],
     parameters: int,
-    costs: dict[str, float],
+    costs: Costs,
 ) -> None:
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
     alone, locked, pair, three = results
@@ -217,7 +229,10 @@ def report(
         "mean_wait_before_a_full_pass_ms": round(edge.waited_s / max(1, edge.passes) * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
-        **{name: round(seconds * 1e3, 3) for name, seconds in costs.items()},
+        "hop_ms": round(costs.hop_s * 1e3, 3),
+        "message_ms": round(costs.message_s * 1e3, 3),
+        "front_ms": round(costs.front_s * 1e3, 3),
+        "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
         "full_parameters": parameters,
         "max_tokens": MAX_TOKENS,
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

@@ -13,34 +13,34 @@ from cascade.tier import Tier
 from cascade.toy import ToyModel
 from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
-from deployments.link import CHANNEL_OPTIONS, LinkServer
+from deployments.link import CHANNEL_OPTIONS, LinkServer, authorization
 
 PINGS = 300
 
 
-def serve() -> str:
-    """Run a tier with a toy model in this process, with leases for all pings; its address."""
+def serve() -> tuple[str, str]:
+    """Run a tier with a toy model in this process, with leases for all pings; its address and secret."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
-    async def start() -> str:
+    async def start() -> tuple[str, str]:
         tier = Tier("toy", 0, ToyModel())
         tier.start()
         server = LinkServer(tier)
         await server.start("127.0.0.1")
         for ping in range(PINGS):
             server.leases.add(str(ping))
-        return server.address
+        return server.address, server.secret
 
     return asyncio.run_coroutine_threadsafe(start(), loop).result()
 
 
-async def measure(address: str) -> tuple[float, float]:
+async def measure(address: str, secret: str) -> tuple[float, float]:
     """Median seconds of one hop to the tier at ``address``, and mean seconds of processor time at one end of it."""
     params = SamplingParams(max_tokens=1, temperature=0, seed=0)
     times = []
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        call = link_pb2_grpc.LinkStub(channel).Connect()
+        call = link_pb2_grpc.LinkStub(channel).Connect(metadata=(("authorization", authorization(secret)),))
         busy = time.process_time()
         for ping in range(PINGS):
             begin = time.perf_counter()

@@ -1,5 +1,6 @@
 """A server on this machine, or on the cluster it belongs to: the comfortable front door of `cascade serve`."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import ray
 import ray.util
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
 
 from cascade.config import CascadeConfig, ListenConfig
 from cascade.errors import ConfigError
@@ -94,12 +96,14 @@ class Server:
 
     def stop(self) -> None:
         """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
-        if ray.is_initialized():
-            if self._owns_ray:
-                serve.shutdown()
-                ray.shutdown()
-            else:
+        if not ray.is_initialized():
+            return
+        try:
+            with contextlib.suppress(RayServeException):  # Serve did not start
                 serve.delete(APPLICATION)
+        finally:
+            if self._owns_ray:
+                ray.shutdown()  # not `serve.shutdown` before: Ray complains of the controller that it kills
 
     def __enter__(self) -> Self:
         return self

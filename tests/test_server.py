@@ -43,4 +43,4 @@ def test_joined_clusters_keep_their_applications(
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()
-    assert fake.calls == (["shutdown", "shutdown"] if owned else ["delete"])
+    assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])

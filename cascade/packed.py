@@ -1,9 +1,9 @@
-"""Linear layers that take a few rows at once, for CPUs in float32.
+"""Linear layers that take a few rows at once, for CPUs.
 
-PyTorch multiplies one row with a matrix as fast as memory hands the matrix over. Two rows or more take a general product, which
-puts the matrix into an order of its own first, in every pass: with weights larger than the caches two rows cost nearly two
-passes. oneDNN takes matrices that were put in its order once; one row is faster with the plain ones, so both are kept where
-there is memory for it.
+PyTorch multiplies one row with a matrix in an order that is not the processor's best, and puts the matrix into another order
+in every pass of several rows: with weights larger than the caches two rows in float32 cost nearly two passes. oneDNN takes
+matrices that were put in its order once. Its kernels want four rows at least; fewer are filled up with zeros, which costs
+less than the kernels for one, two or three.
 """
 
 from typing import TypeGuard
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from cascade.devices import host_memory
 
-LARGE = 2**24  # weights of a network; fewer stay in the caches, and have nothing to gain
+LARGE = 2**22  # weights of a network; fewer stay in the caches, and have nothing to gain
 SMALL = 2**16  # weights of a layer that is left as it is
+FEWEST_ROWS = 4  # of a product
 EXPECTED_ROWS = 8  # for which the order is chosen
 SPARE = 4  # times the copies' size that must be free
 
@@ -27,12 +28,12 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if rows < 2:
+        if not rows:
             return F.linear(input, self.weight, self.bias)
-        if rows == 2:  # takes oneDNN longer than three
-            flat = input.reshape(2, -1)
-            return self._product(torch.cat((flat, flat[:1])))[:2].reshape(*input.shape[:-1], -1)
-        return self._product(input)
+        if rows >= FEWEST_ROWS:
+            return self._product(input)
+        filled = F.pad(input.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
+        return self._product(filled)[:rows].view(*input.shape[:-1], -1)
 
     def _product(self, input: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
@@ -45,7 +46,7 @@ def pack(network: nn.Module) -> int:
         return 0
     layers = [module for module in network.modules() if _gains(module)]
     size = sum(layer.weight.numel() for layer in layers)
-    if size < LARGE or host_memory() < SPARE * 4 * size:
+    if size < LARGE or host_memory() < SPARE * sum(layer.weight.nbytes for layer in layers):
         return 0
     for layer in layers:
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, EXPECTED_ROWS)
@@ -58,5 +59,8 @@ def _gains(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear:  # not of a quantised or an adapted layer
         return False
     weight = module.weight.data
-    plain = type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype is torch.float32
-    return plain and weight.numel() >= SMALL
+    if type(weight) is not Tensor or weight.device.type != "cpu" or weight.numel() < SMALL:
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype is torch.float32

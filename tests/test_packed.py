@@ -47,6 +47,22 @@ def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert model.num_parameters == plain.num_parameters
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16")
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("bias", [False, True])
+def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows that are filled up to four, and sums of bfloat16, which must be kept in float32."""
+    monkeypatch.setattr(packed, "LARGE", 1)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()
+    input = torch.randn(1, rows, 512, dtype=torch.bfloat16)
+    expected = nn.functional.linear(input.float(), network[0].weight.float(), network[0].bias.float() if bias else None)
+    assert pack(network) == 1
+    with torch.inference_mode():
+        found = network(input)
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.usefixtures("everything")
 def test_other_layers_are_left_alone() -> None:
     """Guards layers that have a product of their own: other dtypes, and subclasses such as quantised ones."""
@@ -54,7 +70,7 @@ def test_other_layers_are_left_alone() -> None:
     class Own(nn.Linear):
         pass
 
-    network = nn.Sequential(nn.Linear(8, 8).bfloat16(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8))
+    network = nn.Sequential(nn.Linear(8, 8).double(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8))
     assert pack(network) == 1
     assert [type(layer) for layer in network] == [nn.Linear, Own, PackedLinear, nn.Embedding]
 

@@ -1,0 +1,258 @@
+"""One tier alone against Transformers on the same weights, threads and process. Under eight minutes on two cores.
+
+    make bench-engine
+
+The embedded full model and one grown from it to 200 M parameters, each in float32 and bfloat16: one request against
+``generate``; passes of a few tokens; 16 requests of different lengths against Transformers' continuous batching and against a
+padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and of each the
+best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave behind.
+OMP_NUM_THREADS is honoured. The last line is one JSON document.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from benchmarks import reference
+from cascade import family
+from cascade.local import Cascade
+from cascade.model import Model
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from cascade.tokenizer import Tokenizer
+
+WORK = Path(__file__).parent / ".work"
+RESULTS = Path(__file__).parent / "results"
+DTYPES = ("float32", "bfloat16")
+REPEATS = 3
+NEW_TOKENS = 48
+PASS_SIZES = (1, 2, 4, 8)
+BATCH = [(8 + 37 * i % 120, 8 + 29 * i % 64) for i in range(16)]  # tokens of prompts and of answers
+PREFIX = 1000
+POSITIONS = 2048  # of context: the embedded models have 1,024, and rotary ones can be asked for more
+SHORT_REQUESTS = 10_000
+console = Console(stderr=True)
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    """Token ids that differ from seed to seed from the first on."""
+    return [(seed * 7919 + place * 104729 + 17) % 4000 + 50 for place in range(n)]
+
+
+def params(n: int) -> SamplingParams:
+    return SamplingParams(max_tokens=n, temperature=0, seed=0, ignore_eos=True)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def load(source: str, dtype: str) -> PreTrainedModel:
+    network = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
+    network.config.max_position_embeddings = POSITIONS
+    return network
+
+
+def generate(network: PreTrainedModel, prompts: list[list[int]], n: int) -> torch.Tensor:
+    """Transformers' greedy ``generate`` of exactly ``n`` tokens behind prompts padded to the longest."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out: torch.Tensor = network.generate(
+        ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
+    )
+    return out[:, longest:]
+
+
+def generate_batch(network: PreTrainedModel) -> float:
+    """Seconds of BATCH by the manager behind Transformers' ``generate_batch``, which is started before the clock is."""
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
+    before = network.config._attn_implementation
+    try:
+        with network.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+            manager.add_request(tokens(8, 99), max_new_tokens=2)
+            while manager.get_result(timeout=1) is None:
+                pass
+            begin = time.perf_counter()
+            for seed, (prompt, answer) in enumerate(BATCH):
+                manager.add_request(tokens(prompt, seed), max_new_tokens=answer)
+            left = len(BATCH)
+            while left:
+                result = manager.get_result(timeout=1)
+                left -= result is not None and result.is_finished()
+                if not manager.is_running():
+                    raise RuntimeError("Transformers' continuous batching stopped")
+            return time.perf_counter() - begin
+    finally:
+        network.set_attn_implementation(before)
+
+
+async def batch(cascade: Cascade) -> None:
+    """The same requests by a tier."""
+    work = (cascade.agenerate(tokens(prompt, seed), params(answer)) for seed, (prompt, answer) in enumerate(BATCH))
+    await asyncio.gather(*work)
+
+
+def decoding(network: PreTrainedModel, cascade: Cascade) -> dict[str, Any]:
+    """Tokens per second of one request, its prompt of 16 tokens included."""
+    prompt, theirs, ours = tokens(16, 0), [], []
+    for _ in range(REPEATS):
+        theirs.append(seconds(lambda: generate(network, [prompt], NEW_TOKENS)))
+        ours.append(seconds(lambda: cascade.generate(prompt, params(NEW_TOKENS))))
+    text = cascade.generate(prompt, params(NEW_TOKENS)).token_ids
+    return {
+        "generate_tokens_per_s": round(NEW_TOKENS / min(theirs), 1),
+        "tier_tokens_per_s": round(NEW_TOKENS / min(ours), 1),
+        "decode_vs_generate": round(min(theirs) / min(ours), 3),
+        "same_tokens": generate(network, [prompt], NEW_TOKENS)[0].tolist() == list(text),
+    }
+
+
+def passes(model: Model) -> dict[str, Any]:
+    """Milliseconds of a pass behind 150 tokens, every position scored."""
+    cache = model.new_cache()
+    model.run([Row(cache, 0, tokens(150, 1), 1, reference.GREEDY)])
+    rows = {n: Row(cache, 150, tokens(n, 2), n, reference.GREEDY) for n in PASS_SIZES}
+    best = dict.fromkeys(PASS_SIZES, float("inf"))
+    for _ in range(4 * REPEATS):
+        for n, row in rows.items():
+            best[n] = min(best[n], seconds(lambda row=row: model.run([row])))
+    cache.free()
+    return {"pass_ms": {n: round(s * 1e3, 2) for n, s in best.items()}, "pass_8_vs_2": round(best[8] / best[2], 3)}
+
+
+def batching(network: PreTrainedModel, cascade: Cascade) -> dict[str, Any]:
+    """Tokens per second of BATCH; in a padded batch the longest answer is everyone's, and only what is wanted counts."""
+    wanted = sum(answer for _, answer in BATCH)
+    longest = max(answer for _, answer in BATCH)
+    prompts = [tokens(prompt, seed) for seed, (prompt, _) in enumerate(BATCH)]
+    padded, continuous, ours = [], [], []
+    for _ in range(2):
+        padded.append(seconds(lambda: generate(network, prompts, longest)))
+        continuous.append(generate_batch(network))
+        cascade.tiers[0].memory.pool.clear()  # no prompt is known
+        ours.append(seconds(lambda: asyncio.run(batch(cascade))))
+    return {
+        "padded_generate_tokens_per_s": round(wanted / min(padded), 1),
+        "generate_batch_tokens_per_s": round(wanted / min(continuous), 1),
+        "tier_batch16_tokens_per_s": round(wanted / min(ours), 1),
+        "batch16_vs_padded_generate": round(min(padded) / min(ours), 3),
+        "batch16_vs_generate_batch": round(min(continuous) / min(ours), 3),
+    }
+
+
+def first_token(cascade: Cascade, prompt: list[int]) -> float:
+    return seconds(lambda: cascade.generate(prompt, params(1)))
+
+
+def prefix(cascade: Cascade) -> dict[str, Any]:
+    """Seconds to the first token of two requests that begin with the same PREFIX tokens."""
+    first, second = [], []
+    for seed in range(100, 100 + REPEATS):
+        shared = tokens(PREFIX, seed)
+        first.append(first_token(cascade, shared + tokens(16, seed + 200)))
+        second.append(first_token(cascade, shared + tokens(16, seed + 300)))
+    return {
+        "first_token_ms": round(min(first) * 1e3, 1),
+        "first_token_known_prefix_ms": round(min(second) * 1e3, 1),
+        "prefix_ttft": round(min(second) / min(first), 4),
+    }
+
+
+def held(cascade: Cascade, model: Model) -> dict[str, Any]:
+    """Peak memory of one session's keys and values against its tokens times bytes per token, looked at with every token."""
+    pool = cascade.tiers[0].memory.pool
+    pool.clear()
+    prompt, peak, written = tokens(PREFIX, 400), 0, 0
+    for chunk in cascade.stream(prompt, params(200)):
+        written += len(chunk.token_ids)
+        peak = max(peak, sum(strip.store.nbytes for strip in list(pool._strips)))
+    needed = (len(prompt) + written) * model.bytes_per_token
+    return {"cache_bytes": peak, "bytes_per_token": model.bytes_per_token, "cache_vs_tokens": round(peak / needed, 4)}
+
+
+def compare(source: str, dtype: str) -> dict[str, Any]:
+    """Everything about one model in one dtype."""
+    network, model = load(source, dtype), Model(load(source, dtype))
+    with Cascade([model], Tokenizer.from_pretrained(source)) as cascade:
+        generate(network, [tokens(16, 9)], 4)
+        cascade.generate(tokens(16, 9), params(4))
+        return {
+            "parameters": model.num_parameters,
+            **decoding(network, cascade),
+            **passes(model),
+            **batching(network, cascade),
+            **prefix(cascade),
+            **held(cascade, model),
+        }
+
+
+def resident() -> float:
+    """Memory of this process, MiB."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def endurance() -> dict[str, Any]:
+    """What short requests of the embedded tiny model leave behind, after a fifth of them has warmed it up."""
+    source = family.paths()[0]
+    size, after = 100, {}
+    with Cascade([Model.from_pretrained(source, cache_tokens=4096)], Tokenizer.from_pretrained(source)) as cascade:
+        for count in range(size, SHORT_REQUESTS + 1, size):
+            cascade.generate([tokens(4 + i % 8, count + i) for i in range(size)], params(2))
+            if count in (SHORT_REQUESTS // 5, SHORT_REQUESTS):
+                after[count] = resident()
+        cascade.tiers[0].memory.pool.check()
+    first, last = after.values()
+    return {"requests": SHORT_REQUESTS, "resident_mib": round(last, 1), "growth_mib": round(last - first, 1)}
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    grown = WORK / "full-200m"
+    reference.grow_full(grown)
+    models: dict[str, dict[str, Any]] = {}
+    for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
+        for dtype in DTYPES:
+            begin = time.perf_counter()
+            models[f"{name} {dtype}"] = found = compare(source, dtype)
+            gc.collect()
+            console.print(f"[bold]{name} {dtype}[/] {time.perf_counter() - begin:.0f} s", found)
+    report(models, endurance())
+
+
+def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
+    """The JSON document, to a file and to the last line of standard output; each ratio is the worst of all models."""
+    low = ("decode_vs_generate", "batch16_vs_generate_batch", "batch16_vs_padded_generate")
+    high = ("prefix_ttft", "pass_8_vs_2", "cache_vs_tokens")
+    document = {
+        "ratios": {name: min(found[name] for found in models.values()) for name in low}
+        | {name: max(found[name] for found in models.values()) for name in high},
+        "models": models,
+        "short_requests": short,
+        "prefix_tokens": PREFIX,
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "engine.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

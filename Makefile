@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test lint bench-cascade family proto clean
+.PHONY: demo serve test lint bench-cascade bench-door family proto clean
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -21,6 +21,9 @@ lint: $(VENV)/.installed-dev       ## style and types
 
 bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the last line is JSON
 	$(BIN)/python -m benchmarks.cascade
+
+bench-door: $(VENV)/.installed     ## what the gRPC and HTTP doors add to the library; the last line is JSON
+	$(BIN)/python -m benchmarks.door
 
 family: $(VENV)/.installed         ## train the embedded models again
 	$(BIN)/cascade family train

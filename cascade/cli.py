@@ -13,6 +13,7 @@ from rich.progress import Progress
 from cascade import screen
 from cascade.commands.bench import bench
 from cascade.commands.options import parameters, sampling_options
+from cascade.commands.top import top
 from cascade.errors import CascadeError, ConfigError
 from cascade.measure import PROMPTS, Mode, Stream, measure
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
@@ -43,6 +44,7 @@ def main() -> None:
     cascade check my.yaml               what they will need, and whether they fit together
     cascade generate "def main():"      ask the server
     cascade bench                       how much faster it is, under load
+    cascade top                         watch a server
     """
 
 
@@ -298,6 +300,7 @@ class connected:
 
 
 main.add_command(bench)
+main.add_command(top)
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["serve"], ["demo"], ["generate"], ["bench"], ["simulate"], ["family", "train"], ["family", "judge"]],
+    [[], ["serve"], ["demo"], ["generate"], ["bench"], ["top"], ["simulate"], ["family", "train"], ["family", "judge"]],
 )
 def test_help_teaches(command: list[str]) -> None:
     """Guards every command's help against breaking."""

@@ -1,9 +1,8 @@
-"""The command line. The only module that prints."""
+"""The command line. Only it and `cascade.commands` print."""
 
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cascade import screen
+from cascade.commands.bench import bench
+from cascade.commands.options import parameters, sampling_options
+from cascade.commands.top import top
 from cascade.errors import CascadeError, ConfigError
 from cascade.measure import PROMPTS, Mode, Stream, measure
-from cascade.params import DEFAULT_WINDOW, KINDS, SamplingParams, Speculation, Structured
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 
 console = Console(highlight=False)
 DEFAULT_ADDRESS = "127.0.0.1:9000"
@@ -41,71 +43,9 @@ def main() -> None:
     cascade serve my.yaml               your own models
     cascade check my.yaml               what they will need, and whether they fit together
     cascade generate "def main():"      ask the server
+    cascade bench                       how much faster it is, under load
+    cascade top                         watch a server
     """
-
-
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of `SamplingParams` and `Speculation`, collected into ``params`` and ``speculation``."""
-    options = [
-        click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
-        click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
-        click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
-        click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
-        click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
-        click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
-        click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
-        click.option(
-            "--stop-token", "stop_token_ids", type=int, multiple=True, help="End with this token id. May be repeated."
-        ),
-        click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end-of-text token."),
-        click.option("--min-tokens", default=0, show_default=True, help="Output tokens at least."),
-        click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
-        click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),
-        click.option("--repetition-penalty", default=1.0, show_default=True, help="Divides logits of tokens seen before."),
-        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to the logit of a token. May be repeated."),
-        click.option("--logprobs", type=int, help="Show log-probabilities, and those of so many likeliest tokens."),
-        click.option("--json-schema", metavar="SCHEMA", help="The text is JSON of this schema; @FILE reads it from a file."),
-        click.option("--json-object", is_flag=True, help="The text is a JSON object."),
-        click.option("--regex", metavar="REGEX", help="The text matches this expression as a whole."),
-        click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. May be repeated."),
-        click.option("--grammar", metavar="GRAMMAR", help="The text is of this Lark or GBNF grammar; @FILE reads it."),
-        click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
-        click.option("--tiers", help="Lower tiers to use, separated by commas. All if not given."),
-        click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
-        click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
-    """The request that the sampling options describe."""
-    tiers = options.pop("tiers")
-    names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
-    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule")}
-    options["logit_bias"] = dict(_bias(pair) for pair in options["logit_bias"])
-    kinds = {name: options.pop(name) for name in KINDS}
-    for name in ("json_schema", "grammar"):
-        if kinds[name] and kinds[name].startswith("@"):
-            kinds[name] = _read(kinds[name][1:])
-    structured = Structured(**kinds) if any(kinds.values()) else None
-    return SamplingParams(structured=structured, **options), Speculation(tiers=names, **chosen)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise click.BadParameter(f"{path} cannot be read: {error}") from None
-
-
-def _bias(pair: str) -> tuple[int, float]:
-    token, _, bias = pair.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise click.BadParameter(f"{pair!r} is not ID=BIAS, such as 42=-5", param_hint="--logit-bias") from None
 
 
 @main.command()
@@ -208,21 +148,6 @@ def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: b
             click.echo()
         else:
             show_stream(stream, prompt, params, speculation, names)
-
-
-@main.command()
-@click.option(
-    "--address", help=f"Of a server. Without one the embedded family runs in this process. Example: {DEFAULT_ADDRESS}"
-)
-@click.option("--max-tokens", default=128, show_default=True)
-@click.option("--temperature", "-t", default=0.0, show_default=True)
-@click.option("--rounds", default=1, show_default=True, help="Times each prompt is sent in each mode.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of tables.")
-def bench(address: str | None, max_tokens: int, temperature: float, rounds: int, as_json: bool) -> None:
-    """Compare the cascade with the full model alone, in alternation, on built-in prompts."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
-    with connected(address, ()) as (stream, names):
-        compare(stream, params, names, rounds=rounds, as_json=as_json)
 
 
 @main.command()
@@ -333,21 +258,17 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
         )
 
 
-def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int, as_json: bool = False) -> None:
+def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:
     """Measure the full model alone and every chain below it, and print the tables."""
     lower = names[:-1]
     chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
     modes = [Mode("full alone", Speculation("off"))]
     modes += [Mode(" → ".join((*chain, names[-1])), Speculation(tiers=chain)) for chain in chains]
     total = rounds * len(PROMPTS) * len(modes)
-    with Progress(console=console, transient=True, disable=as_json) as progress:
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=total)
         results = measure(stream, modes, params, rounds=rounds, step=lambda: progress.advance(task))
     same = all(result.texts == results[0].texts for result in results)
-    if as_json:
-        speeds = {result.mode.name: result.tokens_per_second for result in results}
-        click.echo(json.dumps({"tokens_per_second": speeds, "same_text": same}))
-        return
     console.print(screen.speeds(results, "full alone"))
     console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))
     console.print("All modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")
@@ -377,6 +298,9 @@ class connected:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
+
+main.add_command(bench)
+main.add_command(top)
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,5 @@
 """The command line: what it prints, how it fails, and that Ctrl-C leaves nothing running."""
 
-import json
 import re
 import signal
 import subprocess
@@ -16,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from cascade import Cascade, SamplingParams, Structured
-from cascade.cli import main, parameters, sampling_options
+from cascade.cli import main
 from cascade.client import Client
+from cascade.commands.options import parameters, sampling_options
 
 PROMPT = "def read(path):\n"
 
@@ -30,7 +30,8 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["demo"], ["generate"], ["bench"], ["simulate"], ["family", "train"], ["family", "judge"]]
+    "command",
+    [[], ["serve"], ["demo"], ["generate"], ["bench"], ["top"], ["simulate"], ["family", "train"], ["family", "judge"]],
 )
 def test_help_teaches(command: list[str]) -> None:
     """Guards every command's help against breaking."""
@@ -150,12 +151,3 @@ def test_ctrl_c_stops_everything() -> None:
     while left := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-
-
-def test_bench_compares_modes() -> None:
-    """Guards the comparison: one JSON document, every chain, the same text in all of them."""
-    code, output = run("bench", "--json", "--max-tokens", "8")
-    assert code == 0
-    document = json.loads(output.strip().splitlines()[-1])
-    assert document["same_text"] is True
-    assert set(document["tokens_per_second"]) == {"full alone", "tiny → full", "medium → full", "tiny → medium → full"}

@@ -48,10 +48,10 @@ def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16")
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows that are filled up to four, and sums of bfloat16, which must be kept in float32."""
+    """Guards rows that are filled up to four, the plain product of many, and sums, which must be kept in float32."""
     monkeypatch.setattr(packed, "LARGE", 1)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()

@@ -298,7 +298,11 @@ class Router:
 
 
 async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life) -> Proposal:
-    """What the full tier says next; raises `SessionFailed`, or what ends the request."""
+    """What the full tier says next; raises `SessionFailed`, or what ends the request.
+
+    Of several proposals that came while the last piece was on its way only the newest counts: it repeats all that is not
+    acknowledged. So a client that is slower than the tier gets fewer and longer pieces.
+    """
     life.check()
     while True:
         try:
@@ -309,6 +313,12 @@ async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life)
             life.check()
             if not patience.left_s:  # else clocks differ by a tick
                 raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
+    while isinstance(message, Proposal) and not inbox.empty():
+        newer = inbox.get_nowait()
+        if isinstance(newer, Failed):  # what was said before it counts; nothing comes behind it
+            inbox.put_nowait(newer)
+            break
+        message = newer
     life.check()
     if isinstance(message, Failed):
         raise SessionFailed(message.reason)

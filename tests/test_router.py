@@ -11,12 +11,13 @@ from test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
 
 from cascade.config import CascadeConfig
 from cascade.errors import CascadeError
-from cascade.messages import Proposal
+from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
-from deployments.router import Patience, Router
+from deployments.gate import Life
+from deployments.router import Patience, Router, SessionFailed
 
 PROMPT = [5, 6, 7, 8]
 
@@ -272,3 +273,14 @@ async def test_fields_from_the_future_are_refused(net: Net) -> None:
             context = await refused(router, asked)
             assert context.code is grpc.StatusCode.INVALID_ARGUMENT
             assert "unknown fields" in context.details
+
+
+async def test_newest_proposal_counts_and_failures_come_behind() -> None:
+    """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    for message in (Proposal("s", 4, (1,), b"\0"), Proposal("s", 4, (1, 2), b"\0\0"), Failed("s", "gone")):
+        inbox.put_nowait(message)
+    patience, life = Patience(5.0), Life()
+    assert (await module.heard(inbox, patience, life)).tokens == (1, 2)
+    with pytest.raises(SessionFailed, match="gone"):
+        await module.heard(inbox, patience, life)

@@ -16,7 +16,7 @@ from cascade.devices import host_memory
 
 LARGE = 2**22  # weights of a network; fewer stay in the caches, and have nothing to gain
 SMALL = 2**16  # weights of a layer that is left as it is
-FEWEST_ROWS, MOST_ROWS = 4, 256  # of a product in oneDNN's order; with more PyTorch's own is as fast, or faster
+FEWEST_ROWS = 4  # of a product
 EXPECTED_ROWS = 8  # for which the order is chosen
 SPARE = 4  # times the copies' size that must be free
 
@@ -28,7 +28,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if not rows or rows > MOST_ROWS:
+        if not rows:
             return F.linear(input, self.weight, self.bias)
         if rows >= FEWEST_ROWS:
             return self._product(input)

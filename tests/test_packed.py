@@ -51,7 +51,7 @@ def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows that are filled up to four, the plain product of many, and sums, which must be kept in float32."""
+    """Guards rows that are filled up to four, and sums, which must be kept in float32."""
     monkeypatch.setattr(packed, "LARGE", 1)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()

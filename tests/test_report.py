@@ -25,7 +25,9 @@ def served() -> Iterator[House]:
 def test_grpc_reports_positions_and_reasons(served: House) -> None:
     """Guards the way from the full tier to the client: counts by position, time to first token, the reason."""
     with Client(served.grpc) as client:
-        drafted = client.generate(PROMPT, SamplingParams(max_tokens=60, seed=3)).stats
+        drafted = client.generate(
+            PROMPT, SamplingParams(max_tokens=200, seed=3), Speculation(schedule="lockstep", window=4)
+        ).stats
         alone = client.generate(PROMPT, SamplingParams(max_tokens=8, seed=3), Speculation("off")).stats
     top = [edge for edge in drafted.edges if edge.verifier == "full"]
     assert sum(edge.accepted for edge in top) > 0

@@ -4,13 +4,16 @@ Text and token ids are cut together: a token is handed out with the text that it
 take back is held until it is certain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
+Undrafted = Literal["disabled", "no_replica", "short", "late"]
+
+SHORT_PASSES = 4  # of the full tier, in which the first guesses cannot be missed yet
 
 
 class TextDecoder(Protocol):
@@ -28,6 +31,8 @@ class Stats:
     prompt_tokens: int
     completion_tokens: int  # as counted by the full tier, an ending token included
     edges: tuple[Edge, ...] = ()  # the full tier's first
+    first_token_s: float | None = None  # from the request to the full tier's first token, seconds
+    undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
 
     @property
     def full_passes(self) -> int:
@@ -74,6 +79,7 @@ class Answer:
     opening: Open
     decoder: TextDecoder
     index: int = 0
+    elapsed: Callable[[], float] | None = None  # seconds since the request came; without it time is not told
     finish_reason: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _origins: bytearray = field(default_factory=bytearray)
@@ -83,6 +89,7 @@ class Answer:
     _num_sent_chars: int = 0
     _num_sent_tokens: int = 0
     _edges: tuple[Edge, ...] = ()
+    _first_token_s: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -102,6 +109,8 @@ class Answer:
         new = proposal.tokens[known:] if known >= 0 else ()
         if not new:
             return None, None
+        if not self._tokens and self.elapsed is not None:
+            self._first_token_s = self.elapsed()
         if proposal.edges:
             self._edges = proposal.edges
         if self.opening.params.logprobs is not None:
@@ -177,10 +186,28 @@ class Answer:
             return None
         seed = self.opening.params.seed
         assert seed is not None
-        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges)
+        reason = undrafted(self.opening, self._edges)
+        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
         logprobs = tuple(self._logprobs[:num_tokens])
         return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs)
+
+
+def undrafted(opening: Open, edges: Sequence[Edge]) -> Undrafted | None:
+    """Why no guess was scored at the full tier: ``None`` if one was.
+
+    ``disabled``: none was wanted, or there is no tier below. ``no_replica``: most passes found no drafter at hand.
+    ``short``: the text ended before guesses could come. ``late``: there was a drafter, and its guesses never came in time.
+    """
+    own = [edge for edge in edges if edge.verifier == opening.tier]
+    if any(edge.proposed for edge in own):
+        return None
+    if not opening.chain:
+        return "disabled"
+    alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
+    if 2 * alone > all_:
+        return "no_replica"
+    return "short" if all_ <= SHORT_PASSES else "late"
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -8,11 +8,11 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, get_args
 
 import grpc
 
-from cascade.answer import Chunk, Completion, FinishReason, Stats
+from cascade.answer import Chunk, Completion, FinishReason, Stats, Undrafted
 from cascade.errors import (
     Aborted,
     CascadeError,
@@ -32,6 +32,7 @@ from cascade.v1 import serving_pb2_grpc
 from cascade.wire import encode_sampling
 
 Prompt: TypeAlias = str | Sequence[int]
+REASONS: tuple[Undrafted, ...] = get_args(Undrafted)
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -266,11 +267,18 @@ def encode_request(
 
 
 def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish) -> Completion:
-    edges = tuple(Edge(e.drafter, e.verifier, e.passes, e.proposed, e.accepted, e.emitted, e.waited_s) for e in finish.edges)
+    edges = tuple(map(_edge, finish.edges))
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
-    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges)
+    first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
+    why = next((why for why in REASONS if why == finish.undrafted), None)  # a newer server may know more
+    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, why)
     ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
     return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs)
+
+
+def _edge(e: pb.Edge) -> Edge:
+    positions = tuple(e.accepted_by_position)
+    return Edge(e.drafter, e.verifier, e.passes, e.proposed, e.accepted, e.emitted, e.waited_s, positions)
 
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, overload
@@ -212,7 +213,7 @@ class Cascade:
         if params.structured is not None:
             self._grammars.check(params.structured)
         chain = speculation.chain(self.names)
-        answers = []
+        begin, answers = time.monotonic(), []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             ids = self._encode(one, params.max_tokens)
             seeded = params.seeded()
@@ -231,7 +232,7 @@ class Cascade:
                 priority=handling.priority,
                 cache_salt=handling.cache_salt,
             )
-            answers.append(Answer(opening, self.tokenizer.decoder(ids), index))
+            answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))
 
     def _encode(self, prompt: object, max_tokens: int) -> tuple[int, ...]:

@@ -6,9 +6,12 @@ sent, or the link is broken; proposals may be late, lost, repeated, reordered or
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from cascade.params import SamplingParams
+
+MAX_POSITIONS = 16  # of a pass whose accepted guesses are counted one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Edge:
     accepted: int = 0  # of these, equal to the verifier's own tokens
     emitted: int = 0  # own tokens
     waited_s: float = 0.0  # time the verifier waited for guesses, seconds
+    accepted_by_position: tuple[int, ...] = ()  # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
 
     @property
     def mean_accepted_len(self) -> float:
@@ -37,7 +41,14 @@ class Edge:
             self.accepted + other.accepted,
             self.emitted + other.emitted,
             self.waited_s + other.waited_s,
+            _sum(self.accepted_by_position, other.accepted_by_position),
         )
+
+
+def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    if not one or not other:
+        return one or other
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

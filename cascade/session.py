@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cascade.messages import Close, Commit, Edge, Open, Proposal, origin
+from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Open, Proposal, origin
 
 PACE_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
@@ -234,7 +234,8 @@ class Session:
         self.pace.passed(len(guess), accepted + agrees, len(new))
         self.guess, self._guess_origins = guess[keep:], self._guess_origins[keep:]
         self.kv_len = len(self.text) - 1
-        self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new))
+        positions = (1,) * min(accepted, MAX_POSITIONS)
+        self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new), accepted_by_position=positions)
         return Commit(self.drafter_session, start, new)
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:

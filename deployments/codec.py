@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
 from cascade.wire import decode_sampling, encode_sampling
 
@@ -67,6 +67,7 @@ def _encode_edge(edge: Edge) -> pb.LinkEdge:
         accepted=edge.accepted,
         emitted=edge.emitted,
         waited_s=edge.waited_s,
+        accepted_by_position=edge.accepted_by_position,
     )
 
 
@@ -116,4 +117,5 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
 
 
 def _decode_edge(edge: pb.LinkEdge) -> Edge:
-    return Edge(edge.drafter, edge.verifier, edge.passes, edge.proposed, edge.accepted, edge.emitted, edge.waited_s)
+    positions = tuple(edge.accepted_by_position[:MAX_POSITIONS])
+    return Edge(edge.drafter, edge.verifier, edge.passes, edge.proposed, edge.accepted, edge.emitted, edge.waited_s, positions)

@@ -1,12 +1,15 @@
 """What the router counts, as Prometheus reads it at GET /metrics."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cascade.answer import Completion
+from cascade.answer import Completion, Undrafted
 from deployments.gate import Gate
+
+log = logging.getLogger(__name__)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,7 +30,9 @@ class Meters:
         self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
         self._first = Histogram("first_token_seconds", "From admission to the first piece.", buckets=SECONDS, **made)
         self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
-        self._plain = Counter("undrafted_answers", "Answers of several tokens without a single guess scored.", **made)
+        self._plain = Counter("undrafted_answers", "Answers without a single guess scored, by reason.", ["reason"], **made)
+        self._active = Gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not.", **made)
+        self._drafted: bool | None = None  # what the log has said; nothing yet
         running = Gauge("running", "Answers being written.", **made)
         waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
         running.set_function(lambda: gate.num_running)
@@ -59,5 +64,18 @@ class Meters:
             self._proposed.labels(*labels).inc(edge.proposed)
             self._accepted.labels(*labels).inc(edge.accepted)
             self._passes.labels(*labels).inc(edge.passes)
-        if completion.stats.completion_tokens > 1 and not any(edge.proposed for edge in edges):
-            self._plain.inc()
+        why = completion.stats.undrafted
+        if why is not None:
+            self._plain.labels(why).inc()
+        if why in (None, "no_replica", "late"):  # else the answer says nothing of the tiers below
+            self._drafts(why)
+
+    def _drafts(self, why: Undrafted | None) -> None:
+        """Whether drafts reach the full tier; said once when it changes."""
+        active = why is None
+        self._active.set(active)
+        if not active and self._drafted is not False:
+            log.warning("Speculation is configured but inactive (%s): answers are those of the full tier alone", why)
+        elif active and self._drafted is False:
+            log.info("Speculation is active again")
+        self._drafted = active

@@ -85,7 +85,8 @@ def usage(completions: Sequence[Completion]) -> dict[str, int]:
 def report(completion: Completion) -> dict[str, Any]:
     """What happened: the seed, and every edge between two tiers."""
     edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in completion.stats.edges]
-    return {"seed": completion.seed, "edges": edges}
+    stats = completion.stats
+    return {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
 
 
 def history(chunks: Iterable[Chunk]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def finish(completion: Completion) -> pb.Finish:
             emitted=edge.emitted,
             mean_accepted_len=edge.mean_accepted_len,
             waited_s=edge.waited_s,
+            accepted_by_position=edge.accepted_by_position,
         )
         for edge in completion.stats.edges
     ]
@@ -95,4 +96,6 @@ def finish(completion: Completion) -> pb.Finish:
         prompt_tokens=completion.stats.prompt_tokens,
         completion_tokens=completion.stats.completion_tokens,
         edges=edges,
+        first_token_s=completion.stats.first_token_s,
+        undrafted=completion.stats.undrafted,
     )

@@ -211,7 +211,7 @@ class Router:
 
     async def _chunks(self, opening: Open, call: Call, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
-        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index)
+        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - call.since)
         patience = Patience(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:

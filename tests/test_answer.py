@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.answer import Answer, Completion, check_prompt
-from cascade.messages import Open, Proposal
+from cascade.answer import Answer, Completion, check_prompt, undrafted
+from cascade.messages import Edge, Open, Proposal
 from cascade.params import SamplingParams
 
 END = 0
@@ -127,3 +129,42 @@ def test_prompt_checks_name_the_numbers() -> None:
     assert "-1" in (check_prompt([-1], 1, 10, 9) or "")
     assert "10" in (check_prompt([10], 1, 10, 9) or "")
     assert "8 tokens and max_tokens is 3" in (check_prompt([1] * 8, 3, 10, 9) or "")
+
+
+OPENING = Open("s", (1, 2), 2, SamplingParams(seed=1), tier="full", chain=("tiny",))
+
+
+@pytest.mark.parametrize(
+    ("chain", "edges", "why"),
+    [
+        ((), [Edge("", "full", 9)], "disabled"),
+        (("tiny",), [Edge("", "full", 9)], "no_replica"),
+        (("tiny",), [Edge("", "full", 9), Edge("tiny", "full", 2)], "no_replica"),
+        (("tiny",), [Edge("tiny", "full", 1)], "short"),
+        (("tiny",), [Edge("tiny", "full", 50), Edge("", "tiny", 50)], "late"),
+        (("tiny",), [Edge("", "full", 9), Edge("tiny", "full", 2, 1)], None),
+        (("medium", "tiny"), [Edge("medium", "full", 50), Edge("tiny", "medium", 50, 80)], "late"),
+    ],
+)
+def test_why_nothing_was_drafted(chain: tuple[str, ...], edges: list[Edge], why: str | None) -> None:
+    """Guards the reason: it is about guesses at the full tier, and one scored guess is enough to have none."""
+    assert undrafted(replace(OPENING, chain=chain), edges) == why
+
+
+def test_time_to_the_first_token_is_that_of_the_first() -> None:
+    """Guards against a time that later tokens, or a session on another replica, move."""
+    ticks = iter([0.5, 1.5])
+    answer = Answer(replace(OPENING, params=SamplingParams(seed=1, max_tokens=2)), Words(), elapsed=lambda: next(ticks))
+    answer.take(Proposal("s", 2, (1,), bytes(1)))
+    chunk, _ = answer.take(Proposal("s", 3, (1,), bytes(1)))
+    assert chunk is not None
+    assert chunk.completion is not None
+    assert chunk.completion.stats.first_token_s == 0.5
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=16).map(tuple)))
+def test_positions_add_up(lists: list[tuple[int, ...]]) -> None:
+    """Guards sums of edges whose passes accepted different lengths."""
+    total = sum((Edge("", "", accepted_by_position=one) for one in lists), Edge("", "")).accepted_by_position
+    assert sum(total) == sum(map(sum, lists))
+    assert len(total) == max(map(len, lists), default=0)

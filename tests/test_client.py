@@ -40,9 +40,19 @@ FINISH = pb.Finish(
     completion_tokens=3,
     edges=[
         pb.Edge(
-            drafter="tiny", verifier="full", passes=2, proposed=3, accepted=1, emitted=3, mean_accepted_len=1.5, waited_s=0.25
+            drafter="tiny",
+            verifier="full",
+            passes=2,
+            proposed=3,
+            accepted=1,
+            emitted=3,
+            mean_accepted_len=1.5,
+            waited_s=0.25,
+            accepted_by_position=[1],
         )
     ],
+    first_token_s=0.125,
+    undrafted="late",
 )
 TOKENS = [
     pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
@@ -150,7 +160,8 @@ def check(completion: Completion | None) -> None:
     assert (completion.text, completion.token_ids) == ("abc", (11, 12, 13))
     assert (completion.finish_reason, completion.seed) == ("length", 7)
     assert (completion.stats.prompt_tokens, completion.stats.completion_tokens) == (4, 3)
-    assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25),)
+    assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25, (1,)),)
+    assert (completion.stats.first_token_s, completion.stats.undrafted) == (0.125, "late")
     assert completion.origins == bytes([origin(0, False), origin(1, True), origin(1, False)])
     assert completion.logprobs == (Logprobs(-0.5, ((11, -0.5), (9, -1.0))), Logprobs(0.0), Logprobs(-2.0, ((8, -0.25),)))
 

@@ -708,7 +708,9 @@ params = st.builds(
     | st.builds(Structured, choice=st.lists(st.text(min_size=1), min_size=1, max_size=3))
     | st.builds(Structured, grammar=st.text(min_size=1)),
 )
-edges = st.builds(Edge, st.text(), st.text(), counts, counts, counts, counts, st.floats(0, 1e9))
+edges = st.builds(
+    Edge, st.text(), st.text(), counts, counts, counts, counts, st.floats(0, 1e9), st.lists(counts, max_size=16).map(tuple)
+)
 opens = st.builds(
     Open,
     session=st.text(),

@@ -277,6 +277,9 @@ def test_identical_models_accept_everything(num_tiers: int) -> None:
     assert len(edges) == num_tiers
     assert all(edge.accepted == edge.proposed for edge in edges)
     assert all(edge.accepted for edge in edges if edge.drafter)
+    for edge in edges:  # a pass that accepts its second guess accepted its first one; windows are shorter than 16 here
+        assert sum(edge.accepted_by_position) == edge.accepted
+        assert list(edge.accepted_by_position) == sorted(edge.accepted_by_position, reverse=True)
     assert chain.passes < 200 / 2.5  # nor does it fall with the length of the text
 
 

@@ -15,7 +15,7 @@ from cascade.handling import Handling
 from cascade.params import SamplingParams, Speculation
 
 ROOT = Path(__file__).parents[1]
-CHOSEN: dict[str, dict[str, Any]] = {  # values that change the text of the toy, where the parameter may
+CHOSEN: dict[str, dict[str, Any]] = {  # values that are not the defaults
     "max_tokens": {"max_tokens": 7},
     "min_tokens": {"min_tokens": 20},
     "temperature": {"temperature": 0.3},

@@ -107,7 +107,9 @@ def test_no_server_is_one_sentence() -> None:
 def test_ctrl_c_ends_it() -> None:
     """Guards against a traceback or a wrong status when the watcher has seen enough."""
     with house() as served, counted(served) as described:
-        command = [sys.executable, "-m", "cascade.cli", "top", "--every", "0.1", "--address", served.grpc, "--url", served.url]
+        # as from a terminal: a test that runs in the background hands on that it ignores Ctrl-C
+        heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from cascade.cli import main; main()"
+        command = [sys.executable, "-c", heed, "top", "--every", "0.1", "--address", served.grpc, "--url", served.url]
         environment = os.environ | {"COLUMNS": "160"}
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
             deadline = time.monotonic() + 60

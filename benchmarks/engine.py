@@ -1,4 +1,4 @@
-"""One tier alone against Transformers on the same weights, threads and process. Under eight minutes on two cores.
+"""One tier alone against Transformers on the same weights, threads and process.
 
     make bench-engine
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
-Undrafted = Literal["disabled", "no_replica", "short", "late"]
+Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
 
 SHORT_PASSES = 4  # of the full tier, in which the first guesses cannot be missed yet
 
@@ -90,6 +90,7 @@ class Answer:
     _num_sent_tokens: int = 0
     _edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
+    _spared: str = ""  # why the full tier leaves out those below, if it does
 
     @property
     def finished(self) -> bool:
@@ -112,7 +113,7 @@ class Answer:
         if not self._tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
         if proposal.edges:
-            self._edges = proposal.edges
+            self._edges, self._spared = proposal.edges, proposal.spared
         if self.opening.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.tokens), "the full tier was asked for log-probabilities"
             self._logprobs += proposal.logprobs[known:]
@@ -186,17 +187,18 @@ class Answer:
             return None
         seed = self.opening.params.seed
         assert seed is not None
-        reason = undrafted(self.opening, self._edges)
+        reason = undrafted(self.opening, self._edges, self._spared)
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
         logprobs = tuple(self._logprobs[:num_tokens])
         return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs)
 
 
-def undrafted(opening: Open, edges: Sequence[Edge]) -> Undrafted | None:
+def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undrafted | None:
     """Why no guess was scored at the full tier: ``None`` if one was.
 
-    ``disabled``: none was wanted, or there is no tier below. ``no_replica``: most passes found no drafter at hand.
+    ``disabled``: none was wanted, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that drafting
+    does not pay, now or ever (`cascade.planner.Planner.spared`). ``no_replica``: most passes found no drafter at hand.
     ``short``: the text ended before guesses could come. ``late``: there was a drafter, and its guesses never came in time.
     """
     own = [edge for edge in edges if edge.verifier == opening.tier]
@@ -204,6 +206,8 @@ def undrafted(opening: Open, edges: Sequence[Edge]) -> Undrafted | None:
         return None
     if not opening.chain:
         return "disabled"
+    if spared:
+        return "load" if spared == "load" else "low_acceptance"
     alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
     if 2 * alone > all_:
         return "no_replica"

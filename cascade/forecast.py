@@ -235,8 +235,10 @@ class Bench:
     front_device: str = ""  # see `cascade.scenario.Scenario`
     front_s: float = 0.0
 
-    def outcome(self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW) -> Outcome:
-        """Serve with the tiers ``chosen``, by index, bottom to top."""
+    def outcome(
+        self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW, adaptive: bool = False
+    ) -> Outcome:
+        """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
         trace = self.trace.only(chosen)
         picked = [self.costs[i] for i in chosen]
         tiers = tuple(
@@ -244,8 +246,8 @@ class Bench:
         )
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
-        scenario = Scenario(tiers, requests, max(1, window), lockstep, front_device=self.front_device, front_s=self.front_s)
-        return simulate(scenario)
+        front = {"front_device": self.front_device, "front_s": self.front_s}
+        return simulate(Scenario(tiers, requests, max(1, window), lockstep, adaptive=adaptive, **front))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

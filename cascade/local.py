@@ -229,6 +229,7 @@ class Cascade:
                 window=FULL_WINDOW,
                 draft_window=speculation.draft_window(self.window),
                 lockstep=speculation.schedule == "lockstep",
+                adaptive=speculation.adaptive,
                 priority=handling.priority,
                 cache_salt=handling.cache_salt,
             )

@@ -73,6 +73,7 @@ class Open:
     window: int = 16  # tokens this session may run ahead of what is committed
     draft_window: int = 16  # the same for the sessions below
     lockstep: bool = False  # verify only whole windows
+    adaptive: bool = False  # tiers of the chain that do not pay may be left out
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
 
@@ -110,6 +111,7 @@ class Proposal:
     origins: bytes  # one a token, see `origin`
     edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
+    spared: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ class Speculation:
     """How drafts may be used for a request; never changes its text. Raises `InvalidRequest`."""
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
-    tiers: tuple[str, ...] | None = None  # lower tiers to use, by name in any order; None: all
+    tiers: tuple[str, ...] | None = None  # lower tiers to use, by name in any order; None: those that pay, see `Planner`
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
     schedule: Literal["async", "lockstep"] = "async"  # "lockstep": draft a whole window, wait, verify, wait
 
@@ -229,6 +229,11 @@ class Speculation:
     def draft_window(self, default: int) -> int:
         """Tokens that a tier may run ahead, if ``default`` are where the request says nothing."""
         return self.window or (min(default, LOCKSTEP_WINDOW) if self.schedule == "lockstep" else default)
+
+    @property
+    def adaptive(self) -> bool:
+        """Tiers that do not pay may be left out: the request names none, and is no measurement of lockstep."""
+        return self.mode == "auto" and self.tiers is None and self.schedule == "async"
 
     def chain(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tiers to use below the full one, top to bottom, of a cascade with tiers ``names`` bottom to top."""

@@ -95,6 +95,7 @@ class Scenario:
     deadline_s: float = math.inf  # virtual time after which it is `Stuck`
     front_device: str = ""  # of the router, and all else between full tier and client
     front_s: float = 0.0  # of that device, for each piece of an answer
+    adaptive: bool = False  # tiers that do not pay may be left out
 
 
 @dataclass(slots=True)

@@ -25,6 +25,9 @@ class Seat:
     opened: float
     strip: Strip | None = None  # its keys and values, if it has a place in memory
     history: "History | None" = None  # of its text, if sampling parameters ask for it
+    chain: tuple[str, ...] = ()  # tiers below that it shall use now
+    using: tuple[str, ...] = ()  # tiers below that it was opened with
+    settling: int = 0  # passes to come that say nothing about them yet
 
     @property
     def cache(self) -> Store:
@@ -34,9 +37,8 @@ class Seat:
 
     @property
     def degraded(self) -> bool:
-        """It drafts with another tier than the one it should, or with none."""
-        chain = self.session.opening.chain
-        return bool(chain) and self.session.drafter != chain[0]
+        """It drafts with other tiers than it should, or with none."""
+        return self.using != self.chain
 
 
 @dataclass(slots=True)

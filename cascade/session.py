@@ -121,6 +121,7 @@ class Session:
         "opening",
         "pace",
         "reach",
+        "spared",
         "text",
         "tier",
         "vocab_size",
@@ -138,6 +139,7 @@ class Session:
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
+        self.spared = ""  # why it has no drafter, if the tier left them out
         self._origins = bytearray(len(self.text))  # parallel to text
         self._guess_origins = bytearray()  # parallel to guess
         self._limit = opening.prompt_len + opening.params.max_tokens
@@ -280,7 +282,8 @@ class Session:
         if len(self.text) <= self.committed:
             return None
         origins = bytes(self._origins[self.committed :])
-        return Proposal(self.opening.session, self.committed, tuple(self.text[self.committed :]), origins, self.edges)
+        new = tuple(self.text[self.committed :])
+        return Proposal(self.opening.session, self.committed, new, origins, self.edges, spared=self.spared)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
@@ -297,6 +300,7 @@ class Session:
             tier=drafter,
             chain=chain,
             window=opening.draft_window,
+            adaptive=False,
         )
 
     def detach(self) -> Close | None:

@@ -9,11 +9,12 @@ import math
 from dataclasses import dataclass, field
 
 from cascade.answer import Answer
+from cascade.drafting import Drafters
 from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
+from cascade.planner import Chain, Planner
 from cascade.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Store
-from cascade.seat import Health
 from cascade.session import Session, Work
 from cascade.virtual import ROUTER, Agenda, Wires
 
@@ -68,6 +69,9 @@ class _Seat:
     since: float  # when it became idle
     opened: float
     bare_since: float | None = None  # when a pass left it without a guess
+    chain: Chain = ()  # tiers below that it shall use now
+    using: Chain = ()  # tiers below that it was opened with
+    settling: int = 0  # passes to come that say nothing about them yet
 
 
 class Node:
@@ -82,9 +86,9 @@ class Node:
         self._wires = wires
         self._agenda = wires.agenda
         self._seats: dict[str, _Seat] = {}
-        self._by_drafter_session: dict[str, _Seat] = {}
         self._inbox: list[tuple[str, Message]] = []
-        self._health = Health()
+        self._drafters: Drafters[_Seat] = Drafters(self._send_down, self._mint, Planner())
+        self._last_pass_at = 0.0
         self._busy = self._dead = False
         self._lives = 0
         self._num_opened = 0
@@ -137,7 +141,8 @@ class Node:
 
     def _schedule(self, now: float) -> tuple[list[tuple[_Seat, Work]], float]:
         seats = self._seats.values()
-        wake_at = min((self._draft(seat, now) for seat in seats), default=math.inf)
+        retries = [self._drafters.draft(seat, now) for seat in seats if seat.using != seat.chain]
+        wake_at = min((retry_at for retry_at in retries if retry_at is not None), default=math.inf)
         able = [seat for seat in seats if not seat.session.stalled]
         batch, again_at = schedule(able, self._tier.policy, self._costs, self._max_pass_tokens, now)
         return batch, min(wake_at, math.inf if again_at is None else again_at)
@@ -166,19 +171,25 @@ class Node:
         if life != self._lives:
             return
         self._busy = False
-        self._costs.saw([work for _, work in batch], self._agenda.now - begin)
+        now = self._agenda.now
+        self._costs.saw([work for _, work in batch], now - begin)
+        seconds = now - max(self._last_pass_at, min(seat.since for seat, _ in batch))
+        self._last_pass_at = now
+        rows: list[tuple[_Seat, Work, int]] = []
         for (seat, work), tokens in zip(batch, own, strict=True):
             session = seat.session
-            seat.since = self._agenda.now
+            seat.since = now
             commit = session.advance(work, tokens)
             if commit is None:
                 continue
+            rows.append((seat, work, len(commit.tokens)))
             if session.drafter:
                 seat.bare_since = None if session.guess or session.done else seat.since
-                self._wires.send(self.name, session.drafter, commit)
+                self._drafters.tell(seat, commit)
             if (proposal := session.proposal()) is not None:
                 self._wires.send(self.name, seat.above, proposal)
-        self._wake(self._agenda.now)
+        self._drafters.passed(self._seats.values(), rows, seconds, now)
+        self._wake(now)
 
     # messages
 
@@ -186,9 +197,10 @@ class Node:
         if isinstance(message, Open):
             session = Session(message, self.name, self._level, self._tier.model.vocab_size)
             now = self._agenda.now
-            self._seats[message.session] = _Seat(session, self._tier.model.new_cache(), source, now, now)
+            opened = self._seats[message.session] = _Seat(session, self._tier.model.new_cache(), source, now, now)
+            self._drafters.begin(opened, len(self._seats), now)
         elif isinstance(message, Proposal | Failed):
-            self._hear(message)
+            self._drafters.hear(message, self._agenda.now)
         elif (seat := self._seats.get(message.session)) is not None:
             self._obey(seat, message)
 
@@ -199,46 +211,21 @@ class Node:
         session = seat.session
         stalled = session.stalled
         change = session.commit(message.start, message.tokens)
-        if change is not None and session.drafter:
-            self._wires.send(self.name, session.drafter, change)
+        if change is not None:
+            self._drafters.tell(seat, change)
         if change is not None or stalled:
             seat.since = self._agenda.now
             seat.bare_since = None
 
-    def _hear(self, message: Proposal | Failed) -> None:
-        seat = self._by_drafter_session.get(message.session)
-        if seat is None:
-            return
-        if isinstance(message, Proposal):
-            seat.session.propose(message)
-            self._health.works(seat.session.drafter)
-        else:
-            self._health.failed(message.tier, self._agenda.now)
-            self._detach(seat, tell=False)
+    def _send_down(self, tier: str, message: Message) -> None:
+        self._wires.send(self.name, tier, message)
 
-    def _draft(self, seat: _Seat, now: float) -> float:
-        """Draft with the best usable tier of the session's chain; when to try a better one, infinity if never."""
-        chain = seat.session.opening.chain
-        if not chain or seat.session.drafter == chain[0] or seat.session.done:
-            return math.inf
-        usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
-        if usable is not None and chain[usable] != seat.session.drafter:
-            self._detach(seat, tell=True)
-            self._num_opened += 1
-            opening = seat.session.attach(chain[usable], f"{self.name}-{self._num_opened}", chain[usable + 1 :])
-            self._by_drafter_session[opening.session] = seat
-            self._wires.send(self.name, chain[usable], opening)
-        return min((self._health.retry_at[tier] for tier in chain[:usable]), default=math.inf)
-
-    def _detach(self, seat: _Seat, *, tell: bool) -> None:
-        drafter = seat.session.drafter
-        self._by_drafter_session.pop(seat.session.drafter_session, None)
-        closing = seat.session.detach()
-        if tell and closing is not None:
-            self._wires.send(self.name, drafter, closing)
+    def _mint(self) -> str:
+        self._num_opened += 1
+        return f"{self.name}-{self._num_opened}"
 
     def _leave(self, seat: _Seat) -> None:
-        self._detach(seat, tell=True)
+        self._drafters.leave(seat)
         del self._seats[seat.session.opening.session]
         seat.cache.free()
 
@@ -283,6 +270,7 @@ class Router:
             window=FULL_WINDOW,
             draft_window=self.scenario.window,
             lockstep=self.scenario.lockstep,
+            adaptive=self.scenario.adaptive,
         )
         self.texts[index] = []
         self._open(Answer(opening, _Mute(), index), opening)

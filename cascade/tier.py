@@ -15,15 +15,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cascade.drafting import Drafters
 from cascade.errors import InvalidRequest
 from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
-from cascade.planner import Policy
+from cascade.planner import Planner, Policy
 from cascade.profile import Profile
 from cascade.schedule import Costs, schedule
 from cascade.scorer import Row, Scorer
-from cascade.seat import Health, Seat
+from cascade.seat import Seat
 from cascade.session import ProtocolError, Session, Work
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Tier:
     ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
     sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
     default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``grammars`` compiles
-    what requests want their texts to be; without it such sessions fail.
+    what requests want their texts to be; without it such sessions fail. ``planner`` leaves out tiers below that do not pay.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Tier:
         *,
         below: Link | None = None,
         policy: Policy = Policy(),
+        planner: Planner | None = None,
         max_pass_tokens: int = 512,
         cache_tokens: int | None = None,
         profile: Profile | None = None,
@@ -85,8 +87,8 @@ class Tier:
         self._costs = Costs(self.stats.pass_s)
         self._grammars = grammars
         self._seats: dict[str, Seat] = {}
-        self._by_drafter_session: dict[str, Seat] = {}
-        self._health = Health()
+        self._drafters: Drafters[Seat] = Drafters(self._send_down, mint, planner or Planner())
+        self._last_pass_at = 0.0
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)
         self._thread = threading.Thread(target=self._serve, name=f"tier-{name}", daemon=True)
@@ -170,7 +172,7 @@ class Tier:
         wake_at: float | None = None
         for seat in seats:
             if seat.degraded:
-                wake_at = _earlier(wake_at, self._draft(seat, now))
+                wake_at = _earlier(wake_at, self._drafters.draft(seat, now))
         able, waiting = self.memory.admit(seats, self._policy.max_guesses, now)
         batch, again_at = schedule(able, self._policy, self._costs, self._max_pass_tokens, now)
         return batch, _earlier(_earlier(wake_at, again_at), now + RETRY_S if waiting else None)
@@ -216,6 +218,9 @@ class Tier:
     def _advance(self, batch: list[tuple[Seat, Work]], own: list[list[int] | None]) -> None:
         """Sessions take their own tokens; messages go out."""
         now = time.monotonic()
+        seconds = now - max(self._last_pass_at, min(seat.since for seat, _ in batch))
+        self._last_pass_at = now
+        rows: list[tuple[Seat, Work, int]] = []
         for (seat, work), tokens in zip(batch, own, strict=True):
             if tokens is None:
                 self._fail(seat, f"a pass of tier {self.name} failed")
@@ -224,8 +229,10 @@ class Tier:
             commit = seat.session.advance(work, tokens)
             self.memory.scored(seat)
             if commit is not None:
-                self._down(seat, commit)
+                rows.append((seat, work, len(commit.tokens)))
+                self._drafters.tell(seat, commit)
                 self._up(seat, seat.session.proposal())
+        self._drafters.passed(self._seats.values(), rows, seconds, now)
 
     def _flush(self) -> None:
         while self._out:
@@ -279,7 +286,8 @@ class Tier:
             return
         seat = Seat(session, up, since=now, opened=now, history=history)
         self._seats[opening.session] = seat
-        self._draft(seat, now)
+        if self.below is not None:
+            self._drafters.begin(seat, len(self._seats), now)
 
     def _history(self, session: Session) -> "History | None":
         """What the session's sampling parameters need to know of its text; raises `InvalidRequest`."""
@@ -307,61 +315,29 @@ class Tier:
             self._fail(seat, str(error))
             return
         if change is not None:
-            self._down(seat, change)
+            self._drafters.tell(seat, change)
         if change is not None or stalled:
             seat.since = time.monotonic()
 
     def _hear(self, message: Proposal | Failed) -> None:
         """A message from below."""
-        seat = self._by_drafter_session.get(message.session)
-        if seat is None:
-            return
-        if isinstance(message, Proposal):
-            seat.session.propose(message)
-            self._health.works(seat.session.drafter)
-            return
-        log.info("Tier %s goes on without %s: %s", self.name, seat.session.drafter, message.reason)
-        now = time.monotonic()
-        self._health.failed(message.tier or seat.session.drafter, now)
-        self._detach(seat)
-        self._draft(seat, now)
+        lost = self._drafters.hear(message, time.monotonic())
+        if lost is not None:
+            log.info("Tier %s goes on without %s: %s", self.name, *lost)
 
-    # drafters
-
-    def _draft(self, seat: Seat, now: float) -> float | None:
-        """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
-        chain = seat.session.opening.chain
-        if self.below is None or not chain or seat.session.done:
-            return None
-        usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
-        if usable is not None and chain[usable] != seat.session.drafter:
-            self._detach(seat)
-            opening = seat.session.attach(chain[usable], mint(), chain[usable + 1 :])
-            self._by_drafter_session[opening.session] = seat
-            self._out[self.below].append(opening)
-        better = chain[:usable]
-        return min((self._health.retry_at[tier] for tier in better), default=None)
-
-    def _detach(self, seat: Seat) -> None:
-        """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
-        self._by_drafter_session.pop(seat.session.drafter_session, None)
-        closing = seat.session.detach()
-        if closing is not None and self.below is not None:
-            self._out[self.below].append(closing)
+    def _send_down(self, tier: str, message: Message) -> None:
+        assert self.below is not None, f"tier {self.name} has nobody below, not {tier}"
+        self._out[self.below].append(message)
 
     def _leave(self, seat: Seat, *, spoilt: bool = False) -> None:
         """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
-        self._detach(seat)
+        self._drafters.leave(seat)
         del self._seats[seat.session.opening.session]
         self.memory.leave(seat, spoilt=spoilt)
 
     def _fail(self, seat: Seat, reason: str) -> None:
         self._leave(seat, spoilt=True)
         self._out[seat.up].append(Failed(seat.session.opening.session, reason, self.name))
-
-    def _down(self, seat: Seat, commit: Commit) -> None:
-        if seat.session.drafter and self.below is not None:
-            self._out[self.below].append(commit)
 
     def _up(self, seat: Seat, proposal: Proposal | None) -> None:
         if proposal is not None:

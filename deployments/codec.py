@@ -46,6 +46,7 @@ def _encode_open(opening: Open) -> pb.Open:
         lockstep=opening.lockstep,
         priority=opening.priority,
         cache_salt=opening.cache_salt,
+        adaptive=opening.adaptive,
     )
 
 
@@ -55,7 +56,14 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         for one in proposal.logprobs
     ]
     edges = [_encode_edge(edge) for edge in proposal.edges]
-    return pb.Proposal(start=proposal.start, tokens=proposal.tokens, origins=proposal.origins, edges=edges, logprobs=logprobs)
+    return pb.Proposal(
+        start=proposal.start,
+        tokens=proposal.tokens,
+        origins=proposal.origins,
+        edges=edges,
+        logprobs=logprobs,
+        spared=proposal.spared,
+    )
 
 
 def _encode_edge(edge: Edge) -> pb.LinkEdge:
@@ -103,6 +111,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         lockstep=opening.lockstep,
         priority=opening.priority,
         cache_salt=opening.cache_salt,
+        adaptive=opening.adaptive,
     )
 
 
@@ -113,7 +122,7 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs = tuple(Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True))) for one in said.logprobs)
     edges = tuple(map(_decode_edge, said.edges))
-    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs)
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, said.spared)
 
 
 def _decode_edge(edge: pb.LinkEdge) -> Edge:

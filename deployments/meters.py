@@ -67,7 +67,7 @@ class Meters:
         why = completion.stats.undrafted
         if why is not None:
             self._plain.labels(why).inc()
-        if why in (None, "no_replica", "late"):  # else the answer says nothing of the tiers below
+        if why not in ("disabled", "short"):  # else the answer says nothing of the tiers below
             self._drafts(why)
 
     def _drafts(self, why: Undrafted | None) -> None:

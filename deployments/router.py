@@ -286,6 +286,7 @@ class Router:
             window=FULL_WINDOW,
             draft_window=speculation.draft_window(self._config.window),
             lockstep=speculation.schedule == "lockstep",
+            adaptive=speculation.adaptive,
             priority=handling.priority,
             cache_salt=handling.cache_salt,
         )

@@ -142,7 +142,8 @@ def test_identical_models_accept_everything() -> None:
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_tokens=150, temperature=temperature, seed=3, ignore_eos=True)
             for schedule in ("async", "lockstep"):
-                completion = cascade.generate(PROMPT, params, Speculation(schedule=schedule, window=7))  # type: ignore[arg-type]
+                speculation = Speculation(tiers=cascade.names[:-1], schedule=schedule, window=7)  # type: ignore[arg-type]
+                completion = cascade.generate(PROMPT, params, speculation)
                 assert sum(edge.proposed for edge in completion.stats.edges) > 0
                 assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
 

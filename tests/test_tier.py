@@ -182,7 +182,7 @@ def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingMo
     inbox, answer = Inbox(), Answer(request, Silent())
     tiers[-1].post([request], inbox)
     time.sleep(0.05)
-    [drafting] = tiers[-1]._by_drafter_session
+    [drafting] = tiers[-1]._drafters._seats
     tiers[-1].post([Failed(drafting, "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
     full_edges = {edge.drafter: edge for edge in answer._edges if edge.verifier == "full"}

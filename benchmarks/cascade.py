@@ -4,8 +4,9 @@
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
 itself (one thread, pinned, bf16); the lower tiers, the router and everything else share core 1. The modes take turns on every
-prompt: full alone, the best lockstep pair, the best asynchronous pair, the asynchronous three tiers; beside them Transformers'
-``generate`` and assisted generation on core 0. The full model alone with both cores is a server of its own, measured after.
+prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers, which leaves out
+those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted generation on
+core 0. The full model alone with both cores is a server of its own, measured after.
 
 What each mode should give is predicted from measured costs of passes, hops and messages and the recorded agreement of the tiers
 along the texts that were written. The last line is one JSON document.
@@ -44,6 +45,9 @@ CONTEXT = 100  # positions before a pass, on average
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
 DRAFTERS = ("tiny", "medium")
 LOCKSTEP_WINDOWS = (4, 8, 12, 16)
+IDLE_S = 5.0
+STEADY = 6
+MODES = ("alone", "lockstep_pair", "async_pair", "async_three", "async_three_always")
 console = Console(stderr=True)
 
 
@@ -95,11 +99,15 @@ def busy_s(core: int) -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def front_cost(client: Client) -> float:
-    """Seconds of the other core that bring one piece of an answer from the full tier to the client."""
-    begin = busy_s(OTHER_CORE)
+def front_cost(client: Client) -> tuple[float, float]:
+    """Seconds of the other core that bring a piece of an answer to the client; the share of it that Ray takes always."""
+    begin, since = busy_s(OTHER_CORE), time.perf_counter()
+    time.sleep(IDLE_S)
+    idle = (busy_s(OTHER_CORE) - begin) / (time.perf_counter() - since)
+    begin, since = busy_s(OTHER_CORE), time.perf_counter()
     pieces = sum(len(list(client.stream(prompt, PARAMS, Speculation("off")))) for prompt in PROMPTS[:2])
-    return (busy_s(OTHER_CORE) - begin) / pieces
+    busy = busy_s(OTHER_CORE) - begin - idle * (time.perf_counter() - since)
+    return max(0.0, busy / pieces), idle
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class Costs:
 
     full: tuple[tuple[int, float], ...]  # tokens and seconds of the full tier's passes, as the server itself has timed them
     front_s: float  # of the other core, for each piece of an answer
+    taken: float  # share of the other core that Ray takes when nothing is asked
     hop_s: float = 0.0  # of a message from tier to tier
     message_s: float = 0.0  # of a core, at either end of it
 
@@ -122,8 +131,10 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
             fastest(client, lockstep_pairs()),
             fastest(client, async_pairs()),
             Mode("async_three", Speculation()),
+            Mode("async_three_always", Speculation(tiers=DRAFTERS)),
         ]
-        front_s = front_cost(client)
+        front = front_cost(client)
+        measure(client.stream, modes[3:4], PARAMS)  # a server that runs has found out what pays
         results = [Measured(mode) for mode in modes]
         for prompt in PROMPTS:
             for result, again in zip(results, measure(client.stream, modes, PARAMS, prompts=[prompt]), strict=True):
@@ -134,7 +145,7 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
         timed_full = client.describe().tiers[-1]
     points = tuple((tokens, seconds + timed_full.context_s * CONTEXT) for tokens, seconds in timed_full.pass_cost)
     rates = {name: sum(n for n, _ in runs) / sum(s for _, s in runs) for name, runs in own.items()}
-    return results, rates, Costs(points, front_s)
+    return results, rates, Costs(points, *front)
 
 
 def measure_both_cores(full: str) -> float:
@@ -155,20 +166,32 @@ def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], kno
         points = known.full if name == "full" else tuple(worker.submit(reference.pass_costs, source, dtype).result())
         console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in points))
         core = FULL_CORE if name == "full" else OTHER_CORE
-        costs.append(TierCost(name, PassCost(points=points), wire_s, device=str(core), message_s=known.message_s))
+        left = 1.0 if core == FULL_CORE else 1 - known.taken
+        cost = PassCost(points=tuple((tokens, seconds / left) for tokens, seconds in points))
+        costs.append(TierCost(name, cost, wire_s, device=str(core), message_s=known.message_s / left))
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
         for own, (source, dtype) in zip(said, tiers.values(), strict=True):
             own += worker.submit(reference.own_tokens, source, dtype, prompt, text).result()
-    bench = Bench(tuple(costs), Trace.recorded(said), len(said[0]), front_device=str(OTHER_CORE), front_s=known.front_s)
+    bench = Bench(
+        tuple(costs),
+        Trace.recorded(said),
+        len(said[0]),
+        front_device=str(OTHER_CORE),
+        front_s=known.front_s / (1 - known.taken),
+    )
     names = list(tiers)
     predictions = {}
-    for mode, result in zip(("alone", "lockstep_pair", "async_pair", "async_three"), results, strict=True):
+    for mode, result in zip(MODES, results, strict=True):
         asked = result.mode.speculation
         chosen = names if asked.tiers is None else [*asked.tiers, "full"]
         chosen = ["full"] if asked.mode == "off" else chosen
-        outcome = bench.outcome(
-            [names.index(n) for n in chosen], lockstep=asked.schedule == "lockstep", window=asked.draft_window(DEFAULT_WINDOW)
+        long = replace(bench, num_tokens=STEADY * bench.num_tokens)  # what pays was found out long ago
+        outcome = (long if asked.adaptive else bench).outcome(
+            [names.index(n) for n in chosen],
+            lockstep=asked.schedule == "lockstep",
+            window=asked.draft_window(DEFAULT_WINDOW),
+            adaptive=asked.adaptive,
         )
         predictions[mode] = outcome.tokens_per_s
     return predictions
@@ -205,11 +228,12 @@ def report(
     costs: Costs,
 ) -> None:
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
-    alone, locked, pair, three = results
-    console.print(screen.speeds(results, "alone"), screen.acceptance(three.edges.values()))
-    served = {"alone": alone, "lockstep_pair": locked, "async_pair": pair, "async_three": three}
+    alone, locked, pair, three, always = results
+    console.print(screen.speeds(results, "alone"), screen.acceptance(always.edges.values()))
+    served = dict(zip(MODES, results, strict=True))
     speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
-    [edge] = [edge for edge in three.edges.values() if (edge.drafter, edge.verifier) == ("medium", "full")]
+    top = [edge for edge in three.edges.values() if edge.verifier == "full"]
+    passes = sum(edge.passes for edge in top)
     off = {name: speeds[name] / predicted[name] for name in predicted}
     document = {
         "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
@@ -225,12 +249,14 @@ def report(
         "lockstep_pair": locked.mode.name,
         "async_pair": pair.mode.name,
         "tokens_per_full_pass": round(three.tokens_per_full_pass, 3),
-        "accepted_share": round(edge.accepted / max(1, edge.proposed), 3),
-        "mean_wait_before_a_full_pass_ms": round(edge.waited_s / max(1, edge.passes) * 1e3, 2),
+        "full_passes_by_drafter": {edge.drafter or "none": edge.passes for edge in top},
+        "accepted_share": round(sum(edge.accepted for edge in top) / max(1, sum(edge.proposed for edge in top)), 3),
+        "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / max(1, passes) * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
         "hop_ms": round(costs.hop_s * 1e3, 3),
         "message_ms": round(costs.message_s * 1e3, 3),
+        "taken_by_ray": round(costs.taken, 3),
         "front_ms": round(costs.front_s * 1e3, 3),
         "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
         "full_parameters": parameters,

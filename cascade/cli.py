@@ -124,7 +124,7 @@ def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> 
         server = Server.start(None, port=port or 0, http_port=0)
     try:
         with Client(server.address) as client:
-            show_stream(client.stream, prompt, params, Speculation(), server.tiers)
+            show_stream(client.stream, prompt, params, Speculation(tiers=server.tiers[:-1]), server.tiers)
             compare(client.stream, params, server.tiers, rounds=1)
     finally:
         with console.status("Shutting down"):
@@ -259,10 +259,10 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
 
 
 def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:
-    """Measure the full model alone and every chain below it, and print the tables."""
+    """Measure the full model alone, the cascade as it chooses its tiers itself, and every chain; print the tables."""
     lower = names[:-1]
     chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
-    modes = [Mode("full alone", Speculation("off"))]
+    modes = [Mode("full alone", Speculation("off")), Mode("cascade", Speculation())]
     modes += [Mode(" → ".join((*chain, names[-1])), Speculation(tiers=chain)) for chain in chains]
     total = rounds * len(PROMPTS) * len(modes)
     with Progress(console=console, transient=True) as progress:

@@ -8,7 +8,7 @@ windows and underrate long ones. Without one, `Trace.drawn` makes it up from an 
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cascade.params import DEFAULT_WINDOW, SamplingParams
@@ -246,8 +246,8 @@ class Bench:
         )
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
-        front = {"front_device": self.front_device, "front_s": self.front_s}
-        return simulate(Scenario(tiers, requests, max(1, window), lockstep, adaptive=adaptive, **front))
+        front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
+        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

@@ -96,7 +96,8 @@ class _Rate:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    due: int = 0  # pass from which on it is worth another trial
+    tried: int = 0  # pass at which its last trial ended
+    length: int = 0  # passes of that trial
 
     @property
     def known(self) -> bool:
@@ -149,8 +150,7 @@ class _Plan:
         if tried != self.best:
             if rates[tried]() > BETTER * rates[self.best]():
                 self.best, tried = tried, self.best
-            lost = 1 - rates[tried]() / max(rates[self.best](), 1e-9)
-            rates[tried].due = self.passes + int(self.judged_passes * max(1.0, lost / REGRET))
+            rates[tried].tried, rates[tried].length = self.passes, self.judged_passes
         self.chain = self._next()
         self.judged_passes, self.judged_rows, self.recent = 0, 0, _Rate()
         if self.chain != self.best:
@@ -158,8 +158,13 @@ class _Plan:
 
     def _next(self) -> Chain:
         """Of the other chains the first that was never tried, is due again, or may be better now; else the best."""
-        best = BETTER * self.rates[self.best]()
+        best = self.rates[self.best]()
         for chain, rate in self.rates.items():
-            if chain != self.best and (not rate.known or rate.due <= self.passes or rate() > best):
+            if chain != self.best and (not rate.known or rate() > BETTER * best or self._due(rate, best)):
                 return chain
         return self.best
+
+    def _due(self, rate: _Rate, best: float) -> bool:
+        """The time that its last trial cost is a small share of what has passed since."""
+        lost = rate.length * (best / max(rate(), 1e-9) - 1)
+        return self.passes - rate.tried >= max(rate.length, lost / REGRET)

@@ -17,6 +17,7 @@ from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Open, Proposal,
 PACE_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
 LEAST_REACH = 2
+REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
 REACH_MEMORY = 0.97  # share of the weight of old verdicts that is left after a new one
 
 
@@ -112,6 +113,7 @@ class Session:
         "_limit",
         "_origins",
         "_past_edges",
+        "_told",
         "committed",
         "drafter",
         "drafter_session",
@@ -134,6 +136,7 @@ class Session:
         self.vocab_size = vocab_size
         self.text = list(opening.tokens)  # one list for life: histories look at it
         self.committed = len(self.text)
+        self._told = len(self.text)  # positions of the text that the tier above has been told
         self.reach = Reach()
         self.guess: list[int] = []
         self.kv_len = 0  # positions whose keys and values are those of `text`
@@ -258,6 +261,7 @@ class Session:
         self.text[cut:] = rest
         self._origins[cut:] = bytes(len(rest))
         self.kv_len = min(self.kv_len, cut)
+        self._told = min(self._told, cut)
         self.pace.interrupt()
         self.committed = end
         return Commit(self.drafter_session, cut, rest)
@@ -278,12 +282,18 @@ class Session:
             self.guess, self._guess_origins = fresh[:bad], bytearray(proposal.origins[known : known + bad])
 
     def proposal(self) -> Proposal | None:
-        """Everything that is not committed, for the tier above; ``None`` if there is nothing."""
-        if len(self.text) <= self.committed:
+        """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
+
+        The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
+        with it may be `REPEATED` times as long, and a text ahead takes few messages instead of one for each token.
+        """
+        ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._told)
+        if new <= 0 or (REPEATED * new < ahead and not self.stalled):
             return None
+        self._told = len(self.text)
         origins = bytes(self._origins[self.committed :])
-        new = tuple(self.text[self.committed :])
-        return Proposal(self.opening.session, self.committed, new, origins, self.edges, spared=self.spared)
+        tokens = tuple(self.text[self.committed :])
+        return Proposal(self.opening.session, self.committed, tokens, origins, self.edges, spared=self.spared)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""

@@ -99,7 +99,7 @@ def test_load_counts_what_the_server_said() -> None:
     with house() as served:
         cells = loaded(served, plan)
         served.settle()
-    assert len(cells) == 4 * 2 * 2
+    assert len(cells) == 5 * 2 * 2
     assert sum(cell.requests for cell in cells) == plan.num_requests
     for cell in cells:
         assert not cell.errors

@@ -168,7 +168,8 @@ def test_recovered_tiers_draft_again(client: Client) -> None:
     """Guards against speculation that stays off after a death: with all replicas back, the whole chain works."""
 
     def whole_chain() -> bool:
-        edges = client.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0)).stats.edges
+        params, every = SamplingParams(max_tokens=64, temperature=0), Speculation(tiers=("tiny", "medium"))
+        edges = client.generate(PROMPT, params, every).stats.edges
         accepted = {(edge.drafter, edge.verifier): edge.accepted for edge in edges}
         return accepted.get(("medium", "full"), 0) > 0 and ("tiny", "medium") in accepted
 

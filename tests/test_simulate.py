@@ -78,6 +78,7 @@ requests = st.builds(
     max_pass_tokens=st.sampled_from([1, 3, 512]),
     device=st.sampled_from(["", "one"]),
     message_s=st.sampled_from([0.0, 0.0003]),
+    adaptive=st.booleans(),
 )
 def test_lossless_whatever_goes_wrong(
     num_tiers: int,
@@ -88,13 +89,14 @@ def test_lossless_whatever_goes_wrong(
     max_pass_tokens: int,
     device: str,
     message_s: float,
+    adaptive: bool,
 ) -> None:
     """Guards the law: delays, repetitions, losses, overtaking, deaths and batch mates never change a text."""
     tiers = tuple(replace(tier, device=device, message_s=message_s) for tier in toy_tiers(num_tiers))
     alive = {tier.name for tier in tiers}
     faults = replace(faults, deaths=tuple(death for death in faults.deaths if death.tier in alive))
     queue = tuple(replace(request, arrive_s=at) for request, at in requests)
-    scenario = Scenario(tiers, queue, window, lockstep, faults, max_pass_tokens, deadline_s=2000)
+    scenario = Scenario(tiers, queue, window, lockstep, faults, max_pass_tokens, deadline_s=2000, adaptive=adaptive)
     assert simulate(scenario).texts == reference(scenario)
 
 

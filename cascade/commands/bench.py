@@ -113,11 +113,11 @@ def bench(
 
 
 def modes(names: tuple[str, ...], pairs: bool) -> tuple[Mode, ...]:
-    """The full model alone, each pair if asked for, and the whole cascade of tiers ``names``, bottom to top."""
+    """The full model alone, the cascade of ``names`` as it chooses its tiers, each pair if asked for, and all tiers."""
     *lower, full = names
     chains = [(name,) for name in lower if pairs and len(lower) > 1] + ([tuple(lower)] if lower else [])
-    alone = Mode("full alone", Speculation("off"))
-    return (alone, *(Mode(" → ".join((*chain, full)), Speculation(tiers=chain)) for chain in chains))
+    first = [Mode("full alone", Speculation("off"))] + ([Mode("cascade", Speculation())] if lower else [])
+    return (*first, *(Mode(" → ".join((*chain, full)), Speculation(tiers=chain)) for chain in chains))
 
 
 def show(cells: list[Cell]) -> None:

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 FULL_WINDOW = 256  # tokens the full tier may write that have not been handed to the client's stream
 LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
+SPARE_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
 RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
 DESCRIBE_TIMEOUT_S = 5.0
@@ -106,7 +107,13 @@ class Router:
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self._downlink = Downlink({full.name: lessor(handles[full.name])}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S)
+        places = full.deployment_config.max_ongoing_requests
+        self._downlink = Downlink(
+            {full.name: lessor(handles[full.name])},
+            self._hear,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+        )
         self._api = Api(self).application()
         listen = self._config.router.listen
         self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
@@ -225,7 +232,7 @@ class Router:
 
     async def _drive(self, answer: Answer, patience: Patience, life: Life) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(mint())
+        opening = answer.replay(self._downlink.session(self.names[-1]))
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
         try:

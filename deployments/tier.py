@@ -20,9 +20,10 @@ from cascade.model import Model
 from cascade.profile import measure
 from cascade.tier import Tier
 from cascade.tokenizer import Tokenizer
-from deployments.downlink import Downlink, Lessor
+from deployments.downlink import Downlink
 from deployments.link import LinkServer
 from deployments.ranks import Ranks
+from deployments.spare import Lessor
 
 log = logging.getLogger(__name__)
 

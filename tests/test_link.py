@@ -25,8 +25,9 @@ from cascade.v1 import link_pb2_grpc
 from deployments import downlink as downlink_module
 from deployments import link
 from deployments.codec import decode, encode
-from deployments.downlink import Downlink, Lease, Lessor
+from deployments.downlink import Downlink
 from deployments.link import CHANNEL_OPTIONS, LinkServer, authorization
+from deployments.spare import Lease, Lessor
 
 LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2
@@ -38,18 +39,24 @@ class Held:
 
     def __init__(self, addresses: AsyncIterator[str]) -> None:
         self._addresses = addresses
-        self._arrived: asyncio.Queue[str] = asyncio.Queue()
+        self._arrived: asyncio.Queue[str | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async for address in self._addresses:
-            self._arrived.put_nowait(address)
+        try:
+            async for address in self._addresses:
+                self._arrived.put_nowait(address)
+        finally:
+            self._arrived.put_nowait(None)
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
 
     async def __anext__(self) -> str:
-        return await self._arrived.get()
+        address = await self._arrived.get()
+        if address is None:
+            raise StopAsyncIteration
+        return address
 
     def cancel(self) -> None:
         self.task.cancel()

@@ -81,7 +81,7 @@ class Broken(ToyModel):
 
 def config(*, stall_timeout_s: float = 20.0) -> dict[str, Any]:
     values = CascadeConfig.demo().model_dump(mode="json")
-    return values | {"router": {"stall_timeout_s": stall_timeout_s}}
+    return values | {"router": {"stall_timeout_s": stall_timeout_s, "spare_lease_s": 0.1}}
 
 
 class Stoppable(Router):

@@ -174,6 +174,17 @@ class RouterConfig(Section):
     limits: RequestLimits = RequestLimits()
 
 
+class LinkTLS(Section):
+    """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
+
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it; each process shows it, as server and as client
+    key: Annotated[str, Field(min_length=1)]
+    authority: Annotated[str, Field(min_length=1)]  # whose certificates are trusted, and no others
+    server_name: Annotated[str, Field(min_length=1)] = (
+        "cascade-link"  # all certificates are for it: replicas have no host names
+    )
+
+
 class CascadeConfig(Section):
     """A whole cascade."""
 
@@ -181,6 +192,7 @@ class CascadeConfig(Section):
     router: RouterConfig = RouterConfig()
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
+    link_tls: LinkTLS | None = None  # without it links are not encrypted; secrets guard them either way
     verify: bool = True  # compare tokenizers and contexts before anything starts
 
     @model_validator(mode="after")

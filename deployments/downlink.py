@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from cascade.config import LinkTLS
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.tier import mint
 from cascade.v1 import link_pb2 as pb
@@ -16,6 +17,7 @@ from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
 from deployments.link import CHANNEL_OPTIONS, Mailbox, authorization, race
 from deployments.spare import Lease, Lessor, Spares
+from deployments.tls import channel
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +59,12 @@ class Downlink(Link):
         *,
         lease_timeout_s: float = 5.0,
         spare_s: float = 0.0,
+        tls: LinkTLS | None = None,
     ) -> None:
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
@@ -178,9 +182,10 @@ class Downlink(Link):
     async def _run(self, stream: Stream) -> None:
         """Carry messages both ways until the link breaks; then its sessions have failed."""
         reason = "the replica closed it"
-        channel = grpc.aio.insecure_channel(stream.address, options=CHANNEL_OPTIONS)
+        joined: grpc.aio.Channel | None = None
         try:
-            call = link_pb2_grpc.LinkStub(channel).Connect(metadata=(("authorization", authorization(stream.secret)),))
+            joined = channel(stream.address, CHANNEL_OPTIONS, self._tls)
+            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(stream.secret)),))
             await race(self._read(call), _write(call, stream.mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
@@ -193,7 +198,8 @@ class Downlink(Link):
                 spares.distrust(stream.address)
             for session in list(stream.sessions):
                 self._fail(session, f"the link to {stream.address} broke ({reason})")
-            await channel.close(None)
+            if joined is not None:
+                await joined.close(None)
 
     async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
         async for batch in call:

@@ -41,6 +41,7 @@ from deployments.requests import (
 )
 from deployments.status import refusal
 from deployments.tier import lessor
+from deployments.tls import check
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Router:
         self, config: Mapping[str, Any], handles: Mapping[str, DeploymentHandle]
     ) -> None:
         self._config = CascadeConfig.model_validate(config)
+        if self._config.link_tls is not None:
+            check(self._config.link_tls)
         self._handles = handles
         self.front = Front(self._config)
         full = self._config.tiers[-1]
@@ -113,6 +116,7 @@ class Router:
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
             spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+            tls=self._config.link_tls,
         )
         self._api = Api(self).application()
         listen = self._config.router.listen

@@ -21,6 +21,7 @@ from cascade.config import CascadeConfig, ListenConfig
 from cascade.errors import ConfigError
 from deployments.access import Access
 from deployments.app import build, parse
+from deployments.tls import check
 
 APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
@@ -62,6 +63,8 @@ class Server:
         parsed = at_door(parsed, listen)
         application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
         Access.load(parsed.router.access)
+        if parsed.link_tls is not None:
+            check(parsed.link_tls)
         if not ray.is_initialized():
             _start_ray()
         if joins:  # a cluster of several machines: clients are told this one's address

@@ -16,6 +16,7 @@ from test_tier import NAMES, PROMPT, CountingModel, Silent
 from test_tier import opening as any_opening
 
 from cascade.answer import Answer
+from cascade.config import LinkTLS
 from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
@@ -65,12 +66,12 @@ class Held:
 class Node:
     """A replica: one tier with both ends of its links."""
 
-    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor]) -> None:
+    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor], tls: LinkTLS | None = None) -> None:
         self.model = model
         self.tier = Tier(NAMES[level], level, model)
-        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
+        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self.tier.below = self.downlink
-        self.server = LinkServer(self.tier)
+        self.server = LinkServer(self.tier, tls)
 
     async def start(self) -> None:
         self.tier.start()
@@ -91,18 +92,19 @@ class Node:
 class Net:
     """Replicas by tier, and a router that asks the full one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: LinkTLS | None = None) -> None:
+        self.tls = tls
         self.nodes: dict[str, Node] = {}
         self.leases: list[Held] = []
         self.refused: set[str] = set()
         self.failures: list[Failed] = []
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S)
+        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
 
     async def add(self, name: str, *, pass_s: float = 0.0, agreement: float = 1.0) -> Node:
         level = NAMES.index(name)
         lessors = {below: self.lessor(below) for below in NAMES[:level]}
-        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors)
+        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors, self.tls)
         await node.start()
         return node
 

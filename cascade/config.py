@@ -24,7 +24,8 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
-SINGLE_RANK = ("quantization", "lora_modules", "device", "cpu_affinity")  # engine options for one rank alone
+SINGLE_RANK = ("quantization", "lora_modules")  # engine options for one rank alone
+RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 
 class Section(BaseModel):
@@ -69,7 +70,7 @@ class EngineKwargs(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # ranks that share the model, each with its own resources
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
-        None  # cores the replica is bound to
+        None  # cores the replica is bound to, each of its ranks
     )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
@@ -83,6 +84,11 @@ class EngineKwargs(Section):
         if self.tensor_parallel_size > 1 and odd:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, which {odd} cannot be combined with; remove one"
+            )
+        if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
+            raise ValueError(
+                f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks has a device of its own: "
+                f"say {' or '.join(RANK_DEVICES)}, or nothing"
             )
         return self
 

@@ -4,15 +4,13 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray.util
-import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.adapters import AdaptedModel
-from cascade.config import EngineKwargs, LinkTLS, TierConfig
+from cascade.config import LinkTLS, TierConfig
 from cascade.errors import ModelError
 from cascade.grammar import Grammars
 from cascade.loading import load
@@ -22,7 +20,7 @@ from cascade.tier import Tier
 from cascade.tokenizer import Tokenizer
 from deployments.downlink import Downlink
 from deployments.link import LinkServer
-from deployments.ranks import Ranks
+from deployments.ranks import Ranks, bind_threads
 from deployments.spare import Lessor
 from deployments.tls import check
 
@@ -113,15 +111,6 @@ def lessor(handle: DeploymentHandle) -> Lessor:
     """Takes leases on the replicas behind ``handle``."""
     streaming = handle.options(stream=True)
     return lambda session: streaming.lease.remote(session)
-
-
-def bind_threads(engine: EngineKwargs) -> None:
-    """Bind all threads of this process to the configured cores, and limit those of a pass."""
-    if engine.cpu_affinity is not None:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
 
 
 async def _start(config: TierConfig, ranks: Ranks | None) -> Model:

@@ -51,6 +51,8 @@ SPARE_PLACES = 16  # sessions that a full replica takes at least, for one to be 
 RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
 DESCRIBE_TIMEOUT_S = 5.0
+OBSERVE_TIMEOUT_S = 1.0
+OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the meters
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
@@ -108,6 +110,9 @@ class Router:
         self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
+        if len(self._handles) > 1:
+            self.front.meters.started(len(tiers) - 1)
+        self._observe_at = 0.0
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         places = full.deployment_config.max_ongoing_requests
@@ -173,6 +178,25 @@ class Router:
         """The HTTP API, for Ray Serve's proxies."""
         return self._api
 
+    async def observe(self) -> None:
+        """Bring up to date what the meters say of the tiers, if that is old.
+
+        Tiers without a replica are not asked: Serve would start one for the question.
+        """
+        if time.monotonic() < self._observe_at:
+            return
+        self._observe_at = time.monotonic() + OBSERVE_S
+        try:
+            replicas = await asyncio.to_thread(_count_replicas)
+        except Exception as error:  # whatever Ray raises: its controller is not there
+            log.info("Ray Serve does not say what runs: %s", error)
+            return
+        running = [name for name in self.names if replicas.get(name)]
+        states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
+        said = dict(zip(running, states, strict=True))
+        for name in self.names:
+            self.front.meters.tier(name, replicas.get(name, 0), said.get(name))
+
     async def drain(self) -> None:
         """Take no more requests, and let those that are there end."""
         if self._door is not None:
@@ -208,10 +232,10 @@ class Router:
 
     async def _asked(self, request: pb.GenerateRequest, context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
         """The answer to a gRPC request."""
-        said = metadata(context)
+        since, said = time.monotonic(), metadata(context)
         account = self.front.access.account(said.get("authorization"))
         opening = await self._admit(request)
-        with self.front.call(account, said.get("request_id"), remaining_s(context)) as call:
+        with self.front.call(account, said.get("request_id"), remaining_s(context), since=since) as call:
             async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
                 async for chunk in chunks:
                     yield chunk

@@ -159,12 +159,20 @@ class RequestLimits(Section):
     read_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long is dropped
 
 
+class DoorTLS(Section):
+    """TLS towards clients. Paths of PEM files where the router runs."""
+
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it, for the name or address that clients use
+    key: Annotated[str, Field(min_length=1)]
+
+
 class ListenConfig(Section):
     """Servers in the router's own process, instead of Ray Serve's proxies."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     grpc_port: Annotated[int, Field(ge=1, le=65535)] = 9000
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tls: DoorTLS | None = None  # both doors; plain unless given
 
 
 class RouterConfig(Section):

@@ -1,4 +1,4 @@
-"""Mutual TLS on the links between tiers: both ends show a certificate of the same authority."""
+"""TLS: mutual on the links between tiers, where both ends show a certificate of the same authority; one-sided at the doors."""
 
 import contextlib
 import ssl
@@ -7,27 +7,21 @@ from pathlib import Path
 
 import grpc
 
-from cascade.config import LinkTLS
+from cascade.config import DoorTLS, LinkTLS
 from cascade.errors import ConfigError
 
 
 def check(tls: LinkTLS) -> None:
     """Shake hands with ourselves; raises `ConfigError` for whatever would keep this process and its peers apart."""
-    for field in ("certificate", "key", "authority"):
-        _read(tls, field)
+    _read(tls, "authority")
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.verify_mode = ssl.CERT_REQUIRED
     for context in (client, server):
+        _load(context, tls)
         try:
             context.load_verify_locations(tls.authority)
         except ssl.SSLError as error:
             raise ConfigError(f"link_tls.authority is {tls.authority!r}, which has no certificates in PEM: {error}") from None
-        try:
-            context.load_cert_chain(tls.certificate, tls.key)
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"link_tls.certificate {tls.certificate!r} and link_tls.key {tls.key!r} are no pair in PEM: {error}"
-            ) from None
     try:
         _shake(client, server, tls.server_name)
     except ssl.SSLError as error:
@@ -38,8 +32,16 @@ def check(tls: LinkTLS) -> None:
         ) from None
 
 
-def server_credentials(tls: LinkTLS) -> grpc.ServerCredentials:
-    """Let in who has a certificate of the authority. Files that change are read again for later connections."""
+def check_door(tls: DoorTLS) -> None:
+    """Raise `ConfigError` if the files cannot be used."""
+    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls)
+
+
+def server_credentials(tls: LinkTLS | DoorTLS) -> grpc.ServerCredentials:
+    """Of a link, let in who has a certificate of the authority; of a door, everybody.
+
+    Files that change are read again for later connections.
+    """
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         with contextlib.suppress(ConfigError):  # files that are just being exchanged: as before
@@ -48,10 +50,11 @@ def server_credentials(tls: LinkTLS) -> grpc.ServerCredentials:
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         pair = _read(tls, "key"), _read(tls, "certificate")
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=_read(tls, "authority"))
+        return grpc.ssl_server_certificate_configuration([pair], _read(tls, "authority") if mutual else None)
 
+    mutual = isinstance(tls, LinkTLS)
     # None means: as before, which the stubs do not know
-    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, True)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, mutual)  # type: ignore[arg-type]
 
 
 def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | None) -> grpc.aio.Channel:
@@ -63,12 +66,28 @@ def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | 
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def _read(tls: LinkTLS, field: str) -> bytes:
+def _load(context: ssl.SSLContext, tls: LinkTLS | DoorTLS) -> None:
+    """Give ``context`` its certificate and key."""
+    for field in ("certificate", "key"):
+        _read(tls, field)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{_section(tls)}.certificate {tls.certificate!r} and {_section(tls)}.key {tls.key!r} are no pair in PEM: {error}"
+        ) from None
+
+
+def _read(tls: LinkTLS | DoorTLS, field: str) -> bytes:
     path = getattr(tls, field)
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"link_tls.{field} is {path!r}, which cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{_section(tls)}.{field} is {path!r}, which cannot be read: {error.strerror or error}") from None
+
+
+def _section(tls: LinkTLS | DoorTLS) -> str:
+    return "link_tls" if isinstance(tls, LinkTLS) else "router.listen.tls"
 
 
 def _shake(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:

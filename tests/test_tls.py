@@ -1,8 +1,13 @@
 """Mutual TLS between tiers: real certificates, made here; real links; and a whole cascade over Ray."""
 
 import contextlib
+import os
 import shutil
+import ssl
 import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,17 +20,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from doors import house
 from test_link import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
 
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.config import CascadeConfig, LinkTLS
-from cascade.errors import ConfigError
+from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
 from deployments.downlink import Downlink
-from deployments.server import Server
+from deployments.server import Server, free_port
 from deployments.tls import channel, check, server_credentials
 
 __all__ = ["tidy"]  # a fixture
@@ -214,15 +220,70 @@ def test_right_files_are_taken(ours: Authority) -> None:
     check(ours.sign("process"))
 
 
+def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
+    """Guards both doors: who trusts their authority is served, the others and those without TLS are not, nothing is left."""
+    tls = ours.sign("door", name="localhost")
+    listen = {"grpc_port": free_port(), "http_port": free_port()}
+    files = {"certificate": tls.certificate, "key": tls.key}
+    params = SamplingParams(max_tokens=16, seed=1)
+    with house(listen={**listen, "tls": files}) as built:
+        address, url = f"localhost:{listen['grpc_port']}", f"https://localhost:{listen['http_port']}/v1/models"
+        with Client(f"grpcs://{address}", authority=tls.authority) as client:
+            assert len(client.generate([1, 2, 3], params).token_ids) == 16
+        with urllib.request.urlopen(url, timeout=30, context=ssl.create_default_context(cafile=tls.authority)) as answer:
+            assert answer.status == 200
+        for target, authority in ((address, None), (f"grpcs://{address}", theirs.sign("a").authority)):
+            with Client(target, authority=authority) as client, pytest.raises(Unavailable):
+                client.generate([1, 2, 3], params)
+        trust = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": tls.authority, "SSL_CERT_FILE": tls.authority}
+        options = ["top", "--once", "--address", f"grpcs://{address}", "--url", url.removesuffix("/v1/models")]
+        shown = subprocess.run(
+            [sys.executable, "-c", "from cascade.cli import main; main()", *options],
+            env={**os.environ, **trust},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "medium" in shown.stdout
+        assert "There are no counters" not in shown.stdout
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(url, timeout=30)
+        built.settle()
+
+
+@pytest.mark.parametrize(
+    ("address", "authority", "words"),
+    [("a:1", "x.pem", "begin it with grpcs://"), ("grpcs://a:1", "/nowhere", "authority is '/nowhere', which cannot be read")],
+)
+def test_wrong_trust_is_refused(address: str, authority: str, words: str) -> None:
+    """Guards clients against an authority that is not heeded, or not there."""
+    with pytest.raises(ConfigError, match=words):
+        Client(address, authority=authority)
+
+
+def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
+    """Guards users against a door that nobody can open."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["router"]["listen"] = {"tls": {"certificate": ours.sign("a").certificate, "key": ours.sign("b").key}}
+    with pytest.raises(ConfigError, match=r"router\.listen\.tls\.certificate .* are no pair in PEM"):
+        Server.start(values, port=0)
+
+
 def test_served_cascade_over_tls(ours: Authority) -> None:
     """Guards the way of the configuration to every link: the served text is the full model's, and drafts arrive."""
     values = CascadeConfig.demo().model_dump(mode="json")
+    door = ours.sign("door", name="localhost")
     values["link_tls"] = ours.sign("process").model_dump()
+    values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
     with Cascade.demo() as reference:
         expected = reference.generate("def read(path):\n", params, Speculation("off")).text
-    with Server.start(values, port=0) as server, Client(server.address) as client:
-        completion = client.generate("def read(path):\n", params)
+    with Server.start(values, port=0) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        address = server.address.replace("127.0.0.1", "localhost")
+        with Client(address, authority=door.authority) as client:
+            completion = client.generate("def read(path):\n", params)
     assert completion.text == expected
     assert {(edge.drafter, edge.verifier) for edge in completion.stats.edges if edge.accepted} >= {
         ("tiny", "medium"),

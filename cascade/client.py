@@ -7,6 +7,7 @@
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, get_args
 
@@ -16,6 +17,7 @@ from cascade.answer import Chunk, Completion, FinishReason, Stats, Undrafted
 from cascade.errors import (
     Aborted,
     CascadeError,
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     ModelError,
@@ -32,6 +34,7 @@ from cascade.v1 import serving_pb2_grpc
 from cascade.wire import encode_sampling
 
 Prompt: TypeAlias = str | Sequence[int]
+SECURE = "grpcs://"  # before the address of a server that speaks TLS
 REASONS: tuple[Undrafted, ...] = get_args(Undrafted)
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
@@ -75,8 +78,9 @@ class ServerInfo:
 class Client:
     """Talks to the server at ``address``; ``application`` names the Serve application if there are several.
 
-    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. Errors of the server are those of
-    `cascade.errors`.
+    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. An address that begins with
+    ``grpcs://`` is one of TLS; ``authority`` is then a file of certificates (PEM) to trust instead of the public ones, or of
+    those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names. Errors of the server are those of `cascade.errors`.
     """
 
     def __init__(
@@ -86,8 +90,10 @@ class Client:
         api_key: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
+        authority: str | None = None,
     ) -> None:
-        self._channel = grpc.insecure_channel(address)
+        target, credentials = _target(address, authority)
+        self._channel = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
@@ -149,8 +155,10 @@ class AsyncClient:
         api_key: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
+        authority: str | None = None,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+        target, credentials = _target(address, authority)
+        self._channel = grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
@@ -308,6 +316,19 @@ def _server_info(response: pb.DescribeResponse) -> ServerInfo:
         for t in response.tiers
     )
     return ServerInfo(tiers, response.max_model_len, response.window, response.version)
+
+
+def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCredentials | None]:
+    """What to connect to, and whom to trust there if it speaks TLS; raises `ConfigError`."""
+    if not address.startswith(SECURE):
+        if authority is not None:
+            raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")
+        return address, None
+    try:
+        roots = None if authority is None else Path(authority).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"authority is {authority!r}, which cannot be read: {error.strerror or error}") from None
+    return address.removeprefix(SECURE), grpc.ssl_channel_credentials(roots)
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:

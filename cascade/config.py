@@ -24,7 +24,8 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
-SINGLE_RANK = ("quantization", "lora_modules", "device", "cpu_affinity")  # engine options for one rank alone
+SINGLE_RANK = ("quantization", "lora_modules")  # engine options for one rank alone
+RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 
 class Section(BaseModel):
@@ -69,7 +70,7 @@ class EngineKwargs(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # ranks that share the model, each with its own resources
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
-        None  # cores the replica is bound to
+        None  # cores the replica is bound to, each of its ranks
     )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
@@ -83,6 +84,11 @@ class EngineKwargs(Section):
         if self.tensor_parallel_size > 1 and odd:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, which {odd} cannot be combined with; remove one"
+            )
+        if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
+            raise ValueError(
+                f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks has a device of its own: "
+                f"say {' or '.join(RANK_DEVICES)}, or nothing"
             )
         return self
 
@@ -153,12 +159,20 @@ class RequestLimits(Section):
     read_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long is dropped
 
 
+class DoorTLS(Section):
+    """TLS towards clients. Paths of PEM files where the router runs."""
+
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it, for the name or address that clients use
+    key: Annotated[str, Field(min_length=1)]
+
+
 class ListenConfig(Section):
     """Servers in the router's own process, instead of Ray Serve's proxies."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     grpc_port: Annotated[int, Field(ge=1, le=65535)] = 9000
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tls: DoorTLS | None = None  # both doors; plain unless given
 
 
 class RouterConfig(Section):
@@ -168,9 +182,21 @@ class RouterConfig(Section):
     stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
+    spare_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # a full replica is held for the next request; 0: never
     listen: ListenConfig | None = None  # Ray Serve's proxies alone unless given; `cascade serve` gives it
     access: AccessConfig = AccessConfig()
     limits: RequestLimits = RequestLimits()
+
+
+class LinkTLS(Section):
+    """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
+
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it; each process shows it, as server and as client
+    key: Annotated[str, Field(min_length=1)]
+    authority: Annotated[str, Field(min_length=1)]  # whose certificates are trusted, and no others
+    server_name: Annotated[str, Field(min_length=1)] = (
+        "cascade-link"  # all certificates are for it: replicas have no host names
+    )
 
 
 class CascadeConfig(Section):
@@ -180,6 +206,7 @@ class CascadeConfig(Section):
     router: RouterConfig = RouterConfig()
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
+    link_tls: LinkTLS | None = None  # without it links are not encrypted; secrets guard them either way
     verify: bool = True  # compare tokenizers and contexts before anything starts
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ def load(
     known = {"revision": revision, "trust_remote_code": trust_remote_code}
     _check_room(source, place, ranks, dtype=dtype, quantization=quantization, **known)
     if ranks > 1:
+        _check_rank(source, place)
         options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
     else:
         options["device_map"] = {"": place}
@@ -62,6 +63,16 @@ def _device(source: str, device: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
     return place
+
+
+def _check_rank(source: str, device: torch.device) -> None:
+    """Ranks load to the devices they see: Transformers does not ask."""
+    seen = torch.device(default_device())
+    if device.type != seen.type:
+        raise ModelError(
+            f"The ranks of {source!r} cannot load to {device} while they see {seen}: "
+            f"hide it from them, or set device to {seen.type}"
+        )
 
 
 def _check_room(source: str, device: torch.device, ranks: int, **options: Any) -> None:

@@ -81,12 +81,17 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
         trust_remote_code: bool = False,
+        quantization: str | Sequence[str | None] | None = None,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
-        there is one. Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
+        there is one. ``quantization`` holds weights in fewer bits, see `cascade.quantization.METHODS`: one for all models, or a
+        list with one for each, bottom to top.
+
+        Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
+        methods = _each(quantization, len(models))
         tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in models]
         for source, tokenizer in zip(models, tokenizers, strict=True):
             if tokenizer.fingerprint != tokenizers[-1].fingerprint:
@@ -94,7 +99,8 @@ class Cascade:
                     f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
                 )
         loaded = [
-            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for source in models
+            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, quantization=method)
+            for source, method in zip(models, methods, strict=True)
         ]
         return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
 
@@ -303,6 +309,17 @@ class _Deliver(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._deliver(message)
+
+
+def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:
+    """One method for every model."""
+    if quantization is None or isinstance(quantization, str):
+        return [quantization] * num_models
+    if len(quantization) != num_models:
+        raise ConfigError(
+            f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
+        )
+    return list(quantization)
 
 
 def _is_batch(prompt: object) -> bool:

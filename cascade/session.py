@@ -34,6 +34,13 @@ class Work:
     num_own: int  # 0 for a prefill chunk that does not end the text, else 1 + num_guess
     num_guess: int
 
+    def pieces(self, size: int) -> "list[Work]":
+        """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
+        read = len(self.tokens) - self.num_own
+        parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0, 0) for i in range(0, read, size)]
+        last = Work(self.start + read, self.tokens[read:], self.num_own, self.num_guess)
+        return [*parts, last] if self.num_own else parts
+
 
 @dataclass(slots=True)
 class Pace:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
 CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
@@ -84,6 +85,7 @@ class Tier:
         self._model = model
         self._policy = policy
         self._max_pass_tokens = max_pass_tokens
+        self._pass_tokens = max_pass_tokens  # fewer for a while after a pass that was too large for the memory
         self._costs = Costs(self.stats.pass_s)
         self._grammars = grammars
         self._seats: dict[str, Seat] = {}
@@ -174,7 +176,7 @@ class Tier:
             if seat.degraded:
                 wake_at = _earlier(wake_at, self._drafters.draft(seat, now))
         able, waiting = self.memory.admit(seats, self._policy.max_guesses, now)
-        batch, again_at = schedule(able, self._policy, self._costs, self._max_pass_tokens, now)
+        batch, again_at = schedule(able, self._policy, self._costs, self._pass_tokens, now)
         return batch, _earlier(_earlier(wake_at, again_at), now + RETRY_S if waiting else None)
 
     def _run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
@@ -186,9 +188,30 @@ class Tier:
         own = self._score(batch)
         if own is None:
             # a row that breaks its pass must not harm the others; scoring a row twice gives the same
-            own = [(self._score([row]) or [None])[0] for row in batch]
+            own = [self._rescue(*row) for row in batch]
             self._broken = 0 if any(own) or self._sings() else self._broken + 1
+            if len(batch) > 1 and None not in own:  # no row is bad: together they were too many
+                self._shrink(sum(len(work.tokens) for _, work in batch) // 2)
         return own
+
+    def _rescue(self, seat: Seat, work: Work) -> list[int] | None:
+        """Own tokens of a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
+        own = self._score([(seat, work)])
+        size = len(work.tokens) // 2
+        while own is None and size >= SMALL_PASS and work.num_own < len(work.tokens):
+            for piece in work.pieces(size):
+                own = self._score([(seat, piece)])
+                if own is None:
+                    break
+            else:
+                self._shrink(size)
+            size //= 2
+        return None if own is None else own[0]
+
+    def _shrink(self, num_tokens: int) -> None:
+        """Passes of more tokens failed: smaller ones for a while."""
+        self._pass_tokens = max(SMALL_PASS, min(self._pass_tokens, num_tokens))
+        log.warning("Passes of tier %s are too large for its memory: they take %d tokens now", self.name, self._pass_tokens)
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
@@ -201,6 +224,8 @@ class Tier:
             self.stats.failures += 1
             return None
         self._account(batch, time.monotonic() - begin)
+        if sum(len(row.tokens) for row in rows) >= self._pass_tokens:
+            self._pass_tokens = min(self._max_pass_tokens, self._pass_tokens + 1)
         return own
 
     def _sings(self) -> bool:

@@ -101,6 +101,7 @@ class Engine(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     async def check(self, params: SamplingParams) -> None: ...
+    async def observe(self) -> None: ...
 
     def opening(
         self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
@@ -151,6 +152,7 @@ class Api:
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
+        await self._engine.observe()
         return Response(self._front.meters.text(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
@@ -222,7 +224,8 @@ class Api:
         form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name)
         prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
-            admitted = self._front.call(request.state.account, request.state.request_id, timeout_s, len(openings))
+            said = request.state
+            admitted = self._front.call(said.account, said.request_id, timeout_s, len(openings), since=said.since)
             call = held.enter_context(admitted)
             sources = [self._engine.chunks(opening, call, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:

@@ -21,6 +21,7 @@ from cascade.config import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.status import UNKNOWN_FAILURE
+from deployments.tls import check_door, server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,18 @@ class Door:
         self._limits = limits
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = self._grpc_server(service)
+        tls = listen.tls
         self._http = _HttpServer(
             uvicorn.Config(
-                application, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
+                application,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ssl_certfile=None if tls is None else tls.certificate,
+                ssl_keyfile=None if tls is None else tls.key,
             )
         )
         self._serving: asyncio.Task[None] | None = None
@@ -61,10 +71,15 @@ class Door:
     async def open(self) -> None:
         """Listen."""
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
-        port = self._grpc.add_insecure_port(f"{host}:{self._listen.grpc_port}")
+        tls, place = self._listen.tls, f"{host}:{self._listen.grpc_port}"
+        if tls is None:
+            port = self._grpc.add_insecure_port(place)
+        else:
+            check_door(tls)
+            port = self._grpc.add_secure_port(place, server_credentials(tls))
         self.grpc_address = f"{host}:{port}"
         listening = listener(self._listen.host, self._listen.http_port, self._limits.read_timeout_s)
-        self.http_address = f"http://{host}:{listening.getsockname()[1]}"
+        self.http_address = f"{'https' if tls else 'http'}://{host}:{listening.getsockname()[1]}"
         await self._grpc.start()
         self._serving = asyncio.create_task(self._http.serve([listening]))
         for name in ("", SERVICE):

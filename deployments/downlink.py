@@ -3,31 +3,23 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
+from cascade.config import LinkTLS
 from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.tier import mint
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
 from deployments.link import CHANNEL_OPTIONS, Mailbox, authorization, race
+from deployments.spare import Lease, Lessor, Spares
+from deployments.tls import channel
 
 log = logging.getLogger(__name__)
-
-
-class Lease(Protocol):
-    """A lease being held: yields the replica's address and secret, then stays open; a streaming Serve call."""
-
-    def __aiter__(self) -> AsyncIterator[str]: ...
-
-    def cancel(self) -> Any: ...
-
-
-Lessor = Callable[[str], Lease]
-"""Takes a lease for a session on some replica of a tier."""
 
 
 @dataclass(slots=True)
@@ -39,6 +31,7 @@ class Route:
     stream: "Stream | None" = None
     opening: "asyncio.Task[None] | None" = None
     lease: Lease | None = None
+    answered: bool = False
 
 
 @dataclass(slots=True)
@@ -55,7 +48,8 @@ class Stream:
 class Downlink(Link):
     """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
 
-    Made in a running event loop; `send` may be called from any thread.
+    Made in a running event loop; `send` may be called from any thread. While sessions begin, one more replica of each tier is
+    held for ``spare_s`` at most, for the next of them: see `session`.
     """
 
     def __init__(
@@ -64,13 +58,21 @@ class Downlink(Link):
         deliver: Callable[[Sequence[Message]], object],
         *,
         lease_timeout_s: float = 5.0,
+        spare_s: float = 0.0,
+        tls: LinkTLS | None = None,
     ) -> None:
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
+        self._spares = {tier: Spares(lessor, spare_s) for tier, lessor in lessors.items()}
+
+    def session(self, tier: str) -> str:
+        """A name for a session that is opened at ``tier`` at once: if a replica is held ahead, the one it is held for."""
+        return self._spares[tier].session or mint()
 
     @property
     def num_sessions(self) -> int:
@@ -102,6 +104,8 @@ class Downlink(Link):
 
     async def close(self) -> None:
         """Break all links and let go of all leases."""
+        for spares in self._spares.values():
+            await spares.close()
         for session in list(self._routes):
             self._leave(session)
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
@@ -113,7 +117,13 @@ class Downlink(Link):
 
     def _open(self, opening: Open) -> None:
         route = self._routes[opening.session] = Route(opening.tier, [opening])
-        route.opening = self._loop.create_task(self._take_lease(opening, route))
+        spares = self._spares.get(opening.tier)
+        spare = None if spares is None else spares.take(opening.session)
+        if spare is None:
+            route.opening = self._loop.create_task(self._take_lease(opening, route))
+        else:
+            route.lease = spare.lease
+            self._join(opening.session, route, spare.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
         session = opening.session
@@ -130,11 +140,15 @@ class Downlink(Link):
             return
         if self._routes.get(session) is not route:  # closed while the address was on its way: `wait_for` may swallow a cancel
             return
+        route.opening = None
+        self._join(session, route, ticket)
+
+    def _join(self, session: str, route: Route, ticket: str) -> None:
+        """Send what waits for a leased replica, and what follows."""
         route.stream = self._stream(ticket)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
-        route.opening = None
 
     def _leave(self, session: str) -> None:
         """Forget a session and let go of its lease."""
@@ -168,9 +182,10 @@ class Downlink(Link):
     async def _run(self, stream: Stream) -> None:
         """Carry messages both ways until the link breaks; then its sessions have failed."""
         reason = "the replica closed it"
-        channel = grpc.aio.insecure_channel(stream.address, options=CHANNEL_OPTIONS)
+        joined: grpc.aio.Channel | None = None
         try:
-            call = link_pb2_grpc.LinkStub(channel).Connect(metadata=(("authorization", authorization(stream.secret)),))
+            joined = channel(stream.address, CHANNEL_OPTIONS, self._tls)
+            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(stream.secret)),))
             await race(self._read(call), _write(call, stream.mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
@@ -179,9 +194,12 @@ class Downlink(Link):
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._streams.pop(stream.address, None)
+            for spares in self._spares.values():
+                spares.distrust(stream.address)
             for session in list(stream.sessions):
                 self._fail(session, f"the link to {stream.address} broke ({reason})")
-            await channel.close(None)
+            if joined is not None:
+                await joined.close(None)
 
     async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
         async for batch in call:
@@ -192,8 +210,17 @@ class Downlink(Link):
         for message in known:
             if isinstance(message, Failed):
                 self._leave(message.session)
+            else:
+                self._answered(message.session)
         if known:
             self._deliver(known)
+
+    def _answered(self, session: str) -> None:
+        """The first answer of a session is here: what it takes to hold a replica for the next one delays nobody now."""
+        route = self._routes.get(session)
+        if route is not None and not route.answered:
+            route.answered = True
+            self._spares[route.tier].renew()
 
 
 async def _write(call: Any, mailbox: Mailbox) -> None:

@@ -25,7 +25,7 @@ class Call:
     id: str
     account: Account
     life: Life
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # when it arrived
 
 
 class Front:
@@ -39,11 +39,13 @@ class Front:
         self._calls: set[Call] = set()
 
     @contextlib.contextmanager
-    def call(self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1) -> Iterator[Call]:
-        """Hold what a request needs; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
+    def call(
+        self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
+    ) -> Iterator[Call]:
+        """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
         if id is not None and not REQUEST_ID.fullmatch(id):
             raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
-        call = Call(id or mint(), account, Life.of(timeout_s))
+        call = Call(id or mint(), account, Life.of(timeout_s), since)
         call.life.check()
         with account.admitted(num_answers), self.gate.admitted(num_answers):
             self._calls.add(call)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ class ClientLeft(Exception):
 
 
 class Guard:
-    """ASGI middleware. The account of a request is in its state, as is its id."""
+    """ASGI middleware. The account of a request is in its state, as are its id and when it arrived."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._application = app
@@ -47,6 +48,7 @@ class Guard:
                 said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
                 state["account"] = self._access.account(said)
             body = await self._body(scope, receive)
+            state["since"] = time.monotonic()
             await self._application(scope, replay(body, receive), answer.send)
         except ClientLeft:
             pass

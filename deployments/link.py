@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc
 
+from cascade.config import LinkTLS
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.codec import decode, encode
+from deployments.tls import server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +102,11 @@ class Leases:
 
 
 class LinkServer(link_pb2_grpc.LinkServicer):
-    """Takes links from the tiers above and hands their messages to ``tier``."""
+    """Takes links from the tiers above and hands their messages to ``tier``; only over ``tls``, if it is given."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, tls: LinkTLS | None = None) -> None:
         self._tier = tier
+        self._tls = tls
         self._server: grpc.aio.Server | None = None
         self.leases = Leases()
         self.address = ""
@@ -114,7 +117,10 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         link_pb2_grpc.add_LinkServicer_to_server(self, self._server)
         host = f"[{host}]" if ":" in host else host
-        port = self._server.add_insecure_port(f"{host}:0")
+        if self._tls is None:
+            port = self._server.add_insecure_port(f"{host}:0")
+        else:
+            port = self._server.add_secure_port(f"{host}:0", server_credentials(self._tls))
         await self._server.start()
         self.address = f"{host}:{port}"
 

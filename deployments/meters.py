@@ -1,7 +1,7 @@
 """What the router counts, as Prometheus reads it at GET /metrics."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -28,10 +28,13 @@ class Meters:
         self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)
         self._accepted = Counter("accepted_tokens", "Guesses that were right, by edge.", ["drafter", "verifier"], **made)
         self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
-        self._first = Histogram("first_token_seconds", "From admission to the first piece.", buckets=SECONDS, **made)
+        self._first = Histogram("first_token_seconds", "From a request's arrival to the first piece.", buckets=SECONDS, **made)
         self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
         self._plain = Counter("undrafted_answers", "Answers without a single guess scored, by reason.", ["reason"], **made)
         self._active = Gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not.", **made)
+        self._replicas = Gauge("replicas", "Replicas that run, by tier.", ["tier"], **made)
+        self._pass = Gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ["tier", "tokens"], **made)
+        self._context = Gauge("context_seconds", "What each position held adds to a pass, by tier.", ["tier"], **made)
         self._drafted: bool | None = None  # what the log has said; nothing yet
         running = Gauge("running", "Answers being written.", **made)
         waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
@@ -47,7 +50,7 @@ class Meters:
         self._refused.labels(code).inc()
 
     def piece(self, seconds: float, first: bool) -> None:
-        """One piece came so long after the one before it, or after admission."""
+        """One piece came so long after the one before it, or after the request."""
         (self._first if first else self._gaps).observe(seconds)
 
     def ended(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
@@ -69,6 +72,18 @@ class Meters:
             self._plain.labels(why).inc()
         if why not in ("disabled", "short"):  # else the answer says nothing of the tiers below
             self._drafts(why)
+
+    def started(self, drafters: int) -> None:
+        """So many tiers below the full one are ready, of one or more that are configured."""
+        self._drafts(None if drafters else "no_replica")
+
+    def tier(self, name: str, replicas: int, state: Mapping[str, Any] | None) -> None:
+        """A tier has so many replicas, and one of them says this of itself."""
+        self._replicas.labels(name).set(replicas)
+        for point in (state or {}).get("pass_cost", ()):
+            self._pass.labels(name, point["tokens"]).set(point["seconds"])
+        if state is not None and "context_s" in state:
+            self._context.labels(name).set(state["context_s"])
 
     def _drafts(self, why: Undrafted | None) -> None:
         """Whether drafts reach the full tier; said once when it changes."""

@@ -1,6 +1,7 @@
 """The other ranks of a replica whose model is shared: actors in the replica's own placement group."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ class Ranks:
         self._actors = [_actor(rank) for rank in range(1, self._size)]
         self.pids: list[int] = ray.get([actor.pid.remote() for actor in self._actors])
         self._ends = [
-            actor.follow.remote(address, rank, self._size, self._source, engine.num_threads, self._options)
+            actor.follow.remote(address, rank, self._size, self._source, engine.model_dump(mode="json"), self._options)
             for rank, actor in enumerate(self._actors, start=1)
         ]
 
@@ -52,13 +53,19 @@ class Rank:
     def pid(self) -> int:
         return os.getpid()
 
-    def follow(
-        self, address: str, rank: int, ranks: int, source: str, num_threads: int | None, options: dict[str, Any]
-    ) -> None:
-        """Take part until the leader closes."""
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+    def follow(self, address: str, rank: int, ranks: int, source: str, engine: dict[str, Any], options: dict[str, Any]) -> None:
+        """Take part until the leader closes; ``engine`` is the tier's."""
+        bind_threads(EngineKwargs.model_validate(engine))
         follow(address, rank, ranks, source, **options)
+
+
+def bind_threads(engine: EngineKwargs) -> None:
+    """Bind all threads of this process to the configured cores, and limit those of a pass."""
+    if engine.cpu_affinity is not None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
+    if engine.num_threads is not None:
+        torch.set_num_threads(engine.num_threads)
 
 
 def bundle(actor: dict[str, Any]) -> dict[str, float]:
@@ -84,4 +91,9 @@ def _actor(rank: int) -> Any:
 
 
 def _options(engine: EngineKwargs) -> dict[str, Any]:
-    return {"dtype": engine.dtype, "revision": engine.revision, "trust_remote_code": engine.trust_remote_code}
+    return {
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "revision": engine.revision,
+        "trust_remote_code": engine.trust_remote_code,
+    }

@@ -41,14 +41,18 @@ from deployments.requests import (
 )
 from deployments.status import refusal
 from deployments.tier import lessor
+from deployments.tls import check
 
 log = logging.getLogger(__name__)
 
 FULL_WINDOW = 256  # tokens the full tier may write that have not been handed to the client's stream
 LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
+SPARE_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
 RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
 DESCRIBE_TIMEOUT_S = 5.0
+OBSERVE_TIMEOUT_S = 1.0
+OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the meters
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
@@ -93,6 +97,8 @@ class Router:
         self, config: Mapping[str, Any], handles: Mapping[str, DeploymentHandle]
     ) -> None:
         self._config = CascadeConfig.model_validate(config)
+        if self._config.link_tls is not None:
+            check(self._config.link_tls)
         self._handles = handles
         self.front = Front(self._config)
         full = self._config.tiers[-1]
@@ -104,9 +110,19 @@ class Router:
         self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
+        if len(self._handles) > 1:
+            self.front.meters.started(len(tiers) - 1)
+        self._observe_at = 0.0
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self._downlink = Downlink({full.name: lessor(handles[full.name])}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S)
+        places = full.deployment_config.max_ongoing_requests
+        self._downlink = Downlink(
+            {full.name: lessor(handles[full.name])},
+            self._hear,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+            tls=self._config.link_tls,
+        )
         self._api = Api(self).application()
         listen = self._config.router.listen
         self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
@@ -162,6 +178,25 @@ class Router:
         """The HTTP API, for Ray Serve's proxies."""
         return self._api
 
+    async def observe(self) -> None:
+        """Bring up to date what the meters say of the tiers, if that is old.
+
+        Tiers without a replica are not asked: Serve would start one for the question.
+        """
+        if time.monotonic() < self._observe_at:
+            return
+        self._observe_at = time.monotonic() + OBSERVE_S
+        try:
+            replicas = await asyncio.to_thread(_count_replicas)
+        except Exception as error:  # whatever Ray raises: its controller is not there
+            log.info("Ray Serve does not say what runs: %s", error)
+            return
+        running = [name for name in self.names if replicas.get(name)]
+        states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
+        said = dict(zip(running, states, strict=True))
+        for name in self.names:
+            self.front.meters.tier(name, replicas.get(name, 0), said.get(name))
+
     async def drain(self) -> None:
         """Take no more requests, and let those that are there end."""
         if self._door is not None:
@@ -197,10 +232,10 @@ class Router:
 
     async def _asked(self, request: pb.GenerateRequest, context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
         """The answer to a gRPC request."""
-        said = metadata(context)
+        since, said = time.monotonic(), metadata(context)
         account = self.front.access.account(said.get("authorization"))
         opening = await self._admit(request)
-        with self.front.call(account, said.get("request_id"), remaining_s(context)) as call:
+        with self.front.call(account, said.get("request_id"), remaining_s(context), since=since) as call:
             async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -225,7 +260,7 @@ class Router:
 
     async def _drive(self, answer: Answer, patience: Patience, life: Life) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(mint())
+        opening = answer.replay(self._downlink.session(self.names[-1]))
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
         try:

@@ -17,10 +17,12 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
+from cascade.client import SECURE
 from cascade.config import CascadeConfig, ListenConfig
 from cascade.errors import ConfigError
 from deployments.access import Access
 from deployments.app import build, parse
+from deployments.tls import check, check_door
 
 APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
@@ -35,8 +37,8 @@ class Server:
     def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool) -> None:
         self.config = config
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host)
-        self.address = f"{host}:{listen.grpc_port}"
-        self.url = f"http://{host}:{listen.http_port}"
+        self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
+        self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
         self.tiers = config.names
         self.model = config.tiers[-1].model_loading_config.model_id
         self._owns_ray = owns_ray
@@ -62,6 +64,10 @@ class Server:
         parsed = at_door(parsed, listen)
         application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
         Access.load(parsed.router.access)
+        if parsed.link_tls is not None:
+            check(parsed.link_tls)
+        if listen.tls is not None:
+            check_door(listen.tls)
         if not ray.is_initialized():
             _start_ray()
         if joins:  # a cluster of several machines: clients are told this one's address
@@ -119,6 +125,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, http_port
         host=given.host if host is None else host,
         grpc_port=given.grpc_port if port is None else port or free_port(),
         http_port=given.http_port if http_port is None else http_port or free_port(),
+        tls=given.tls,
     )
     for name, taken in (("gRPC", chosen.grpc_port), ("HTTP", chosen.http_port)):
         family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET

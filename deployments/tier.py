@@ -4,15 +4,13 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray.util
-import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.adapters import AdaptedModel
-from cascade.config import EngineKwargs, TierConfig
+from cascade.config import LinkTLS, TierConfig
 from cascade.errors import ModelError
 from cascade.grammar import Grammars
 from cascade.loading import load
@@ -20,9 +18,11 @@ from cascade.model import Model
 from cascade.profile import measure
 from cascade.tier import Tier
 from cascade.tokenizer import Tokenizer
-from deployments.downlink import Downlink, Lessor
+from deployments.downlink import Downlink
 from deployments.link import LinkServer
-from deployments.ranks import Ranks
+from deployments.ranks import Ranks, bind_threads
+from deployments.spare import Lessor
+from deployments.tls import check
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,19 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name."""
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name; ``link_tls`` is the configuration's."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Mapping[str, Any], level: int, lower: Mapping[str, DeploymentHandle]
+        self,
+        config: Mapping[str, Any],
+        level: int,
+        lower: Mapping[str, DeploymentHandle],
+        link_tls: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = TierConfig.model_validate(config)
+        tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
+        if tls is not None:
+            check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
         self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
@@ -53,9 +60,9 @@ class TierReplica:
             grammars=None if tokenizer is None else Grammars(tokenizer),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
-        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
+        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier)
+        self._server = LinkServer(self._tier, tls)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
 
@@ -104,15 +111,6 @@ def lessor(handle: DeploymentHandle) -> Lessor:
     """Takes leases on the replicas behind ``handle``."""
     streaming = handle.options(stream=True)
     return lambda session: streaming.lease.remote(session)
-
-
-def bind_threads(engine: EngineKwargs) -> None:
-    """Bind all threads of this process to the configured cores, and limit those of a pass."""
-    if engine.cpu_affinity is not None:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
 
 
 async def _start(config: TierConfig, ranks: Ranks | None) -> Model:

@@ -103,7 +103,8 @@ async def _build(
         await node.start()
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
     values = CascadeConfig.demo().model_dump(mode="json")
-    values["router"] = {"listen": listen.model_dump(), **options}
+    # nothing is left of a request means: no spare either
+    values["router"] = {"listen": listen.model_dump(), "spare_lease_s": 0.1, **options}
     router = Stoppable.__new__(Stoppable)
     handles: Any = {name: Handle(net, name) for name in NAMES}
     await Router.__init__(router, values, handles)

@@ -168,6 +168,23 @@ def test_quantisations_that_cannot_be_are_named(method: str, words: str) -> None
         Model.from_pretrained(family.paths()[0], device="cpu", quantization=method)
 
 
+def test_library_quantises_each_model_or_all() -> None:
+    """Guards `Cascade.from_pretrained`: the models that are meant and no others, and the full one's text."""
+    source = family.paths()[-1]
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    texts = {}
+    for method in (None, "int8"):
+        alone = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
+        with Cascade([alone], tokenizer()) as cascade:
+            texts[method] = cascade.generate("def read(path):\n", params).token_ids, alone.weight_bytes
+    for asked, held in ((["int8", None], ("int8", None)), ("int8", ("int8", "int8"))):
+        with Cascade.from_pretrained([source] * 2, dtype="float32", device="cpu", quantization=asked) as cascade:
+            assert [tier._model.weight_bytes for tier in cascade.tiers] == [texts[method][1] for method in held]
+            assert cascade.generate("def read(path):\n", params).token_ids == texts[held[-1]][0]
+    with pytest.raises(ConfigError, match="quantization has 1 entries for 2 models: give one for each"):
+        Cascade.from_pretrained([source] * 2, quantization=["int8"])
+
+
 def test_unknown_quantisation_is_refused_in_the_configuration() -> None:
     """Guards the start: nothing is downloaded for a word that means nothing."""
     values = CascadeConfig.demo().model_dump(mode="json")

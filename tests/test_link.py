@@ -16,6 +16,7 @@ from test_tier import NAMES, PROMPT, CountingModel, Silent
 from test_tier import opening as any_opening
 
 from cascade.answer import Answer
+from cascade.config import LinkTLS
 from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
@@ -25,8 +26,9 @@ from cascade.v1 import link_pb2_grpc
 from deployments import downlink as downlink_module
 from deployments import link
 from deployments.codec import decode, encode
-from deployments.downlink import Downlink, Lease, Lessor
+from deployments.downlink import Downlink
 from deployments.link import CHANNEL_OPTIONS, LinkServer, authorization
+from deployments.spare import Lease, Lessor
 
 LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2
@@ -38,18 +40,24 @@ class Held:
 
     def __init__(self, addresses: AsyncIterator[str]) -> None:
         self._addresses = addresses
-        self._arrived: asyncio.Queue[str] = asyncio.Queue()
+        self._arrived: asyncio.Queue[str | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async for address in self._addresses:
-            self._arrived.put_nowait(address)
+        try:
+            async for address in self._addresses:
+                self._arrived.put_nowait(address)
+        finally:
+            self._arrived.put_nowait(None)
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
 
     async def __anext__(self) -> str:
-        return await self._arrived.get()
+        address = await self._arrived.get()
+        if address is None:
+            raise StopAsyncIteration
+        return address
 
     def cancel(self) -> None:
         self.task.cancel()
@@ -58,12 +66,12 @@ class Held:
 class Node:
     """A replica: one tier with both ends of its links."""
 
-    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor]) -> None:
+    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor], tls: LinkTLS | None = None) -> None:
         self.model = model
         self.tier = Tier(NAMES[level], level, model)
-        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
+        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self.tier.below = self.downlink
-        self.server = LinkServer(self.tier)
+        self.server = LinkServer(self.tier, tls)
 
     async def start(self) -> None:
         self.tier.start()
@@ -84,18 +92,19 @@ class Node:
 class Net:
     """Replicas by tier, and a router that asks the full one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: LinkTLS | None = None) -> None:
+        self.tls = tls
         self.nodes: dict[str, Node] = {}
         self.leases: list[Held] = []
         self.refused: set[str] = set()
         self.failures: list[Failed] = []
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S)
+        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
 
     async def add(self, name: str, *, pass_s: float = 0.0, agreement: float = 1.0) -> Node:
         level = NAMES.index(name)
         lessors = {below: self.lessor(below) for below in NAMES[:level]}
-        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors)
+        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors, self.tls)
         await node.start()
         return node
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from architectures import build
 
 from cascade import ModelError, family
+from cascade.loading import load
 from cascade.parallel import LeadingModel, check_ranks
 
 LEADER = """
@@ -25,7 +27,7 @@ from cascade.tokenizer import Tokenizer
 source, ranks, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def main():
-    shared = LeadingModel.launch(source, ranks, dtype="float32")
+    shared = LeadingModel.launch(source, ranks, dtype="float32", device=None if torch.cuda.is_available() else "cpu")
     alone = Model.from_pretrained(source, dtype="float32", device="cpu")
     drafter = Model.from_pretrained(source, dtype="bfloat16", device="cpu")
     tokenizer = Tokenizer.from_pretrained(family.paths()[0])
@@ -97,6 +99,14 @@ def test_sizes_that_do_not_divide_the_heads_are_refused(ranks: int, words: str) 
     """Guards the start: nothing is launched, and the sizes that fit are named."""
     with pytest.raises(ModelError, match=f"tensor_parallel_size is {ranks}.*{words}"):
         LeadingModel.launch(family.paths()[-1], ranks)
+
+
+def test_ranks_load_to_what_they_see(folder: Path) -> None:
+    """Guards against a device that Transformers' plans would not heed: it is refused before a rank loads anything."""
+    build("llama").save_pretrained(folder)
+    other = "cpu" if torch.cuda.is_available() else "meta"
+    with pytest.raises(ModelError, match=f"cannot load to {other} while they see"):
+        load(str(folder), device=other, ranks=2)
 
 
 def test_models_without_a_plan_are_refused(folder: Path) -> None:

@@ -29,7 +29,7 @@ def config(ranks: int = 2, **engine: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server.start(CascadeConfig.parse(config()), port=0) as server:
+    with Server.start(CascadeConfig.parse(config(device="cpu", cpu_affinity=[0])), port=0) as server:
         yield server
 
 
@@ -53,6 +53,7 @@ def test_a_shared_tier_serves_and_outlives_a_rank(server: Server) -> None:
         assert all(seconds > 0 for _, seconds in info.pass_cost)
         before = describe()
         assert len(before["rank_pids"]) == 1
+        assert [os.sched_getaffinity(pid) for pid in (before["pid"], *before["rank_pids"])] == [{0}, {0}]
         os.kill(before["rank_pids"][0], signal.SIGKILL)
         assert client.generate(PROMPT, PARAMS).token_ids == text
         deadline = time.monotonic() + 120
@@ -80,6 +81,7 @@ def test_ranks_have_bundles_of_their_own() -> None:
         (config(3), "The model of tier full cannot be shared: tensor_parallel_size is 3, which does not divide"),
         (config(2, quantization="int8"), "tensor_parallel_size is 2, which quantization cannot be combined with"),
         (config(2, lora_modules={"red": "x"}), "which lora_modules cannot be combined with"),
+        (config(2, device="cuda:1"), "device is 'cuda:1', but each of 2 ranks has a device of its own: say cpu or cuda"),
         (config(0), r"tensor_parallel_size is 0"),
     ],
 )

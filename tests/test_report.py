@@ -1,5 +1,6 @@
 """Every answer says what happened between the tiers, and the server when nothing does."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 
@@ -63,3 +64,43 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     answered("no_replica")
     assert "cascade_speculation_active 0.0" in meters.text().decode()
+
+
+def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
+    meters = Meters(Gate(4, 4), ("tiny", "full"))
+    with caplog.at_level(logging.INFO, "deployments.meters"):
+        meters.started(1)
+        assert "cascade_speculation_active 1.0" in meters.text().decode()
+        assert caplog.records == []
+        meters.started(0)
+    assert "cascade_speculation_active 0.0" in meters.text().decode()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with house() as built:
+        assert b"cascade_speculation_active 1.0" in ask(built, "/metrics")[2]
+
+
+def test_costs_of_passes_are_metrics(served: House) -> None:
+    """Guards what a planner reads: replicas and the cost of a pass, of every tier, as its replicas say."""
+    text = ask(served, "/metrics")[2].decode()
+    for tier in ("tiny", "medium", "full"):
+        assert f'cascade_replicas{{tier="{tier}"}} 1.0' in text
+        assert f'cascade_pass_seconds{{tier="{tier}",tokens="8"}} 0.5' in text
+        assert f'cascade_context_seconds{{tier="{tier}"}} 0.125' in text
+
+
+def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against figures that leave out what the router does before it admits a request, such as to compile a grammar."""
+    check, slow_s = served.router.check, 0.3
+
+    async def slowly(params: SamplingParams) -> None:
+        await asyncio.sleep(slow_s)
+        await check(params)
+
+    monkeypatch.setattr(served.router, "check", slowly)
+    with Client(served.grpc) as client:
+        seconds = client.generate(PROMPT, SamplingParams(max_tokens=4)).stats.first_token_s
+    assert seconds is not None
+    assert seconds >= slow_s
+    answer = ask(served, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4})[2]
+    assert answer["choices"][0]["cascade"]["first_token_s"] >= slow_s

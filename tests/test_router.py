@@ -47,7 +47,9 @@ class Handle:
         while self._name not in self._net.nodes:
             await asyncio.sleep(0.01)
         model = self._net.nodes[self._name].model
-        return {"name": self._name, "model": "toy", "context_len": model.context_len, "vocab_size": model.vocab_size}
+        cost = {"pass_cost": [{"tokens": 1, "seconds": 0.25}, {"tokens": 8, "seconds": 0.5}], "context_s": 0.125}
+        known = {"context_len": model.context_len, "vocab_size": model.vocab_size}
+        return {"name": self._name, "model": "toy", **known, **cost}
 
     def _lease(self, session: str) -> Any:
         return self._net.lessor(self._name)(session)
@@ -81,7 +83,7 @@ class Broken(ToyModel):
 
 def config(*, stall_timeout_s: float = 20.0) -> dict[str, Any]:
     values = CascadeConfig.demo().model_dump(mode="json")
-    return values | {"router": {"stall_timeout_s": stall_timeout_s}}
+    return values | {"router": {"stall_timeout_s": stall_timeout_s, "spare_lease_s": 0.1}}
 
 
 class Stoppable(Router):

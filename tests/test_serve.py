@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,6 +29,7 @@ SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
 def config() -> CascadeConfig:
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    values["router"]["spare_lease_s"] = 1.0  # after every test is waited until nothing is held
     return CascadeConfig.parse(values)
 
 
@@ -249,12 +251,17 @@ def test_broken_bytes_are_refused(server: Server, client: Client, reference: Cas
     assert client.generate(PROMPT, params).text == alone(reference, params).text
 
 
-def test_describe_tells_what_is_served(client: Client) -> None:
-    """Guards Describe: names bottom to top, replicas, limits."""
+def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
+    """Guards Describe: names bottom to top, replicas, limits; and the metrics of tiers."""
     wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2], 60)
     info = client.describe()
     assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
     assert info.max_model_len == 1024
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        metrics = answer.read().decode()
+    assert 'cascade_replicas{tier="full"} 2.0' in metrics
+    for tier in info.tiers:
+        assert f'cascade_pass_seconds{{tier="{tier.name}",tokens="1"}}' in metrics
     assert info.tiers[0].parameters < info.tiers[1].parameters < info.tiers[2].parameters
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cascade.answer import Answer
 from cascade.chain import join
@@ -37,10 +38,13 @@ class Inbox(Link):
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.failures: list[Failed] = []
 
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self.messages.put(message)
+            if isinstance(message, Failed):
+                self.failures.append(message)
 
 
 class CountingModel(ToyModel):
@@ -50,6 +54,7 @@ class CountingModel(ToyModel):
         super().__init__(**options)  # type: ignore[arg-type]
         self.caches: list[ToyCache] = []
         self.poison: int | None = None  # passes with a row that has this token fail
+        self.room: int | None = None  # tokens of a pass that there is memory for
 
     def new_cache(self) -> ToyCache:
         self.caches.append(super().new_cache())
@@ -58,6 +63,8 @@ class CountingModel(ToyModel):
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
         if any(self.poison in row.tokens for row in rows):
             raise RuntimeError("poison")
+        if self.room is not None and sum(len(row.tokens) for row in rows) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return super().run(rows)
 
     @property
@@ -289,6 +296,46 @@ def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None
         assert tier.healthy == healthy
     tier.close()
     assert model.leaks == 0
+
+
+@pytest.mark.parametrize("room", [17, 40, 100])
+def test_long_row_is_read_in_smaller_pieces(models: list[CountingModel], room: int) -> None:
+    """Guards a long prompt against a device without memory for a whole pass: it is read smaller, and so are the next ones."""
+    model = models[-1]
+    model.room = room
+    tier = Tier("full", 0, model, max_pass_tokens=256)
+    tier.start()
+    prompt = tuple(random.Random(1).choices(range(16), k=400))
+    request = replace(opening(max_tokens=30, chain=()), tokens=prompt, prompt_len=len(prompt))
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tier.post([request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    assert [*prompt, *answer._tokens] == full_text(ToyModel(), request)
+    assert inbox.failures == []
+    assert 0 < tier.stats.failures < tier.stats.passes
+    assert tier.healthy
+    settle([tier])
+    tier.close()
+
+
+def test_many_rows_are_scored_in_smaller_passes(models: list[CountingModel]) -> None:
+    """Guards a crowd against a device without memory for all of its rows: nobody fails, and few passes do."""
+    model = models[-1]
+    model.room = 20
+    tier = Tier("full", 0, model, max_pass_tokens=256)
+    tier.start()
+    requests = [opening(seed, max_tokens=30, chain=()) for seed in range(12)]
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in requests}
+    kept = dict(answers)
+    tier.post(requests, inbox)
+    finish(tier, inbox, answers)
+    for request in requests:
+        assert [*PROMPT, *kept[request.session]._tokens] == full_text(ToyModel(), request)
+    assert inbox.failures == []
+    assert 0 < tier.stats.failures < 10
+    assert tier.healthy
+    settle([tier])
+    tier.close()
 
 
 def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None:

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 class Store(Protocol):
     """Keys and values of one session at one tier; see `cascade.kv.Cache`."""
 
+    @property
+    def block(self) -> int:
+        """Positions that are taken and given back at once: a multiple of `cascade.pool.BLOCK`."""
+
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
 
     def take(self, source: Any, positions: int) -> None:
-        """Copy the first ``positions`` of another store of the same model; there is room for them."""
+        """Hold the first ``positions`` of another store of the same model, too; there is room for them."""
 
     def free(self) -> None:
         """Give the memory back; the store is not used again."""

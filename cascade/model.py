@@ -95,6 +95,11 @@ class Model:
         return context_len(self._network.config)
 
     @property
+    def path(self) -> str:
+        """How it holds keys and values, for people."""
+        return type(self._attention).__name__.lower()
+
+    @property
     def num_parameters(self) -> int:
         return int(self._network.num_parameters())
 

@@ -1,7 +1,7 @@
 """One batched pass over an unmodified Transformers model: rows of any sessions from any positions, packed into one input."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import budget
-from cascade.attention import Attention, Contiguous, choose
+from cascade.attention import Attention, Contiguous, Varlen, choose
 from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
+from cascade.graphs import Capture, Graphs, Recorder
 from cascade.kv import SURVEY, Span, Survey
 from cascade.loading import load
 from cascade.packed import pack
@@ -29,6 +30,8 @@ COARSE = 0.15  # the same for other dtypes, such as bfloat16
 class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
+    captures = True  # passes may be captured: they do the same whenever they run
+
     def __init__(
         self,
         network: PreTrainedModel,
@@ -36,11 +39,13 @@ class Model:
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         attention: Attention | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
         room for, see `cascade.budget`. ``attention`` is the best for the device unless it is given; models do not share one.
+        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU.
         """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
@@ -56,6 +61,7 @@ class Model:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
         room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         self.cache_tokens: int = self._attention.hold(room)
+        self._pass = self._captured(capture) if self.captures else self._score
 
     @classmethod
     def from_pretrained(
@@ -120,9 +126,26 @@ class Model:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
         return self._attention.new_cache()
 
-    @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        return self._pass(rows)
+
+    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[list[int]]]:
+        """How passes are run: by graphs where there is one, if the device and the model have any."""
+        attention = self._attention
+        if capture is None and self.device.type == "cuda":
+            capture = Recorder(self.device)
+        if capture is None or not isinstance(attention, Varlen):
+            return self._score
+        positions = min(self.context_len, self.cache_tokens)
+        sizes = {"vocab_size": self.vocab_size, "context_len": positions}
+        graphs = Graphs(self._forward, attention, self._windows, dtype=self.dtype, device=self.device, **sizes)
+        if not graphs.record(capture):
+            return self._score
+        return lambda rows: graphs.run(rows) or self._score(rows)
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[Row]) -> list[list[int]]:
         wanted = [(row.params, row.start + len(row.tokens) - row.num_own + 1, row.num_own) for row in rows]
         logits = self.logits(rows)
         tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())

@@ -30,7 +30,14 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from cascade.local import Cascade
 from cascade.model import Model
@@ -90,13 +97,14 @@ class Scale:
     passes: int = 20  # of each size
     copied: int = 2**30  # bytes, to measure bandwidth
     requests: int = 16
+    blocks: int | None = None  # of Transformers' own cache, which else takes most of the memory
 
     def batch(self) -> list[tuple[int, int]]:
         """Tokens of prompts and of answers, ragged."""
         return [(8 + 37 * i % (self.context // 4), 8 + 29 * i % (self.tokens // 2)) for i in range(self.requests)]
 
 
-SMALL = Scale(context=32, tokens=16, repeats=1, passes=2, copied=2**20, requests=3)
+SMALL = Scale(context=32, tokens=16, repeats=1, passes=2, copied=2**20, requests=3, blocks=16)
 
 
 def tokens(n: int, seed: int) -> list[int]:
@@ -263,12 +271,13 @@ def single(network: PreTrainedModel, cascade: Cascade, scale: Scale) -> dict[str
     }
 
 
-def generate_batch(network: PreTrainedModel, batch: list[tuple[int, int]]) -> float:
+def generate_batch(network: PreTrainedModel, batch: list[tuple[int, int]], blocks: int | None) -> float:
     """Seconds of a batch by the manager behind Transformers' ``generate_batch``, which is started before the clock is."""
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(answer for _, answer in batch))
     before = network.config._attn_implementation
     try:
-        with network.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+        memory = ContinuousBatchingConfig(num_blocks=blocks)
+        with network.continuous_batching_context_manager(config, timeout=5, continuous_batching_config=memory) as manager:
             manager.add_request(tokens(8, 99), max_new_tokens=2)
             _wait(manager, 1)
             begin = time.perf_counter()
@@ -300,7 +309,7 @@ def batching(network: PreTrainedModel, cascade: Cascade, scale: Scale) -> dict[s
     for _ in range(scale.repeats):
         cascade.tiers[0].memory.pool.clear()
         tier.append(seconds(lambda: asyncio.run(ours()), network.device))
-        continuous.append(generate_batch(network, batch))
+        continuous.append(generate_batch(network, batch, scale.blocks))
     return {
         "tier_batch_tokens_per_s": round(wanted / min(tier), 1),
         "generate_batch_tokens_per_s": round(wanted / min(continuous), 1),

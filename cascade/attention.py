@@ -165,12 +165,22 @@ def attend(
         tables.longest,
         tables.farthest,
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # positions before the query's own, and behind it
+        window_size=_sight(window, tables.longest),
         enable_gqa=query.shape[1] != key.shape[1],
         seqused_k=tables.lengths,
         block_table=tables.blocks,
     )
     return out[None], None
+
+
+def _sight(window: int | None, longest: int) -> tuple[int, int]:
+    """Positions that the kernel shows a query before its own and behind it; -1 is all.
+
+    Behind the only token of a row there is nothing to hide, and the kernel is faster where it need not.
+    """
+    if window is None:
+        return -1, 0 if longest > 1 else -1
+    return window - 1, 0
 
 
 AttentionInterface.register(PAGED, attend)
@@ -246,7 +256,7 @@ def agrees(
                 longest,
                 max(lengths),
                 scale=None,
-                window_size=(-1 if window is None else window - 1, 0),
+                window_size=_sight(window, longest),
                 enable_gqa=num != kv_heads,
                 seqused_k=used,
                 block_table=blocks,

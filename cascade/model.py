@@ -103,7 +103,7 @@ class Model:
     @property
     def path(self) -> str:
         """How it holds keys and values, for people."""
-        return type(self._attention).__name__.lower()
+        return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
 
     @property
     def num_parameters(self) -> int:

@@ -34,7 +34,7 @@ def varlen(
     assert seqused_k.shape == (rows,)
     assert len(block_table) == rows
     left, right = window_size
-    assert right == 0, "not causal"
+    assert right == 0 or (right == -1 and max_q == 1), "not causal"
     out = torch.full((*query.shape[:2], value.shape[3]), torch.nan, dtype=query.dtype)
     for row, (begin, end) in enumerate(zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)):
         length = int(seqused_k[row])

@@ -10,10 +10,13 @@ from architectures import VOCAB, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import varlen
+from test_tier import PROMPT, Inbox, Silent, finish, opening, settle
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cascade.answer import Answer
 from cascade.attention import Contiguous, Varlen
+from cascade.chain import join
 from cascade.errors import ModelError
 from cascade.graphs import BUCKETS, MOST, ROWS, STEPS, TOKENS, Work, bucket_for, eager
 from cascade.history import History
@@ -23,6 +26,7 @@ from cascade.params import SamplingParams
 from cascade.pool import BLOCK
 from cascade.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens, own_tokens_of
 from cascade.scorer import Row
+from cascade.tier import Tier
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "mistral", "qwen2-sliding", "gpt2", "phi", "opt"]
@@ -141,12 +145,12 @@ def sealed(
     ends: Tensor,
     sizes: list[int],
     scale: float,
-    left: int,
+    window: list[int],
     lengths: Tensor,
     table: Tensor,
 ) -> Tensor:
     """The kernel as one operation, as it is on a GPU: what it reads on the host is no part of a graph."""
-    options: dict[str, Any] = {"window_size": (left, 0), "enable_gqa": query.shape[1] != key.shape[2]}
+    options: dict[str, Any] = {"window_size": tuple(window), "enable_gqa": query.shape[1] != key.shape[2]}
     return varlen(query, key, value, ends, None, *sizes, scale=scale, seqused_k=lengths, block_table=table, **options)
 
 
@@ -157,7 +161,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 def _sealed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: None, *sizes: int, **options: Any) -> Tensor:
     scale = query.shape[2] ** -0.5 if options["scale"] is None else options["scale"]
-    rest = options["window_size"][0], options["seqused_k"], options["block_table"]
+    rest = list(options["window_size"]), options["seqused_k"], options["block_table"]
     return sealed(query, key, value, ends, sizes, scale, *rest)
 
 
@@ -252,3 +256,32 @@ def test_choices_in_tensors_are_the_same(params: Sequence[SamplingParams], seed:
     assert kind != GREEDY or torch.equal(logits.argmax(-1), expected)
     assert demand(SamplingParams(temperature=0, top_k=3)) == GREEDY
     assert demand(SamplingParams(temperature=1)) == NOISY
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_cascades_of_captured_models_keep_the_promise(temperature: float) -> None:
+    """Guards the whole: tiers over captured passes, with guesses, rollbacks, reuse and several steps a launch below."""
+    requests = [opening(seed, temperature, 24, chain=("1", "0"), window=60) for seed in range(5)]
+    expected, plain = [], Model(build("llama", seed=3))
+    for request in requests:
+        text, store = list(request.tokens), plain.new_cache()
+        while len(text) < request.prompt_len + 24:
+            known = len(text) - 1 if len(text) > request.prompt_len else 0
+            text += plain.run([Row(store, known, text[known:], 1, request.params)])[0]
+        expected.append(text)
+    tiers = []
+    for level, network in enumerate((build("mistral", seed=1), build("llama", seed=3), build("llama", seed=3))):
+        model = Model(network, attention=Varlen(varlen, CPU, BLOCK), capture=eager, cache_tokens=14 * BLOCK)
+        tiers.append(Tier(str(level), level, model))
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in requests}
+    done = dict(answers)
+    tiers[-1].post(requests, inbox)
+    finish(tiers[-1], inbox, answers)
+    assert [[*PROMPT, *done[request.session]._tokens] for request in requests] == expected
+    settle(tiers)
+    for tier in tiers:
+        tier.memory.check()
+        tier.close()

@@ -179,7 +179,7 @@ def _early(*args: Any, **options: Any) -> Tensor:
 
 
 def _wide(*args: Any, **options: Any) -> Tensor:
-    return varlen(*args, **{**options, "window_size": (-1, 0)})
+    return varlen(*args, **{**options, "window_size": (options["window_size"][0] + 1, 0)})
 
 
 def _in_order(*args: Any, **options: Any) -> Tensor:

@@ -375,13 +375,18 @@ def compare(shape: Shape, device: torch.device, scale: Scale) -> dict[str, Any]:
             lambda: batching(network, cascade, scale),
             lambda: {"bfloat16_exactness": differing(model, scale)},
         )
-        problems = []
+        found["problems"] = []
         for part in parts:
-            try:
-                found |= part()
-            except Exception as error:  # of any library: the other parts are of use without this one
-                problems.append(f"{type(error).__name__}: {error}")
-    return found | {"problems": problems}
+            attempt(part, found)
+    return found
+
+
+def attempt(part: Callable[[], dict[str, Any]], found: dict[str, Any]) -> None:
+    """Add what a part found, or why it failed: the others are of use without it."""
+    try:
+        found |= part()
+    except Exception as error:  # of any library
+        found["problems"].append(f"{type(error).__name__}: {error}")
 
 
 def _ms(value: float) -> float:
@@ -397,9 +402,11 @@ def measure(names: Sequence[str], device: torch.device, scale: Scale) -> dict[st
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    exactness: dict[str, Any] = {"problems": []}
+    attempt(lambda: same_text(build(SHAPES[names[0]], device, torch.float32), scale), exactness)
     return {
         "shapes": shapes,
-        "float32_exactness": same_text(build(SHAPES[names[0]], device, torch.float32), scale),
+        "float32_exactness": exactness,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
     }
@@ -425,7 +432,7 @@ def table(document: dict[str, Any]) -> Table:
     out.add_row(
         "tokens that differ", *(str(f.get("bfloat16_exactness", {}).get("rate", "-")) for f in document["shapes"].values()), ""
     )
-    out.add_row("same text in float32", str(document["float32_exactness"]["same_text"]), "True")
+    out.add_row("same text in float32", str(document["float32_exactness"].get("same_text", "-")), "True")
     return out
 
 

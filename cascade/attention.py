@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from cascade import kv
 from cascade.kv import ATTENTION, Cache, Pass, Span, Survey
 from cascade.paged import SPARE, Blocks, PagedCache
 
 log = logging.getLogger(__name__)
 
-PAGED = "cascade_paged"  # the attention function over blocks, at Transformers
+PAGED = "cascade_paged"  # attention functions over blocks, at Transformers
+GATHERED = "cascade_gathered"
 PAGE = 256  # positions of a block: the kernel of PyTorch takes multiples of these alone
 PROBES = 8  # blocks while a model is tried out
 LARGEST_HEAD = 256  # that the kernel takes, in multiples of 8
@@ -60,19 +62,25 @@ class Contiguous:
         return tokens
 
 
-class Gathered:
-    """In blocks, and a session's are gathered for every layer: for all kinds of layers, on any device."""
+class Paged:
+    """In blocks. Passes whose rows are equally long can be captured: see `over`."""
 
-    name = ATTENTION
+    most = 0  # tokens of a pass that is worth capturing
 
-    def __init__(self, block: int = PAGE) -> None:
+    def __init__(self, kernel: Kernel, block: int = PAGE) -> None:
         self.blocks = Blocks(PROBES, block)
+        self._kernel = kernel
 
     def new_cache(self) -> PagedCache:
         return PagedCache(self.blocks)
 
-    def plan(self, spans: Sequence[Span], windows: Windows) -> Any:
-        return Pass(spans, windows)
+    def over(self, tables: "Tables", windows: Windows) -> "PagedPass":
+        """A pass over rows whose blocks are ready to be written; those of `Gathered` must be equally long."""
+        return PagedPass(self.blocks, tables, windows, self._kernel)
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """How wide tables are told to be, in blocks, for sessions of up to ``most``."""
+        return (most,)
 
     def hold(self, tokens: int) -> int:
         number = max(1, tokens // self.blocks.block)
@@ -102,19 +110,31 @@ class PagedPass:
     kernel: Kernel
 
 
-class Varlen(Gathered):
-    """In blocks, which ``kernel`` reads in place."""
+class Gathered(Paged):
+    """A session's blocks are gathered for every layer: for all kinds of layers, on any device."""
+
+    name = GATHERED
+    most = 32
+
+    def __init__(self, block: int = PAGE) -> None:
+        super().__init__(padded, block)
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
+        return Pass(spans, windows)
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        return (*(4**power for power in range(most.bit_length()) if 4**power < most), most)
+
+
+class Varlen(Paged):
+    """``kernel`` reads blocks in place."""
 
     name = PAGED
+    most = 256
 
     def __init__(self, kernel: Kernel, device: torch.device, block: int = PAGE) -> None:
-        super().__init__(block)
-        self._kernel = kernel
+        super().__init__(kernel, block)
         self._device = device
-
-    def over(self, tables: Tables, windows: Windows) -> PagedPass:
-        """A pass over rows whose blocks are ready to be written."""
-        return PagedPass(self.blocks, tables, windows, self._kernel)
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> PagedPass:
         slots: list[int] = []
@@ -146,6 +166,8 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cascade_pass: PagedPass | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -157,6 +179,7 @@ def attend(
     held = cascade_pass.memory.layer(layer, key[0], value[0])
     for blocks, new in zip(held, (key, value), strict=True):
         blocks.flatten(0, 1).index_copy_(0, tables.slots, new[0].transpose(0, 1))
+    special = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}  # for `padded`, see `takes`
     out = cascade_pass.kernel(
         query[0].transpose(0, 1),
         *held,
@@ -169,8 +192,24 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
         seqused_k=tables.lengths,
         block_table=tables.blocks,
+        **special,
     )
     return out[None], None
+
+
+def attend_gathered(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cascade_pass: Pass | PagedPass | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The same where a session's keys and values are gathered: row by row, or all at once in a pass that is captured."""
+    way = attend if isinstance(cascade_pass, PagedPass) else kv.attend
+    return way(module, query, key, value, attention_mask, cascade_pass=cascade_pass, **options)  # type: ignore[arg-type]
 
 
 def _sight(window: int | None, longest: int) -> tuple[int, int]:
@@ -184,6 +223,65 @@ def _sight(window: int | None, longest: int) -> tuple[int, int]:
 
 
 AttentionInterface.register(PAGED, attend)
+AttentionInterface.register(GATHERED, attend_gathered)
+
+
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    _: None,
+    longest: int,
+    farthest: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What the kernel computes, for rows of ``longest`` tokens each, by operations that every device has and can capture.
+
+    All blocks of the tables are gathered. Of positions that nothing was written to nothing is taken, not even infinities.
+    """
+    rows, (kv_heads, size) = len(block_table), key.shape[2:]
+    heads, group = query.shape[1], query.shape[1] // kv_heads
+    table = block_table.flatten()
+    place = torch.arange(block_table.shape[1] * key.shape[1], device=query.device)
+    void = (place >= seqused_k[:, None])[:, None, :, None]
+    keys, values = (
+        part.index_select(0, table).view(rows, -1, kv_heads, part.shape[3]).transpose(1, 2).masked_fill(void, 0)
+        for part in (key, value)
+    )
+    own = (seqused_k[:, None] - longest + torch.arange(longest, device=query.device)).clamp(min=0)[..., None]
+    seen = place <= own
+    if window_size[0] >= 0:
+        seen = seen & (place >= own - window_size[0])
+    seen = seen.repeat(1, group, 1)[:, None]  # heads that share keys become queries of one head
+    folded = query.view(rows, longest, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale)
+    else:
+        out = _written_out(folded, keys, values, seen, size**-0.5 if scale is None else scale, softcap, sinks)
+    out = out.view(rows, kv_heads, group, longest, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows * longest, heads, -1)
+
+
+def _written_out(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    scores = query @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        rows, kv_heads, queries, _ = query.shape
+        sink = sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, queries * kv_heads // len(sinks))
+        scores = torch.cat([scores, sink.reshape(rows, kv_heads, queries, 1).to(scores.dtype)], dim=-1)
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype)[..., : keys.shape[2]] @ values
 
 
 def choose(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:

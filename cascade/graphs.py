@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cascade.attention import Tables, Varlen, Windows
+from cascade.attention import Paged, Tables, Windows
 from cascade.checkpoint import reason
 from cascade.paged import SCRATCH
 from cascade.params import SamplingParams
@@ -50,6 +50,10 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
+        with torch.cuda.device(self._device):
+            return self._capture(work)
+
+    def _capture(self, work: Work) -> Work:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -79,9 +83,9 @@ class Bucket:
 BUCKETS = tuple(bucket for rows in ROWS for tokens in TOKENS if (bucket := Bucket(rows, tokens)).size <= MOST)
 
 
-def bucket_for(rows: int, tokens: int) -> Bucket | None:
+def bucket_for(rows: int, tokens: int, buckets: Sequence[Bucket] = BUCKETS) -> Bucket | None:
     """The smallest bucket for ``rows`` rows of at most ``tokens`` tokens."""
-    fitting = (bucket for bucket in BUCKETS if bucket.rows >= rows and bucket.tokens >= tokens)
+    fitting = (bucket for bucket in buckets if bucket.rows >= rows and bucket.tokens >= tokens)
     return min(fitting, key=lambda bucket: bucket.size, default=None)
 
 
@@ -124,7 +128,7 @@ class Graphs:
     def __init__(
         self,
         forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
-        attention: Varlen,
+        attention: Paged,
         windows: Windows,
         *,
         vocab_size: int,
@@ -136,7 +140,9 @@ class Graphs:
         self._attention = attention
         self._windows = windows
         self._block = attention.blocks.block
-        self._width = -(-context_len // self._block) + 1
+        self._buckets = [bucket for bucket in BUCKETS if bucket.size <= attention.most]
+        self._widths = attention.widths(-(-context_len // self._block) + 1)  # of tables, in blocks
+        self._width = self._widths[-1]
         self._inputs = Inputs(device)
         self._tables = torch.full((ROWS[-1], self._width), SCRATCH, dtype=torch.int32, device=device)
         self._held = [0] * ROWS[-1]  # versions of the tables that are there
@@ -146,19 +152,20 @@ class Graphs:
         self._ends = {
             tokens: torch.arange(0, (ROWS[-1] + 1) * tokens, tokens, dtype=torch.int32, device=device) for tokens in TOKENS
         }
-        self._forwards: dict[Bucket, Work] = {}
+        self._forwards: dict[tuple[Bucket, int], Work] = {}
         self._choices: dict[tuple[Bucket, int], Work] = {}
 
     @torch.inference_mode()
     def record(self, capture: Capture) -> bool:
         """Capture all buckets, with a progress bar; False if the model cannot be captured."""
         try:
-            for bucket in tqdm(BUCKETS, desc="Capturing passes", disable=capture is eager):
-                self._forwards[bucket] = capture(partial(self._score, bucket))
+            for bucket in tqdm(self._buckets, desc="Capturing passes", disable=capture is eager):
+                for width in self._widths:
+                    self._forwards[bucket, width] = capture(partial(self._score, bucket, width))
                 for kind in (GREEDY, NOISY, FILTERED):
                     self._inputs.upload(FILTERED)  # it has counted steps
                     work = partial(self._choose, bucket, kind)
-                    self._choices[bucket, kind] = capture(work) if bucket.size <= CHOSEN else work
+                    self._choices[bucket, kind] = _captured(capture, work) if bucket.size <= CHOSEN else work
         except RuntimeError as error:  # some models look at numbers on the host; or memory is short
             log.warning("Passes are not captured: %s", reason(error))
             return False
@@ -167,14 +174,16 @@ class Graphs:
     @torch.inference_mode()
     def run(self, rows: Sequence[Any]) -> list[list[int]] | None:
         """Own tokens of each of the `cascade.scorer.Row`\\ s, with one host read; None for a pass that has no bucket."""
-        bucket = bucket_for(len(rows), max(len(row.tokens) for row in rows))
+        bucket = bucket_for(len(rows), max(len(row.tokens) for row in rows), self._buckets)
         if bucket is None or any(row.history is not None for row in rows):
             return None
         steps = min(STEPS, 1 + min(row.ahead for row in rows)) if bucket.tokens == 1 else 1
         kind = max(demand(row.params) for row in rows)
         self._fill(rows, bucket, steps)
         self._inputs.upload(kind)
-        forward, choose = self._forwards[bucket], self._choices[bucket, kind]
+        needed = max(row.start + len(row.tokens) for row in rows) + steps - 1  # positions
+        width = next((width for width in self._widths if needed <= width * self._block), self._width)
+        forward, choose = self._forwards[bucket, width], self._choices[bucket, kind]
         for _ in range(steps):
             forward()
             choose()
@@ -219,15 +228,15 @@ class Graphs:
         ends = starts + inputs["counts"][: bucket.rows, None]
         return ends - bucket.tokens + self._places[: bucket.tokens], starts
 
-    def _score(self, bucket: Bucket) -> None:
+    def _score(self, bucket: Bucket, width: int) -> None:
         positions, starts = self._positions(bucket)
-        tables, real = self._tables[: bucket.rows], positions >= starts
+        tables, real = self._tables[: bucket.rows, :width], positions >= starts
         positions = positions.clamp(min=0)
         blocks = tables.gather(1, positions // self._block)
         slots = torch.where(real, blocks * self._block + positions % self._block, self._places[: bucket.tokens] % self._block)
         lengths = positions[:, -1].int() + 1
         ends = self._ends[bucket.tokens][: bucket.rows + 1]
-        rows = Tables(slots.flatten(), ends, lengths, tables, bucket.tokens, self._width * self._block)
+        rows = Tables(slots.flatten(), ends, lengths, tables, bucket.tokens, width * self._block)
         logits = self._forward(
             self._inputs.device["ids"][None, : bucket.size],
             positions.view(1, -1),
@@ -250,6 +259,15 @@ class Graphs:
             inputs["ids"][: bucket.rows].copy_(own)
             inputs["starts"][: bucket.rows].add_(1)
             inputs["step"].add_(1)
+
+
+def _captured(capture: Capture, work: Work) -> Work:
+    """The work itself where it cannot be captured: it waits for nothing either way."""
+    try:
+        return capture(work)
+    except RuntimeError as error:
+        log.info("Choosing tokens is not captured: %s", reason(error))
+        return work
 
 
 def _split(rows: Sequence[Any], bucket: Bucket, said: list[list[int]]) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import budget
-from cascade.attention import Attention, Contiguous, Varlen, choose
+from cascade.attention import Attention, Contiguous, Paged, choose
 from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
 from cascade.graphs import Capture, Graphs, Recorder
@@ -135,7 +135,7 @@ class Model:
         attention = self._attention
         if capture is None and self.device.type == "cuda":
             capture = Recorder(self.device)
-        if capture is None or not isinstance(attention, Varlen):
+        if capture is None or not isinstance(attention, Paged):
             return self._score
         positions = min(self.context_len, self.cache_tokens)
         sizes = {"vocab_size": self.vocab_size, "context_len": positions}

@@ -81,7 +81,7 @@ def own_tokens_of(
     """
     warm = temperature > 0
     scores = logits.float()
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature.where(warm, 1.0)[:, None]
+    scores = (scores - scores.amax(-1, keepdim=True)) / (temperature + ~warm)[:, None]  # what is not warm is divided by 1
     if filtered:
         ordered = scores.sort(-1, descending=True).values
         scores = scores.masked_fill(scores < ordered.gather(1, top_k.clamp(min=1)[:, None] - 1), -torch.inf)

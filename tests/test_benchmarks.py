@@ -45,5 +45,6 @@ def test_the_gpu_benchmark_works_before_there_is_a_gpu(tmp_path: Path, capsys: p
     assert found["problems"] == []
     assert set(gpu.WANTED) - set(found) == {"device_gap_ms"}
     assert found["bfloat16_exactness"]["compared"] == 8
+    assert document["float32_exactness"]["problems"] == []
     assert document["float32_exactness"]["same_text"]
     assert document["float32_exactness"]["accepted"] > 0

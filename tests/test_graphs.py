@@ -1,5 +1,6 @@
 """Captured passes: the same own tokens as passes that are not, whatever the rows, and nothing of the host in them."""
 
+import itertools
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cascade.answer import Answer
-from cascade.attention import Contiguous, Varlen
+from cascade.attention import Contiguous, Gathered, Paged, Varlen, padded
 from cascade.chain import join
 from cascade.errors import ModelError
 from cascade.graphs import BUCKETS, MOST, ROWS, STEPS, TOKENS, Work, bucket_for, eager
@@ -29,13 +30,20 @@ from cascade.scorer import Row
 from cascade.tier import Tier
 
 CPU = torch.device("cpu")
-NAMES = ["llama", "mistral", "qwen2-sliding", "gpt2", "phi", "opt"]
+NAMES = [
+    *itertools.product(["llama", "mistral", "qwen2-sliding", "gpt2", "phi", "opt"], ["varlen"]),
+    *itertools.product(["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "mimo_v2_flash"], ["gathered"]),
+]
+
+
+def over(attention: str, kernel: Any = varlen) -> Paged:
+    return Gathered(BLOCK) if attention == "gathered" else Varlen(kernel, CPU, BLOCK)
 
 
 @cache
-def models(name: str) -> tuple[Model, Model]:
+def models(name: str, attention: str = "varlen") -> tuple[Model, Model]:
     """The model with captured passes, and the plain one."""
-    captured = Model(build(name), attention=Varlen(varlen, CPU, BLOCK), capture=eager, cache_tokens=4096)
+    captured = Model(build(name), attention=over(attention), capture=eager, cache_tokens=4096)
     return captured, Model(build(name), attention=Contiguous())
 
 
@@ -56,12 +64,12 @@ def plans(draw: st.DrawFn) -> list[list[tuple[int, float, int, int, SamplingPara
     return draw(st.lists(st.lists(rows, min_size=1, max_size=5, unique_by=lambda row: row[0]), min_size=1, max_size=6))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "attention"), NAMES)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(plan=plans(), seed=st.integers(0, 99))
-def test_captured_passes_say_the_same(name: str, plan: list[Any], seed: int) -> None:
+def test_captured_passes_say_the_same(name: str, attention: str, plan: list[Any], seed: int) -> None:
     """Guards buckets: padding, places, positions, tables, noise and filters, over rollbacks and whatever companions."""
-    captured, plain = models(name)
+    captured, plain = models(name, attention)
     stores = [(captured.new_cache(), plain.new_cache()) for _ in range(5)]
     held, noise = [0] * 5, torch.Generator().manual_seed(seed)
     for rows in plan:
@@ -74,17 +82,21 @@ def test_captured_passes_say_the_same(name: str, plan: list[Any], seed: int) -> 
         assert captured.run([row for row, _ in pairs]) == plain.run([row for _, row in pairs])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "attention"), NAMES)
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(params=st.lists(PARAMS, min_size=1, max_size=5), ahead=st.lists(st.integers(0, 6), min_size=5, max_size=5))
-def test_own_tokens_fed_back_are_those_of_single_passes(name: str, params: list[SamplingParams], ahead: list[int]) -> None:
+def test_own_tokens_fed_back_are_those_of_single_passes(
+    name: str, attention: str, params: list[SamplingParams], ahead: list[int]
+) -> None:
     """Guards a launch of several steps: positions, noise and blocks move on with the text, over the ends of blocks."""
-    captured, plain = models(name)
+    captured, plain = models(name, attention)
     texts, stores = [], []
     for session, one in enumerate(params):
         prompt = [(7 * place + session) % VOCAB for place in range(11 + session)]
         stores.append((captured.new_cache(), plain.new_cache()))
-        own = [model.run([Row(store, 0, prompt, 1, one)])[0] for model, store in zip(models(name), stores[-1], strict=True)]
+        own = [
+            model.run([Row(store, 0, prompt, 1, one)])[0] for model, store in zip((captured, plain), stores[-1], strict=True)
+        ]
         assert own[0] == own[1]
         texts.append(prompt + own[0])
     for _ in range(3):
@@ -176,14 +188,20 @@ def recorded(work: Work) -> Work:
     return make_fx(once)()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-sliding", "phi"])
-def test_recorded_passes_need_nothing_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product(["llama", "mistral", "qwen2-sliding", "phi"], ["varlen"]),
+        *itertools.product(["mistral", "gemma2", "gpt_oss", "deepseek_v3"], ["gathered"]),
+    ],
+)
+def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards capture itself: a number read on the host, or a tensor made anew, would be that of the first pass for ever."""
     monkeypatch.setattr(
         "cascade.graphs.BUCKETS", [bucket for bucket in BUCKETS if bucket.rows in (1, 4) and bucket.tokens in (1, 4)]
     )
-    captured = Model(build(name), attention=Varlen(_sealed, CPU, BLOCK), capture=recorded, cache_tokens=1024)
-    plain = models(name)[1]
+    captured = Model(build(name), attention=over(attention, _sealed), capture=recorded, cache_tokens=1024)
+    plain = models(name, attention)[1]
     params = [SamplingParams(temperature=0, seed=0), SamplingParams(seed=5), SamplingParams(seed=6, top_p=0.9, temperature=0.8)]
     monkeypatch.setattr(captured, "logits", None)  # nothing goes the other way
     for sampling in (params[:1], params[:2], params):
@@ -285,3 +303,21 @@ def test_cascades_of_captured_models_keep_the_promise(temperature: float) -> Non
     for tier in tiers:
         tier.memory.check()
         tier.close()
+
+
+@pytest.mark.parametrize("window", [-1, 0, 5, 40])
+@pytest.mark.parametrize("longest", [1, 2, 7])
+def test_padded_attention_is_that_of_the_kernel(window: int, longest: int) -> None:
+    """Guards the way without the kernel: blocks, windows, heads that share keys; and what others left is not a number."""
+    noise = torch.Generator().manual_seed(longest)
+    keys, values = (torch.randn(9, 8, 2, 4, generator=noise) for _ in range(2))
+    lengths, table = torch.tensor([17, 30, 7], dtype=torch.int32), torch.tensor([[1, 2, 3, 0], [8, 7, 6, 5], [4, 0, 0, 0]])
+    for part in (keys, values):
+        part[3, 1:], part[5, 6:], part[4, 7:], part[0] = torch.nan, torch.inf, torch.nan, torch.nan
+    query = torch.randn(3 * longest, 6, 4, generator=noise)
+    ends = torch.arange(0, 3 * longest + 1, longest, dtype=torch.int32)
+    options: dict[str, Any] = {"scale": 0.4, "window_size": (window, 0), "enable_gqa": True, "seqused_k": lengths}
+    said = [
+        kernel(query, keys, values, ends, None, longest, 32, block_table=table.int(), **options) for kernel in (padded, varlen)
+    ]
+    torch.testing.assert_close(*said)

@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test lint bench-cascade bench-engine family proto clean bench-door
+.PHONY: demo serve test lint bench-cascade bench-engine bench-gpu family proto clean bench-door
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -24,6 +24,9 @@ bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the la
 
 bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
 	$(BIN)/python -m benchmarks.engine
+
+bench-gpu: $(VENV)/.installed      ## the same on a GPU, with weights made on the spot; the last line is JSON
+	$(BIN)/python -m benchmarks.gpu
 
 bench-door: $(VENV)/.installed     ## what the gRPC and HTTP doors add to the library; the last line is JSON
 	$(BIN)/python -m benchmarks.door

@@ -115,6 +115,7 @@ class Reader:
 
     vocab_size = 2**62
     context_len = cache_tokens = 2**31
+    block = 16
 
     def __init__(self, trace: Trace, index: int) -> None:
         self._says = trace.says

@@ -6,14 +6,14 @@ at an earlier position, and needs no code.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from cascade.pool import room
+from cascade.pool import BLOCK, room
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
 SURVEY = "cascade_survey"  # another, which only notes what each layer may see
@@ -28,6 +28,7 @@ class Cache:
     """
 
     __slots__ = ("_layers", "capacity")
+    block = BLOCK
 
     def __init__(self) -> None:
         self.capacity = 0  # positions
@@ -77,11 +78,17 @@ def _resized(old: Tensor, capacity: int) -> Tensor:
     return new
 
 
+class Writable(Protocol):
+    """Keys and values of one session that `attend` can use; see `Cache` and `cascade.paged.PagedCache`."""
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(slots=True)
 class Span:
     """Where a row lies in the packed input ``[1, total_tokens]``: tokens ``begin`` to ``end`` are positions ``start`` on."""
 
-    cache: Cache
+    cache: Writable
     begin: int
     end: int
     start: int
@@ -115,6 +122,8 @@ class Survey:
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
+    heads: set[tuple[int, int, int, int]] = field(default_factory=set)  # of queries, of keys; sizes of keys, of values
+    plain: bool = True  # no layer caps scores or lets heads attend to nothing
 
 
 def attend(
@@ -252,15 +261,19 @@ def survey(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cascade_pass: Survey | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Note the window of a layer; the outcome of attention is of no interest."""
+    """Note the window and the kind of a layer; the outcome of attention is of no interest."""
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
     cascade_pass.strange |= window < 0
     cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
+    cascade_pass.heads.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+    cascade_pass.plain &= softcap is None and s_aux is None
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -6,7 +6,7 @@ while; so the first one always gets on, and every one is the first some day.
 
 from collections.abc import Callable, Collection, Sequence
 
-from cascade.pool import BLOCK, Pool, num_blocks
+from cascade.pool import BLOCK, Pool
 from cascade.schedule import rank
 from cascade.scorer import Store
 from cascade.seat import Seat
@@ -29,7 +29,7 @@ class Memory:
             return None
         return (
             f"its memory holds {self.pool.total * BLOCK} tokens in {self.pool.total} blocks of {BLOCK}, "
-            f"the request may need {positions} in {num_blocks(positions)}"
+            f"the request may need {positions} in {self.pool.blocks(positions)}"
         )
 
     def admit(self, seats: Collection[Seat], max_guesses: int, now: float) -> tuple[list[Seat], bool]:

@@ -1,18 +1,20 @@
 """One batched pass over an unmodified Transformers model: rows of any sessions from any positions, packed into one input."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import budget
+from cascade.attention import Attention, Contiguous, Paged, choose
 from cascade.checkpoint import context_len, reason, unlike_attention
 from cascade.errors import ModelError
-from cascade.kv import ATTENTION, SURVEY, Cache, Pass, Span, Survey
+from cascade.graphs import Capture, Graphs, Recorder
+from cascade.kv import SURVEY, Span, Survey
 from cascade.loading import load
 from cascade.packed import pack
 from cascade.params import SamplingParams
@@ -28,13 +30,22 @@ COARSE = 0.15  # the same for other dtypes, such as bfloat16
 class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
+    captures = True  # passes may be captured: they do the same whenever they run
+
     def __init__(
-        self, network: PreTrainedModel, *, cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9
+        self,
+        network: PreTrainedModel,
+        *,
+        cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        attention: Attention | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
-        room for, see `cascade.budget`.
+        room for, see `cascade.budget`. ``attention`` is the best for the device unless it is given; models do not share one.
+        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU.
         """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
@@ -42,11 +53,15 @@ class Model:
         self.dtype: torch.dtype = network.dtype
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.kv.Survey`
+        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose`
+        self._chosen = attention is not None
         try:
             self._take_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
-        self.cache_tokens: int = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
+        room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
+        self.cache_tokens: int = self._attention.hold(room)
+        self._pass = self._captured(capture) if self.captures else self._score
 
     @classmethod
     def from_pretrained(
@@ -86,6 +101,11 @@ class Model:
         return context_len(self._network.config)
 
     @property
+    def path(self) -> str:
+        """How it holds keys and values, for people."""
+        return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
+
+    @property
     def num_parameters(self) -> int:
         return int(self._network.num_parameters())
 
@@ -102,13 +122,30 @@ class Model:
     def close(self) -> None:
         """Free what is not this process's own."""
 
-    def new_cache(self) -> Cache:
-        """Keys and values of a new session."""
-        return Cache()
+    def new_cache(self) -> Any:
+        """Keys and values of a new session: a `cascade.scorer.Store`."""
+        return self._attention.new_cache()
 
-    @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        return self._pass(rows)
+
+    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[list[int]]]:
+        """How passes are run: by graphs where there is one, if the device and the model have any."""
+        attention = self._attention
+        if capture is None and self.device.type == "cuda":
+            capture = Recorder(self.device)
+        if capture is None or not isinstance(attention, Paged):
+            return self._score
+        positions = min(self.context_len, self.cache_tokens)
+        sizes = {"vocab_size": self.vocab_size, "context_len": positions}
+        graphs = Graphs(self._forward, attention, self._windows, dtype=self.dtype, device=self.device, **sizes)
+        if not graphs.record(capture):
+            return self._score
+        return lambda rows: graphs.run(rows) or self._score(rows)
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[Row]) -> list[list[int]]:
         wanted = [(row.params, row.start + len(row.tokens) - row.num_own + 1, row.num_own) for row in rows]
         logits = self.logits(rows)
         tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())
@@ -132,9 +169,11 @@ class Model:
         # one copy to the device for all three
         packed = torch.tensor(tokens + positions + keep).to(self.device, non_blocking=True)
         n = len(tokens)
-        return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], Pass(spans, self._windows))
+        return self._forward(
+            packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], self._attention.plan(spans, self._windows)
+        )
 
-    def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Pass | Survey) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
         call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
         if self._keeps_logits:
             out: Tensor = call(logits_to_keep=keep).logits[0]
@@ -158,16 +197,19 @@ class Model:
         self._vocab_size = int(expected.shape[-1])
         pack(network)
         try:
-            self._windows = self._survey()
-            network.set_attn_implementation(ATTENTION)
+            seen = self._survey()
+            self._windows = seen.windows
+            if not self._chosen:
+                self._attention, self._chosen = choose(self.device, self.dtype, seen), True
+            network.set_attn_implementation(self._attention.name)
             found = self._replay(texts)
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not _close(found, expected[:, -found.shape[1] :], TOLERANCE.get(self.dtype, COARSE)):
             raise ModelError("its logits change when rows are packed into one input")
 
-    def _survey(self) -> dict[int, int | None]:
-        """The window of each layer."""
+    def _survey(self) -> Survey:
+        """What kind of layers it has."""
         self._network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         found = Survey()
@@ -177,7 +219,7 @@ class Model:
             raise ModelError(f"{len(found.windows)} of its {layers} layers use the attention interface of Transformers")
         if found.strange:
             raise ModelError("it has layers that are neither full nor sliding attention")
-        return found.windows
+        return found
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""

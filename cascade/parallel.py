@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # as torch.distributed has them
 from transformers import PreTrainedModel
 
+from cascade.attention import Contiguous
 from cascade.checkpoint import rank_problem, reason
 from cascade.errors import ModelError
 from cascade.kv import Cache
@@ -85,7 +86,7 @@ class LeadingModel(Model):
         self._num_caches = 0
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
-        super().__init__(network, **options)
+        super().__init__(network, attention=Contiguous(), **options)  # the ranks repeat what the leader does with its stores
         self._changes.clear()
         self._wire = Wire()
 
@@ -159,7 +160,7 @@ def follow(address: str, rank: int, ranks: int, source: str, **options: Any) -> 
     """Be one of the other ranks, until the leader closes or anything fails."""
     host, _, port = address.rpartition(":")
     _join(TCPStore(host, int(port), ranks, is_master=False, timeout=START_TIMEOUT), rank, ranks)
-    model = Model(load(source, ranks=ranks, **options))
+    model = Model(load(source, ranks=ranks, **options), attention=Contiguous())
     caches: dict[int, Cache] = {}
     wire = Wire()
     while (order := wire.receive()) is not None:

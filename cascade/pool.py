@@ -1,8 +1,9 @@
 """Memory for keys and values, counted in blocks: who holds how much, what is kept for reuse, what must go. Pure.
 
-Storage is contiguous: a session's positions are one *strip*, so that attention needs no gathers, and a prefix that two sessions
-share is copied from strip to strip, bit by bit. Strips whose session is over are kept until their memory is needed, the least
-recently used go first, and are found again by what their blocks say. Forks share a strip until one of them writes.
+A session's positions are one *strip*, in a store that is contiguous, so that attention needs no gathers, or has a table of
+blocks. What two sessions have in common is copied from store to store, bit by bit, or held by both; each strip counts all of
+its blocks. Strips whose session is over are kept until their memory is needed, the least recently used go first, and are found
+again by what their blocks say. Forks share a strip until one of them writes.
 """
 
 from collections import defaultdict
@@ -54,7 +55,10 @@ class Pool:
     """Strips of ``new_store`` stores that together hold at most ``num_tokens`` positions, in whole blocks."""
 
     def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
-        self.total = num_tokens // BLOCK  # blocks
+        first = new_store()
+        self._unit = first.block // BLOCK  # blocks that stores take at once
+        first.free()
+        self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.reused = 0  # positions that were not scored again
         self._new_store = new_store
@@ -64,7 +68,11 @@ class Pool:
 
     def fits(self, positions: int) -> bool:
         """Whether a session of this length could ever be held."""
-        return num_blocks(positions) <= self.total
+        return self.blocks(positions) <= self.total
+
+    def blocks(self, positions: int) -> int:
+        """Blocks that a session of this length takes."""
+        return self._whole(num_blocks(positions))
 
     # what a session does
 
@@ -165,7 +173,7 @@ class Pool:
         return (strip, known) if known else (None, 0)
 
     def _new(self, positions: int) -> Strip | None:
-        blocks = num_blocks(positions)
+        blocks = self.blocks(positions)
         if not self._make_room(blocks):
             return None
         strip = Strip(self._new_store(), blocks)
@@ -181,16 +189,19 @@ class Pool:
         return copy
 
     def _grown(self, strip: Strip, positions: int) -> Strip | None:
-        needed = num_blocks(positions) - strip.blocks
+        needed = self.blocks(positions) - strip.blocks
         if needed <= 0:
             return strip
         if not self._make_room(needed):
             return None
-        added = min(self.free, room(positions, strip.capacity) // BLOCK - strip.blocks)
+        added = min(self.free, self._whole(room(positions, strip.capacity) // BLOCK) - strip.blocks)
         strip.blocks += added
         self.free -= added
         strip.store.reserve(strip.capacity)
         return strip
+
+    def _whole(self, blocks: int) -> int:
+        return -(-blocks // self._unit) * self._unit
 
     def _make_room(self, blocks: int) -> bool:
         """Have so many free blocks, at the cost of what is kept, if that is enough."""

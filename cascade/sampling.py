@@ -7,7 +7,11 @@ sample of softmax(logits') (Gumbel 1954). Tiers that share the noise pick the sa
 could: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ from torch import Tensor
 from cascade.params import SamplingParams
 
 GOLDEN = 0x9E3779B97F4A7C15
+GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
 
 
 def own_tokens(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]]) -> Tensor:
@@ -36,6 +41,56 @@ def own_tokens(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]]) 
     return own
 
 
+def demand(params: SamplingParams) -> int:
+    """The least that choosing a token with these parameters needs: nothing, noise, or filters as well."""
+    if params.temperature == 0:
+        return GREEDY
+    return FILTERED if params.top_k or params.top_p < 1 or params.min_p else NOISY
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Sampling parameters as numbers for `own_tokens_of`."""
+
+    seed: int  # mixed
+    top_k: int  # the vocabulary's size if off
+    top_p: float
+    least: float  # log of min_p
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocab_size: int) -> Self:
+        assert params.seed is not None
+        least = torch.tensor(params.min_p).log().item() if params.min_p else -math.inf
+        return cls(mixed(params.seed), min(params.top_k or vocab_size, vocab_size), params.top_p, least)
+
+
+def own_tokens_of(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    top_k: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    least: Tensor,
+    *,
+    filtered: bool,
+) -> Tensor:
+    """`own_tokens` ``[N]`` with parameters in tensors ``[N]``, see `Choice`: looks at no value on the host.
+
+    Rows of temperature 0 are greedy. Without ``filtered`` only temperature and noise count.
+    """
+    warm = temperature > 0
+    scores = logits.float()
+    scores = (scores - scores.amax(-1, keepdim=True)) / (temperature + ~warm)[:, None]  # what is not warm is divided by 1
+    if filtered:
+        ordered = scores.sort(-1, descending=True).values
+        scores = scores.masked_fill(scores < ordered.gather(1, top_k.clamp(min=1)[:, None] - 1), -torch.inf)
+        scores = torch.where(top_p[:, None] < 1, _nucleus(scores, top_p[:, None]), scores)
+        scores = scores.masked_fill(scores < least[:, None], -torch.inf)
+    noise = _gumbel(_noise_bits(seeds, positions, logits.shape[-1]))
+    return torch.where(warm, (scores + noise).argmax(-1), logits.argmax(-1))
+
+
 def adjust(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits ``[n, V]`` after temperature, top-k, top-p and min-p, in that order; float32, removed tokens are -inf.
 
@@ -54,7 +109,7 @@ def adjust(logits: Tensor, params: SamplingParams) -> Tensor:
     return scores
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+def _nucleus(scores: Tensor, top_p: float | Tensor) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probability reaches ``top_p`` (Holtzman et al., arXiv 1904.09751)."""
     ordered, order = scores.sort(-1, descending=True)
     probabilities = ordered.softmax(-1)
@@ -65,7 +120,11 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise ``[n, vocab_size]`` float32 for int64 ``positions`` ``[n]``."""
-    uniform = noise_bits(seed, positions, vocab_size).to(torch.float32) * 2.0**-53
+    return _gumbel(noise_bits(seed, positions, vocab_size))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    uniform = bits.to(torch.float32) * 2.0**-53
     # -log(uniform) has its precision where uniform is near 1; the tokens that win have it near 0
     exponential = -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
     return -exponential.log()
@@ -77,7 +136,12 @@ def noise_bits(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) started at a hash of seed and position and read at the
     token id.
     """
-    key = _mix(_mix(positions + _signed(GOLDEN)) ^ _mix_int(seed))
+    return _noise_bits(mixed(seed), positions, vocab_size)
+
+
+def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """The same for seeds that are mixed already, one or ``[n]``."""
+    key = _mix(_mix(positions + _signed(GOLDEN)) ^ seeds)
     ids = torch.arange(1, vocab_size + 1, device=positions.device)
     return _shift(_mix(key[:, None] + ids * _signed(GOLDEN)), 11)
 
@@ -89,8 +153,9 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
-def _mix_int(z: int) -> int:
-    """The same for one Python integer."""
+@lru_cache(1024)
+def mixed(z: int) -> int:
+    """The same for one Python integer, such as a seed."""
     return int(_mix(torch.tensor(_signed(z & (2**64 - 1)))))
 
 

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 class Store(Protocol):
     """Keys and values of one session at one tier; see `cascade.kv.Cache`."""
 
+    @property
+    def block(self) -> int:
+        """Positions that are taken and given back at once: a multiple of `cascade.pool.BLOCK`."""
+
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
 
     def take(self, source: Any, positions: int) -> None:
-        """Copy the first ``positions`` of another store of the same model; there is room for them."""
+        """Hold the first ``positions`` of another store of the same model, too; there is room for them."""
 
     def free(self) -> None:
         """Give the memory back; the store is not used again."""
@@ -33,6 +37,7 @@ class Row:
     num_own: int  # own tokens wanted, of the last so many positions; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
     history: "History | None" = None  # of the session, if its parameters are `SamplingParams.shaped`
+    ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
 
 
 class Scorer(Protocol):
@@ -51,4 +56,7 @@ class Scorer(Protocol):
     def new_cache(self) -> Store: ...
 
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Own tokens of each row: of positions ``start + len(tokens) - num_own + 1`` and the ``num_own - 1`` behind it."""
+        """Own tokens of each row: of positions ``start + len(tokens) - num_own + 1`` and the ``num_own - 1`` behind it.
+
+        A model that has them at hand may add up to ``ahead`` more, whose keys and values but the last one's it has stored.
+        """

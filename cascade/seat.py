@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cascade.messages import Link
 from cascade.pool import Strip
 from cascade.scorer import Store
-from cascade.session import Session
+from cascade.session import Session, Work
 
 if TYPE_CHECKING:
     from cascade.history import History  # which needs torch
@@ -34,6 +34,13 @@ class Seat:
         """Of a session that has a place in memory."""
         assert self.strip is not None
         return self.strip.store
+
+    def ahead(self, work: Work) -> int:
+        """Own tokens more than ``work`` asks for that are of use and have room; none with a drafter, who guesses them."""
+        session = self.session
+        if work.num_own != 1 or session.drafter or self.history is not None or self.strip is None:
+            return 0
+        return min(session.room, self.strip.capacity - len(session.text))
 
     @property
     def degraded(self) -> bool:

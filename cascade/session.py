@@ -250,6 +250,13 @@ class Session:
         self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new), accepted_by_position=positions)
         return Commit(self.drafter_session, start, new)
 
+    def follow(self, own: Sequence[int]) -> None:
+        """Take own tokens that came ahead, each of the text with those before it; what is behind an end or a window is void."""
+        for token in own:
+            if self.stalled:
+                return
+            self.advance(self.work(1), (token,))
+
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
         """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
         if not self.opening.prompt_len <= start <= len(self.text) or not tokens:

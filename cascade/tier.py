@@ -215,7 +215,7 @@ class Tier:
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history) for s, w in batch]
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history, s.ahead(w)) for s, w in batch]
         begin = time.monotonic()
         try:
             own: list[list[int] | None] = [*self._model.run(rows)]
@@ -223,7 +223,7 @@ class Tier:
             log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
             self.stats.failures += 1
             return None
-        self._account(batch, time.monotonic() - begin)
+        self._account(batch, own, time.monotonic() - begin)
         if sum(len(row.tokens) for row in rows) >= self._pass_tokens:
             self._pass_tokens = min(self._max_pass_tokens, self._pass_tokens + 1)
         return own
@@ -251,10 +251,11 @@ class Tier:
                 self._fail(seat, f"a pass of tier {self.name} failed")
                 continue
             seat.since = now
-            commit = seat.session.advance(work, tokens)
+            commit = seat.session.advance(work, tokens[: work.num_own])
+            seat.session.follow(tokens[work.num_own :])
             self.memory.scored(seat)
             if commit is not None:
-                rows.append((seat, work, len(commit.tokens)))
+                rows.append((seat, work, len(commit.tokens) + len(tokens) - work.num_own))
                 self._drafters.tell(seat, commit)
                 self._up(seat, seat.session.proposal())
         self._drafters.passed(self._seats.values(), rows, seconds, now)
@@ -370,13 +371,16 @@ class Tier:
                 proposal = replace(proposal, logprobs=seat.history.logprobs(proposal.start, len(proposal.tokens)))
             self._out[seat.up].append(proposal)
 
-    def _account(self, batch: list[tuple[Seat, Work]], seconds: float) -> None:
+    def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int] | None], seconds: float) -> None:
         num_tokens = sum(len(work.tokens) for _, work in batch)
+        extra = [len(tokens or ()) - work.num_own for (_, work), tokens in zip(batch, own, strict=True)]
+        passes = 1 + max(extra)  # in one launch
         stats = self.stats
-        stats.passes += 1
-        stats.tokens += num_tokens
-        stats.own_tokens += sum(work.num_own for _, work in batch)
+        stats.passes += passes
+        stats.tokens += num_tokens + sum(extra)
+        stats.own_tokens += sum(work.num_own for _, work in batch) + sum(extra)
         stats.busy_s += seconds
+        seconds /= passes
         self._costs.saw([work for _, work in batch], seconds)
         stats.pass_s = self._costs.pass_s
         if self.profile is not None:

@@ -28,6 +28,8 @@ _CACHED = 1 << 16  # contexts and positions remembered
 class ToyCache:
     """Tokens by position, as a model's keys and values: a write voids nothing behind it."""
 
+    block = 16
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.room: int | None = None  # positions reserved; None: nobody keeps count

@@ -1,10 +1,15 @@
 """What benchmarks are made of still works: they run rarely, and for minutes."""
 
 import asyncio
+import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
-from benchmarks import cascade, hop
+import pytest
+import torch
+
+from benchmarks import cascade, gpu, hop
 from cascade.params import DEFAULT_WINDOW
 
 
@@ -22,3 +27,24 @@ def test_lockstep_pairs_are_no_strawmen() -> None:
     assert {mode.tiers for mode in modes} == {("tiny",), ("medium",)}
     assert all(mode.schedule == "lockstep" for mode in modes)
     assert max(mode.window or 0 for mode in modes) >= DEFAULT_WINDOW // 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_asked_for_in_one_sentence() -> None:
+    """Guards machines without one against a traceback, and against figures that mean nothing."""
+    with pytest.raises(SystemExit, match=r"^bench-gpu needs an NVIDIA GPU[^\n]*$"):
+        gpu.main([])
+
+
+def test_the_gpu_benchmark_works_before_there_is_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first run on a GPU, which may be the only one for long: every part but the device's own profile."""
+    gpu.main(["--device", "cpu", "--shape", "tiny", "--results", str(tmp_path / "gpu.json")])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document == json.loads((tmp_path / "gpu.json").read_text())
+    found = document["shapes"]["tiny"]
+    assert found["problems"] == []
+    assert set(gpu.WANTED) - set(found) == {"device_gap_ms"}
+    assert found["bfloat16_exactness"]["compared"] == 8
+    assert document["float32_exactness"]["problems"] == []
+    assert document["float32_exactness"]["same_text"]
+    assert document["float32_exactness"]["accepted"] > 0

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "cascade"
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "v1" not in p.parts]
 SERVING = {"ray", "grpc", "fastapi", "starlette", "google", "deployments"}
 TRANSFORMERS = {
+    "attention.py",
     "kv.py",
     "model.py",
     "tokenizer.py",

@@ -1,17 +1,20 @@
 """Tiers that have less memory than their sessions want, and sessions that begin where others have been."""
 
+import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from architectures import SERVED, build
+from kernels import varlen
 from test_tier import PROMPT, Inbox, Silent, finish, opening, settle, text_of
 
 from cascade import budget
 from cascade.answer import Answer
+from cascade.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.chain import join
 from cascade.errors import ModelError
 from cascade.messages import Failed, Open, Proposal
@@ -23,6 +26,7 @@ from cascade.tier import Tier
 from cascade.toy import ToyModel, full_text
 
 GREEDY = SamplingParams(temperature=0, seed=0)
+CPU = torch.device("cpu")
 LONG = tuple(7 * i % 32 for i in range(100))
 
 
@@ -161,13 +165,14 @@ def _score(model: Model, pool: Pool, tokens: Sequence[int], num_own: int) -> tup
     return logits, known
 
 
+@pytest.mark.parametrize("attention", [Contiguous, Gathered, lambda: Gathered(2 * BLOCK)], ids=["contiguous", "256", "32"])
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in ("phi3-longrope",)])
-def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
+def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Callable[[], Attention]) -> None:
     """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
-    model = Model(build(name))
+    model = Model(build(name), attention=attention(), cache_tokens=2048)
     rng = random.Random(name)
     text = rng.choices(range(96), k=70)
-    pool = Pool(model.new_cache, 1000)
+    pool = Pool(model.new_cache, 1024)
     _score(model, pool, text[:50], 1)
     for tokens, expected_known in ((text, 50), ([*text[:37], *text[50:]], 37)):
         logits, known = _score(model, pool, tokens, 5)
@@ -181,9 +186,10 @@ def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
         assert torch.equal(logits.argmax(-1), whole.argmax(-1))
 
 
-def test_forked_sessions_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("attention", [Contiguous, lambda: Gathered(BLOCK), lambda: Varlen(varlen, CPU, BLOCK)])
+def test_forked_sessions_do_not_see_each_other(attention: Callable[[], Attention]) -> None:
     """Guards copy-on-write: branches of a session share its past and nothing of their futures."""
-    model = Model(build("qwen3"))
+    model = Model(build("qwen3"), attention=attention(), cache_tokens=2048)
     text = random.Random(1).choices(range(96), k=40)
     pool = Pool(model.new_cache, 1000)
     found = pool.open(text, "", len(text))
@@ -218,10 +224,17 @@ def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert Model(build("llama"), cache_tokens=77).cache_tokens == 77
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"])
-def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Contiguous, lambda: Gathered(BLOCK)]),
+        *itertools.product(["llama", "mistral"], [lambda: Varlen(varlen, CPU, BLOCK)]),
+        ("llama", lambda: Gathered(3 * BLOCK)),
+    ],
+)
+def test_texts_of_real_models_do_not_depend_on_memory(name: str, attention: Callable[[], Attention]) -> None:
     """Guards the promise where it counts: reused, preempted and recomputed, a text is that of a session alone."""
-    model = Model(build(name), cache_tokens=9 * BLOCK)
+    model = Model(build(name), attention=attention(), cache_tokens=9 * BLOCK)
     rng = random.Random(name)
     common = rng.choices(range(96), k=40)
     asked = []
@@ -240,9 +253,10 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     assert tier.memory.preempted
     assert tier.memory.pool.reused
     tier.close()
+    alone = Model(build(name))
     for request in asked:
-        text, store = list(request.tokens), model.new_cache()
+        text, store = list(request.tokens), alone.new_cache()
         while len(text) < request.prompt_len + 20:
             known = len(text) - 1 if len(text) > request.prompt_len else 0
-            text += model.run([Row(store, known, text[known:], 1, request.params)])[0]
+            text += alone.run([Row(store, known, text[known:], 1, request.params)])[0]
         assert [*request.tokens, *done[request.session]._tokens] == text

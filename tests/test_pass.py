@@ -1,5 +1,6 @@
 """The packed pass on real architectures, against Transformers' own generate."""
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import CONTEXT, REFUSED, SERVED, VOCAB, WINDOW, build
+from kernels import varlen
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
@@ -21,8 +23,10 @@ from transformers.masking_utils import (
 )
 
 from cascade import ModelError, SamplingParams
+from cascade.attention import Attention, Contiguous, Gathered, Varlen, takes
 from cascade.kv import Cache, Pass, Span, attend, sight
 from cascade.model import Model
+from cascade.pool import BLOCK
 from cascade.scorer import Row
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -39,13 +43,37 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def way(name: str) -> Attention:
+    """A new strategy: "contiguous", "gathered" or "varlen"."""
+    if name == "contiguous":
+        return Contiguous()
+    return Gathered(BLOCK) if name == "gathered" else Varlen(varlen, torch.device("cpu"), BLOCK)
+
+
 @cache
-def served(name: str) -> tuple[Model, tuple[tuple[int, ...], ...]]:
-    """A model and the texts that `generate` writes for PROMPTS with its weights."""
+def written(name: str) -> tuple[tuple[int, ...], ...]:
+    """The texts that `generate` writes for PROMPTS."""
     network = build(name)
     network.set_attn_implementation("eager")
-    texts = tuple(tuple(_generate(network, prompt)) for prompt in PROMPTS)
-    return Model(network), texts
+    return tuple(tuple(_generate(network, prompt)) for prompt in PROMPTS)
+
+
+@cache
+def served(name: str, attention: str = "contiguous") -> tuple[Model, tuple[tuple[int, ...], ...]]:
+    """A model and the texts that `generate` writes for PROMPTS with its weights."""
+    return Model(build(name), attention=way(attention), cache_tokens=4096), written(name)
+
+
+LATENT = {"deepseek_v3", "deepseek_v2", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "mimo_v2_flash"}
+SINKS = {"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
+CAPPED = {"gemma2", "vaultgemma"}
+NOT_FOR_KERNELS = LATENT | SINKS | CAPPED
+WAYS = [
+    pytest.param(name, attention, id=name if attention == "contiguous" else f"{name}-{attention}")
+    for name in SERVED
+    for attention in ("contiguous", "gathered", "varlen")
+    if attention != "varlen" or name not in NOT_FOR_KERNELS
+]
 
 
 def _generate(network: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
@@ -95,10 +123,10 @@ def _logits(model: Model, *rows: tuple[Any, int, tuple[int, ...]]) -> Tensor:
     return model.logits([Row(store, start, tokens, len(tokens), GREEDY) for store, start, tokens in rows])
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_text_equals_generate_under_any_schedule(name: str) -> None:
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> None:
     """Guards exactness: no chunking, draft, rollback or companion in the pass may change a greedy token."""
-    model, goals = served(name)
+    model, goals = served(name, attention)
     for seed in range(3):
         rng = random.Random(seed)
         writers = [Writer(model.new_cache(), p, goal, rng) for p, goal in zip(PROMPTS, goals, strict=True)]
@@ -112,10 +140,10 @@ def test_text_equals_generate_under_any_schedule(name: str) -> None:
             assert tuple(writer.text[: len(writer.goal)]) == writer.goal
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_rollback_equals_recompute(name: str) -> None:
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_rollback_equals_recompute(name: str, attention: str) -> None:
     """Guards rollback: what a cache held behind the start of a row must not be seen, whatever it was."""
-    model, _ = served(name)
+    model, _ = served(name, attention)
     used, fresh = model.new_cache(), model.new_cache()
     _logits(model, (used, 0, PREFIX))
     _logits(model, (used, 11, tuple(range(90, 40, -1))))  # wrong, and longer: the cache grows meanwhile
@@ -125,11 +153,18 @@ def test_rollback_equals_recompute(name: str) -> None:
     assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_kernels_are_given_what_they_take(name: str) -> None:
+    """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
+    assert takes(Model(build(name))._survey()) == (name not in NOT_FOR_KERNELS)
+
+
+@pytest.mark.parametrize("attention", ["contiguous", "gathered"])
 @pytest.mark.parametrize("scores", [1, 500, 2000])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3"])
-def test_long_rows_take_turns(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
-    model, _ = served(name)
+    model, _ = served(name, attention)
     expected = _logits(model, (model.new_cache(), 0, PREFIX))
     monkeypatch.setattr("cascade.kv.SCORES", scores)
     store = model.new_cache()
@@ -151,10 +186,10 @@ def test_vocabulary_is_not_for_prompts(name: str) -> None:
     assert rows_seen == [0, 4]
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_companions_change_nothing(name: str) -> None:
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_companions_change_nothing(name: str, attention: str) -> None:
     """Guards packing: a row that saw its neighbours, or another row's positions or mask, would depend on the load."""
-    model, _ = served(name)
+    model, _ = served(name, attention)
     alone = _logits(model, (model.new_cache(), 0, PREFIX))
     begun = model.new_cache()
     _logits(model, (begun, 0, PREFIX[::-1]))
@@ -182,11 +217,17 @@ def test_window_hides_what_is_behind_it(name: str) -> None:
     assert model._windows == {i: WINDOW if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2"])
-def test_a_narrow_window_forgets(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product(["mistral", "gpt_oss", "gemma2"], ["contiguous", "gathered"]),
+        *itertools.product(["mistral", "qwen2-sliding"], ["varlen"]),
+    ],
+)
+def test_a_narrow_window_forgets(name: str, attention: str) -> None:
     """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
     types: dict[str, Any] = {"layer_types": ["sliding_attention"] * 2} if name != "mistral" else {}
-    model = Model(build(name, sliding_window=4, **types))
+    model = Model(build(name, sliding_window=4, **types), attention=way(attention), cache_tokens=1024)
     far, near = (50, *PREFIX[1:]), (*PREFIX[:-3], 50, *PREFIX[-2:])
     last = [_logits(model, (model.new_cache(), 0, text))[-1] for text in (PREFIX, far, near)]
     torch.testing.assert_close(last[1], last[0], rtol=0, atol=1e-5)

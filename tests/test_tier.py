@@ -350,3 +350,45 @@ def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None
     assert text_of(tiers[-1], request)[0] == full_text(ToyModel(), request)
     settle(tiers)
     assert tiers[-1].healthy
+
+
+class Hasty(ToyModel):
+    """Says as many own tokens ahead as it may, up to three."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.launches = 0
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        self.launches += 1
+        said = super().run(rows)
+        steps = min(3, *(row.ahead for row in rows)) if len(rows) > 1 else min(3, rows[0].ahead)
+        for row, own in zip(rows, said, strict=True):
+            for place in range(row.start + len(row.tokens), row.start + len(row.tokens) + steps):
+                own += super().run([Row(row.cache, place, own[-1:], 1, row.params)])[0]
+        return said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("window", [1, 2, 5, 50])
+def test_own_tokens_ahead_change_no_text(temperature: float, window: int) -> None:
+    """Guards launches of several steps: ends, limits, windows and corrections, alone and below tiers that disagree."""
+    for models in ([Hasty()], [Hasty(agreement=0.6), ToyModel()], [Hasty(agreement=0.7), Hasty(agreement=0.8), Hasty()]):
+        tiers = [Tier(str(level), level, model, cache_tokens=400) for level, model in enumerate(models)]
+        join(tiers)
+        for tier in tiers:
+            tier.start()
+        chain = tuple(str(level) for level in reversed(range(len(models) - 1)))
+        for seed in range(4):
+            request = replace(opening(seed, temperature, 30 + seed, chain=chain), window=window, draft_window=window)
+            text, _ = text_of(tiers[-1], request)
+            assert text == full_text(ToyModel(), request)
+        settle(tiers)
+        for tier in tiers:
+            tier.memory.check()
+            tier.close()
+        bottom = models[0]
+        assert isinstance(bottom, Hasty)
+        assert tiers[0].stats.passes == bottom.passes
+        if len(models) == 1:
+            assert (bottom.launches < bottom.passes) == (window > 1), "what the window allows is used"

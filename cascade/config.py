@@ -168,6 +168,7 @@ class RouterConfig(Section):
     stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
+    tool_format: Literal["hermes", "mistral", "llama3", "json"] | None = None  # of calls; what the chat template writes
     listen: ListenConfig | None = None  # Ray Serve's proxies alone unless given; `cascade serve` gives it
     access: AccessConfig = AccessConfig()
     limits: RequestLimits = RequestLimits()

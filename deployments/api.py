@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,8 @@ from cascade.handling import Handling
 from cascade.messages import Open
 from cascade.params import MAX_SEED, SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
-from deployments.chat import encode_chat
+from deployments.calls import Reader
+from deployments.conversation import ChatMessage, ToolBody, turns
 from deployments.front import Call, Front
 from deployments.guard import Events, Guard, attended
 from deployments.merge import gathered, merged, streamed
@@ -29,7 +30,6 @@ from deployments.meters import CONTENT_TYPE
 from deployments.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DetokenizeBody,
     SamplingBody,
@@ -37,6 +37,7 @@ from deployments.openai import (
 )
 from deployments.reply import Form
 from deployments.status import refusal
+from deployments.tools import Plan, Toolbox
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
@@ -93,6 +94,7 @@ class Engine(Protocol):
     front: Front
     tokenizer: Tokenizer
     max_model_len: int
+    tool_format: str | None
 
     @property
     def model(self) -> str: ...
@@ -115,6 +117,7 @@ class Api:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._front = engine.front
+        self._toolbox = Toolbox(engine.tokenizer, engine.tool_format)
 
     def application(self) -> FastAPI:
         """The ASGI application."""
@@ -167,8 +170,10 @@ class Api:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages")
+        if body.tools is not None and body.messages is None:
+            raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._encode_chat(body.messages)
+            ids = await self._encode_chat(body.messages, body.tools)
         else:
             ids = await self._encode(body.prompt or "")
         return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
@@ -192,11 +197,29 @@ class Api:
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
-        ids = await self._encode_chat(body.messages)
+        plan = self._toolbox.plan(body)
+        ids = await self._encode_chat(body.messages, body.tools if plan.shown else None)
         room = self._engine.max_model_len - len(ids)
         most = self._front.limits.max_tokens or room
         params = body.params(body.limit or max(1, min(room, most)))
-        return await self._answer("chat", body, params, [ids], [""], request, timeout_s)
+        params = await self._held_to(plan, params)
+        return await self._answer("chat", body, params, [ids], [""], request, timeout_s, plan.reader)
+
+    async def _held_to(self, plan: Plan, params: SamplingParams) -> SamplingParams:
+        """``params`` that make the text calls of tools; raises `InvalidRequest`."""
+        if plan.structured is None:
+            return params
+        if params.structured is not None:
+            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out")
+        if params.ignore_eos:
+            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end")
+        for index, schema in plan.schemas.items():
+            try:
+                await self._engine.check(replace(params, structured=schema))
+            except InvalidRequest as error:
+                where = f"tools.{index}.function.parameters"
+                raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
+        return replace(params, structured=plan.structured)
 
     async def _answer(
         self,
@@ -207,6 +230,7 @@ class Api:
         prefixes: Sequence[str],
         request: Request,
         timeout_s: float | None,
+        reader: Callable[[], Reader] | None = None,
     ) -> Any:
         """Admit everything at once, then write it, whole or in pieces."""
         self._check_model(body.model)
@@ -219,7 +243,7 @@ class Api:
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
-        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name)
+        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name, reader=reader)
         prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             admitted = self._front.call(request.state.account, request.state.request_id, timeout_s, len(openings))
@@ -251,13 +275,14 @@ class Api:
         tokenizer = self._engine.tokenizer
         return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
 
-    async def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        plain = [message.plain for message in messages]
-        num_chars = sum(len(message["content"]) for message in plain)
+    async def _encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None) -> list[int]:
+        said = turns(messages)
+        shown = None if tools is None else [tool.plain for tool in tools]
+        num_chars = sum(len(message.text) for message in messages)
+        num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
         self._check_length(num_chars)
-        if num_chars < LONG_PROMPT:
-            return encode_chat(self._engine.tokenizer, plain)
-        return await asyncio.to_thread(encode_chat, self._engine.tokenizer, plain)
+        encode = self._toolbox.template.encode
+        return encode(said, shown) if num_chars < LONG_PROMPT else await asyncio.to_thread(encode, said, shown)
 
     def _decode(self, ids: Sequence[int]) -> str:
         most = self._engine.tokenizer.num_ids
@@ -313,6 +338,7 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
     if first["type"] == "json_invalid":
         return None, "The body is not JSON"
     path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    said = first["msg"].removeprefix("Value error, ")
     path = path[:1] if len(first["loc"]) > 2 and isinstance(first["loc"][2], str) and "[" in first["loc"][2] else path
     where = ".".join(map(str, path))[:60] or "The body"
     if first["type"] == "extra_forbidden":
@@ -320,4 +346,4 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
     if first["type"] == "missing":
         return where, f"{where} is missing: add it"
     shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
-    return where, f"{where}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return where, f"{where}{shown}: {said[0].lower()}{said[1:]}"

@@ -48,6 +48,7 @@ async def gathered(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> dict[
 async def streamed(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. What fails behind the first piece is an event too."""
     lengths: dict[int, int] = {}  # characters of each choice so far
+    readers = [None if form.reader is None else form.reader() for _ in prefixes]
     ended = []
     try:
         async with contextlib.aclosing(pieces):
@@ -57,7 +58,9 @@ async def streamed(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> Async
                 lengths[index] += len(chunk.text)
                 if chunk.completion is not None:
                     ended.append(chunk.completion)
-                yield (event(head) if head else b"") + event(piece(form, index, chunk, offset))
+                said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
+                if said:
+                    yield b"".join(map(event, said))
     except Exception as error:
         if not lengths:
             raise

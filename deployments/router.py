@@ -101,6 +101,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self.tool_format: str | None = self._config.router.tool_format
         self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))

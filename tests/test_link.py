@@ -16,6 +16,7 @@ from test_tier import NAMES, PROMPT, CountingModel, Silent
 from test_tier import opening as any_opening
 
 from cascade.answer import Answer
+from cascade.grammar import Grammars
 from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
@@ -58,9 +59,9 @@ class Held:
 class Node:
     """A replica: one tier with both ends of its links."""
 
-    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor]) -> None:
+    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor], grammars: Grammars | None = None) -> None:
         self.model = model
-        self.tier = Tier(NAMES[level], level, model)
+        self.tier = Tier(NAMES[level], level, model, grammars=grammars)
         self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S)
         self.tier.below = self.downlink
         self.server = LinkServer(self.tier)

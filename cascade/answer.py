@@ -46,6 +46,15 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt, with log-probabilities as those of the answer; the first token has none."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished text, without its prompt."""
 
@@ -57,6 +66,7 @@ class Completion:
     origins: bytes = b""  # history of each token, see `cascade.messages.origin`
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # if the request asked for log-probabilities of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class Chunk:
     completion: Completion | None = None  # with the last piece
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
 
 
 @dataclass(slots=True)
@@ -84,6 +95,7 @@ class Answer:
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _origins: bytearray = field(default_factory=bytearray)
     _logprobs: list[Logprobs] = field(default_factory=list)  # parallel to _tokens if asked for
+    _prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
     _num_sent_chars: int = 0
@@ -111,6 +123,8 @@ class Answer:
             return None, None
         if not self._tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
+        if not self._tokens and self.opening.params.prompt_logprobs is not None:
+            self._prompt = _recited(self.opening, proposal.prompt_logprobs)
         if proposal.edges:
             self._edges = proposal.edges
         if self.opening.params.logprobs is not None:
@@ -165,12 +179,13 @@ class Answer:
             return None
         end = certain if self.finished else self._covers(num_tokens)
         sent = slice(self._num_sent_tokens, num_tokens)
+        prompt = () if self._num_sent_tokens else self._prompt
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
         ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
         logprobs = tuple(self._logprobs[sent])
-        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs)
+        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs, prompt)
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
@@ -190,7 +205,14 @@ class Answer:
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
         logprobs = tuple(self._logprobs[:num_tokens])
-        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs)
+        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
+
+
+def _recited(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
+    first, *others = opening.tokens[: opening.prompt_len]
+    assert len(logprobs) == len(others), "the full tier was asked for log-probabilities of the prompt"
+    pairs = zip(others, logprobs, strict=True)
+    return (PromptToken(first), *(PromptToken(id, said.logprob, said.top) for id, said in pairs))
 
 
 def undrafted(opening: Open, edges: Sequence[Edge]) -> Undrafted | None:

@@ -110,6 +110,7 @@ class Proposal:
     origins: bytes  # one a token, see `origin`
     edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
+    prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
 
 
 @dataclass(frozen=True, slots=True)

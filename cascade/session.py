@@ -17,6 +17,7 @@ from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Open, Proposal,
 PACE_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
 LEAST_REACH = 2
+MAX_RECITED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 REACH_MEMORY = 0.97  # share of the weight of old verdicts that is left after a new one
 
 
@@ -171,6 +172,11 @@ class Session:
         return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
 
     @property
+    def reciting(self) -> bool:
+        """Log-probabilities of the prompt are wanted, and not all of it is scored."""
+        return self.opening.params.prompt_logprobs is not None and self.kv_len < self.opening.prompt_len - 1
+
+    @property
     def num_pending(self) -> int:
         """Positions of the text that have no keys and values yet; 1 while decoding, more before and after a commit."""
         return len(self.text) - self.kv_len
@@ -196,6 +202,9 @@ class Session:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
+        if self.reciting:
+            end = min(self.kv_len + min(max_tokens, MAX_RECITED), self.opening.prompt_len - 1)
+            return Work(self.kv_len, self.text[self.kv_len : end], 0, 0)
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0, 0)
@@ -291,7 +300,7 @@ class Session:
         params = opening.params
         return replace(
             opening,
-            params=params if params.logprobs is None else replace(params, logprobs=None),  # only the full tier's are of use
+            params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
             session=session,
             tokens=tuple(self.text),
             tier=drafter,

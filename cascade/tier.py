@@ -190,10 +190,12 @@ class Tier:
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history) for s, w in batch]
+        rows = [_row(seat, work) for seat, work in batch]
         begin = time.monotonic()
         try:
-            own: list[list[int] | None] = [*self._model.run(rows)]
+            own: list[list[int] | None] = [
+                o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)
+            ]
         except Exception:
             log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
             self.stats.failures += 1
@@ -367,6 +369,8 @@ class Tier:
         if proposal is not None:
             if seat.history is not None and seat.session.opening.params.logprobs is not None:
                 proposal = replace(proposal, logprobs=seat.history.logprobs(proposal.start, len(proposal.tokens)))
+            if seat.history is not None and proposal.start == seat.history.prompt_len:
+                proposal = replace(proposal, prompt_logprobs=seat.history.prompt_logprobs)
             self._out[seat.up].append(proposal)
 
     def _account(self, batch: list[tuple[Seat, Work]], seconds: float) -> None:
@@ -384,6 +388,14 @@ class Tier:
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
         return replace(self.stats, reused=self.memory.pool.reused, preempted=self.memory.preempted)
+
+
+def _row(seat: Seat, work: Work) -> Row:
+    params = seat.session.opening.params
+    if seat.session.reciting:  # logits of all its positions: own tokens are not looked at, log-probabilities are
+        recital = SamplingParams(temperature=0, seed=0, logprobs=params.prompt_logprobs)
+        return Row(seat.cache, work.start, work.tokens, len(work.tokens), recital, seat.history)
+    return Row(seat.cache, work.start, work.tokens, work.num_own, params, seat.history)
 
 
 def mint() -> str:

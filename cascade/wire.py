@@ -18,6 +18,7 @@ NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `p
     "repetition_penalty",
     "min_tokens",
     "logprobs",
+    "prompt_logprobs",
     "adapter",
 )
 

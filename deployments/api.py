@@ -35,7 +35,7 @@ from deployments.openai import (
     SamplingBody,
     TokenizeBody,
 )
-from deployments.reply import Form
+from deployments.reply import Echo, Form
 from deployments.status import refusal
 from deployments.tools import Plan, Toolbox
 
@@ -189,10 +189,8 @@ class Api:
         """Go on with one or more prompts."""
         prompts = self._prompts(body)
         ids = [await self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        if body.echo and body.logprobs is not None:
-            raise InvalidRequest("echo and logprobs are both given: log-probabilities of prompts are not computed")
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        echoes = [(p if isinstance(p, str) else self._decode(p)) if body.echo else "" for p in prompts]
+        echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         return await self._answer("text", body, params, ids, echoes, request, timeout_s)
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
@@ -203,7 +201,7 @@ class Api:
         most = self._front.limits.max_tokens or room
         params = body.params(body.limit or max(1, min(room, most)))
         params = await self._held_to(plan, params)
-        return await self._answer("chat", body, params, [ids], [""], request, timeout_s, plan.reader)
+        return await self._answer("chat", body, params, [ids], [Echo()], request, timeout_s, plan.reader)
 
     async def _held_to(self, plan: Plan, params: SamplingParams) -> SamplingParams:
         """``params`` that make the text calls of tools; raises `InvalidRequest`."""
@@ -227,7 +225,7 @@ class Api:
         body: SamplingBody,
         params: SamplingParams,
         ids: Sequence[list[int]],
-        prefixes: Sequence[str],
+        echoes: Sequence[Echo],
         request: Request,
         timeout_s: float | None,
         reader: Callable[[], Reader] | None = None,
@@ -244,14 +242,14 @@ class Api:
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
         form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name, reader=reader)
-        prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
+        echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             admitted = self._front.call(request.state.account, request.state.request_id, timeout_s, len(openings))
             call = held.enter_context(admitted)
             sources = [self._engine.chunks(opening, call, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
-                return JSONResponse(await attended(request.receive, gathered(form, merged(sources), prefixes)))
-            events = streamed(form, merged(sources), prefixes)
+                return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
+            events = streamed(form, merged(sources), echoes)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
@@ -283,6 +281,14 @@ class Api:
         self._check_length(num_chars)
         encode = self._toolbox.template.encode
         return encode(said, shown) if num_chars < LONG_PROMPT else await asyncio.to_thread(encode, said, shown)
+
+    async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
+        """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
+        text = prompt if isinstance(prompt, str) else self._decode(prompt)
+        if params.prompt_logprobs is None:
+            return Echo(text)
+        begins = await asyncio.to_thread(self._engine.tokenizer.begins, ids)
+        return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     def _decode(self, ids: Sequence[int]) -> str:
         most = self._engine.tokenizer.num_ids

@@ -50,12 +50,18 @@ def _encode_open(opening: Open) -> pb.Open:
 
 
 def _encode_proposal(proposal: Proposal) -> pb.Proposal:
-    logprobs = [
-        pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
-        for one in proposal.logprobs
-    ]
-    edges = [_encode_edge(edge) for edge in proposal.edges]
-    return pb.Proposal(start=proposal.start, tokens=proposal.tokens, origins=proposal.origins, edges=edges, logprobs=logprobs)
+    return pb.Proposal(
+        start=proposal.start,
+        tokens=proposal.tokens,
+        origins=proposal.origins,
+        edges=map(_encode_edge, proposal.edges),
+        logprobs=map(_encode_logprobs, proposal.logprobs),
+        prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
+    )
+
+
+def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
+    return pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
 
 
 def _encode_edge(edge: Edge) -> pb.LinkEdge:
@@ -111,9 +117,13 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
         raise ValueError("a proposal has one origin a token")
     if said.logprobs and len(said.logprobs) != len(said.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
-    logprobs = tuple(Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True))) for one in said.logprobs)
+    logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(_decode_edge, said.edges))
-    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs)
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, prompt)
+
+
+def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:
+    return Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True)))
 
 
 def _decode_edge(edge: pb.LinkEdge) -> Edge:

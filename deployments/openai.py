@@ -127,7 +127,9 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
 
     def shaping(self) -> dict[str, Any]:
-        return super().shaping() | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+        if self.logprobs is None:
+            return super().shaping()
+        return super().shaping() | {"logprobs": self.logprobs} | ({"prompt_logprobs": self.logprobs} if self.echo else {})
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:

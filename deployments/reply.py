@@ -8,9 +8,17 @@ from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
 from deployments.calls import Delta, Reader
-from deployments.logprobs import Name, chat_logprobs, text_logprobs
+from deployments.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What an answer begins with: the prompt, if it is to be repeated."""
+
+    text: str = ""
+    begins: tuple[int, ...] = ()  # of the prompt's tokens in the text, if log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +41,33 @@ class Form:
         return {**head, "created": self.created, "model": self.model, **usage}
 
 
-def whole(form: Form, answers: Sequence[Sequence[Chunk]], prefixes: Sequence[str]) -> dict[str, Any]:
-    """The answers at once, from all their pieces; ``prefixes`` are prompts to repeat."""
+def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]) -> dict[str, Any]:
+    """The answers at once, from all their pieces."""
     choices = []
     completions = [_end(chunks) for chunks in answers]
-    for index, (completion, prefix) in enumerate(zip(completions, prefixes, strict=True)):
+    for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
         if form.kind == "chat":
             reason, message = _message(form, answers[index], completion)
             body: dict[str, Any] = {"message": message, "finish_reason": reason}
         else:
-            body = {"text": prefix + completion.text, "finish_reason": completion.finish_reason}
-        logprobs = _logprobs(form, answers[index], len(prefix))
+            body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
+        logprobs = _logprobs(form, answers[index], len(echo.text))
+        if logprobs is not None and form.name is not None and completion.prompt:
+            before = prompt_logprobs(completion.prompt, echo.begins, form.name)
+            logprobs = {key: before[key] + logprobs[key] for key in before}
         extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
         choices.append({"index": index, **body, "logprobs": logprobs, **extra})
     return form.head(False) | {"choices": choices, "usage": usage(completions)}
 
 
-def opening(form: Form, index: int, prefix: str) -> dict[str, Any] | None:
-    """What comes before the first piece of a choice."""
+def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
+    """What comes before the ``first`` piece of a choice."""
     if form.kind == "chat":
         return _choice(form, index, {"delta": {"role": "assistant", "content": None if form.reader else ""}})
-    return _choice(form, index, {"text": prefix}) if prefix else None
+    if not echo.text:
+        return None
+    said = prompt_logprobs(first.prompt, echo.begins, form.name) if first.prompt and form.name is not None else None
+    return _choice(form, index, {"text": echo.text}, extra={"logprobs": said})
 
 
 def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | None = None) -> dict[str, Any] | None:

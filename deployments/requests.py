@@ -74,6 +74,14 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
     return tokens
 
 
+def prompt(chunk: Chunk) -> list[pb.PromptToken]:
+    """Tokens of the prompt, with the first piece if they were asked for."""
+    return [
+        pb.PromptToken(id=one.id, logprob=one.logprob, top=[pb.TopToken(id=id, logprob=value) for id, value in one.top])
+        for one in chunk.prompt
+    ]
+
+
 def finish(completion: Completion) -> pb.Finish:
     """How the answer ended, with the last message."""
     edges = [

@@ -36,6 +36,7 @@ from deployments.requests import (
     parse_input,
     parse_sampling,
     parse_speculation,
+    prompt,
     refuse_unknown,
     tokens,
 )
@@ -122,7 +123,7 @@ class Router:
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     end = None if chunk.completion is None else finish(chunk.completion)
-                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end)
+                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end, prompt=prompt(chunk))
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
@@ -131,6 +132,7 @@ class Router:
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     response.tokens.extend(tokens(chunk, num_chars))
+                    response.prompt.extend(prompt(chunk))
                     num_chars += len(chunk.text)
                     if chunk.completion is not None:
                         response.text = chunk.completion.text

@@ -702,6 +702,7 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
     min_tokens=st.integers(0, 1),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     structured=st.none()
     | st.builds(Structured, json_schema=st.text(min_size=1))
     | st.just(Structured(json_object=True))
@@ -738,6 +739,7 @@ proposals = st.integers(0, 8).flatmap(
         st.binary(min_size=length, max_size=length),
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
+        st.lists(logprobs, max_size=3).map(tuple),
     )
 )
 messages = st.one_of(
@@ -755,7 +757,7 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
 

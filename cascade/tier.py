@@ -393,7 +393,7 @@ class Tier:
 def _row(seat: Seat, work: Work) -> Row:
     params = seat.session.opening.params
     if seat.session.reciting:  # logits of all its positions: own tokens are not looked at, log-probabilities are
-        recital = SamplingParams(temperature=0, seed=0, logprobs=params.prompt_logprobs)
+        recital = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
         return Row(seat.cache, work.start, work.tokens, len(work.tokens), recital, seat.history)
     return Row(seat.cache, work.start, work.tokens, work.num_own, params, seat.history)
 

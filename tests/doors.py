@@ -57,17 +57,17 @@ def house(
     *,
     pass_s: float = 0.0005,
     model: Callable[..., CountingModel] = CountingModel,
-    source: str | None = None,
+    full: dict[str, Any] | None = None,
     **router: Any,
 ) -> Iterator[House]:
-    """A running server; ``router`` is its part of the configuration, ``source`` a folder with another tokenizer."""
+    """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration."""
     ready, stop = threading.Event(), asyncio.Event()
     result: list[House | BaseException] = []
 
     async def live() -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                result.append(await _build(stack, pass_s, model, source, router))
+                result.append(await _build(stack, pass_s, model, full or {}, router))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -103,12 +103,12 @@ async def _build(
     stack: contextlib.AsyncExitStack,
     pass_s: float,
     model: Callable[..., CountingModel],
-    source: str | None,
+    full: dict[str, Any],
     options: dict[str, Any],
 ) -> House:
     values = CascadeConfig.demo().model_dump(mode="json")
-    if source is not None:
-        values["tiers"][-1]["model_loading_config"]["model_source"] = source
+    for section, changes in full.items():
+        values["tiers"][-1][section] |= changes
     tokenizer = Tokenizer.from_pretrained(CascadeConfig.parse(values).tiers[-1].model_loading_config.source)
     net = Net()
     stack.push_async_callback(net.close)

@@ -47,7 +47,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         model.bracket = backend.convert_tokens_to_ids("]")
         return model
 
-    with house(pass_s=0.003, model=parrot, source=source) as built:
+    with house(pass_s=0.003, model=parrot, full={"model_loading_config": {"model_source": source}}) as built:
         yield built, name
         built.settle()
 

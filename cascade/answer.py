@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
+from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "no_replica", "short", "late"]
@@ -81,6 +81,7 @@ class Chunk:
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
+    lanes: tuple[Lane, ...] = ()  # of watched requests; positions are those of the output, and such a piece may have no tokens
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class Answer:
         known = begin - proposal.start
         new = proposal.tokens[known:] if known >= 0 else ()
         if not new:
-            return None, None
+            return (self._watched(None, proposal) if self._num_sent_tokens else None), None
         if not self._tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
         if not self._tokens and self.opening.params.prompt_logprobs is not None:
@@ -134,7 +135,14 @@ class Answer:
             self._append(token, origin)
             if self.finished:
                 break
-        return self._piece(), Commit(proposal.session, begin, tuple(new))
+        return self._watched(self._piece(), proposal), Commit(proposal.session, begin, tuple(new))
+
+    def _watched(self, chunk: Chunk | None, proposal: Proposal) -> Chunk | None:
+        """``chunk`` with the lanes that came with it."""
+        if not proposal.lanes:
+            return chunk
+        lanes = tuple(replace(lane, start=lane.start - self.opening.prompt_len) for lane in proposal.lanes)
+        return replace(chunk or Chunk("", (), (), b"", index=self.index), lanes=lanes)
 
     def replay(self, session: str) -> Open:
         """The opening that lets another replica go on where this text stands."""

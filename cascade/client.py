@@ -29,7 +29,7 @@ from cascade.messages import Edge, Logprobs, origin
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from cascade.wire import encode_sampling
+from cascade.wire import decode_lane, encode_sampling
 
 Prompt: TypeAlias = str | Sequence[int]
 REASONS: tuple[Undrafted, ...] = get_args(Undrafted)
@@ -230,7 +230,8 @@ class Pieces:
         ids = tuple(token.id for token in response.tokens)
         ends = tuple(token.end for token in response.tokens)
         origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
-        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs, prompt=_prompt(response.prompt))
+        prompt, lanes = _prompt(response.prompt), tuple(map(decode_lane, response.lanes))
+        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes)
 
 
 @contextlib.contextmanager
@@ -263,6 +264,7 @@ def encode_request(
             ),
             priority=handling.priority,
             cache_salt=handling.cache_salt,
+            watch=handling.watch,
         )
     except (ValueError, TypeError, UnicodeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None

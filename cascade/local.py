@@ -231,6 +231,7 @@ class Cascade:
                 lockstep=speculation.schedule == "lockstep",
                 priority=handling.priority,
                 cache_salt=handling.cache_salt,
+                watch=handling.watch,
             )
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))

@@ -25,6 +25,7 @@ class Seat:
     opened: float
     strip: Strip | None = None  # its keys and values, if it has a place in memory
     history: "History | None" = None  # of its text, if sampling parameters ask for it
+    told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
 
     @property
     def cache(self) -> Store:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Open, Proposal, origin
+from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Lane, Open, Proposal, origin
 
 PACE_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
@@ -108,6 +108,7 @@ class Session:
 
     __slots__ = (
         "_below_edges",
+        "_below_lanes",
         "_edge",
         "_guess_origins",
         "_limit",
@@ -145,6 +146,7 @@ class Session:
         self._edge = Edge("", tier)
         self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
         self._below_edges: tuple[Edge, ...] = ()  # totals of the edges below the current drafter
+        self._below_lanes: tuple[Lane, ...] = ()  # what the drafter said of the tiers below it
         self.pace = Pace()  # of the current drafter
 
     # what the tier asks
@@ -275,6 +277,8 @@ class Session:
             return
         if _num_passes(proposal.edges) > _num_passes(self._below_edges):  # else it was overtaken
             self._below_edges = proposal.edges
+        if self.opening.watch:
+            self._below_lanes = proposal.lanes
         known = len(self.text) - proposal.start
         tokens = list(proposal.tokens)
         if not 0 <= known < len(tokens) or tokens[:known] != self.text[proposal.start :]:
@@ -285,11 +289,22 @@ class Session:
             self.guess, self._guess_origins = fresh[:bad], bytearray(proposal.origins[known : known + bad])
 
     def proposal(self) -> Proposal | None:
-        """Everything that is not committed, for the tier above; ``None`` if there is nothing."""
-        if len(self.text) <= self.committed:
+        """Everything that is not committed, for the tier above; ``None`` if there is nothing, unless it is watched."""
+        watch = self.opening.watch
+        if len(self.text) <= self.committed and not watch:
             return None
-        origins = bytes(self._origins[self.committed :])
-        return Proposal(self.opening.session, self.committed, tuple(self.text[self.committed :]), origins, self.edges)
+        start, tokens, origins = self.committed, tuple(self.text[self.committed :]), bytes(self._origins[self.committed :])
+        return Proposal(self.opening.session, start, tokens, origins, self.edges, lanes=self.lanes if watch else ())
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
+        if not self.drafter:
+            return ()
+        begin, end = len(self.text), len(self.text) + len(self.guess)
+        joining = (lane for lane in self._below_lanes if lane.start <= end)  # others are of a text that was cut since
+        below = (Lane(lane.tier, max(lane.start, begin), lane.tokens[max(0, begin - lane.start) :]) for lane in joining)
+        return (Lane(self.drafter, begin, tuple(self.guess)), *below)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
@@ -331,6 +346,7 @@ class Session:
         for edge in (self._edge, *self._below_edges):
             _add(self._past_edges, edge)
         self._edge, self._below_edges = Edge(drafter, self.tier), ()
+        self._below_lanes = ()
 
 
 def _num_passes(edges: Sequence[Edge]) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
+WATCH_S = 0.02  # between two proposals of a watched session that bring no new tokens
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
 CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
 
@@ -86,6 +87,7 @@ class Tier:
         self._grammars = grammars
         self._seats: dict[str, Seat] = {}
         self._by_drafter_session: dict[str, Seat] = {}
+        self._untold: dict[str, Seat] = {}  # watched ones with guesses that the tier above has not heard of
         self._health = Health()
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)
@@ -130,6 +132,8 @@ class Tier:
         try:
             wake_at: float | None = None
             while self._receive(wake_at):
+                if self._untold:
+                    self._tell()
                 batch, wake_at = self._schedule(time.monotonic())
                 if batch:
                     own = self._run(batch)
@@ -254,6 +258,16 @@ class Tier:
             elif message.session in self._seats:
                 self._obey(self._seats[message.session], message)
 
+    def _tell(self) -> None:
+        """Send the guesses of watched sessions up, before the pass that judges them."""
+        now = time.monotonic()
+        for name, seat in [(name, seat) for name, seat in self._untold.items() if now - seat.told > WATCH_S]:
+            del self._untold[name]
+            if self._by_drafter_session.get(name) is seat:
+                seat.told = now
+                self._up(seat, seat.session.proposal())
+        self._flush()
+
     def _drop(self, up: Link) -> None:
         for seat in [s for s in self._seats.values() if s.up is up]:
             self._leave(seat)
@@ -321,6 +335,8 @@ class Tier:
         if isinstance(message, Proposal):
             seat.session.propose(message)
             self._health.works(seat.session.drafter)
+            if seat.session.opening.watch:
+                self._untold[message.session] = seat
             return
         log.info("Tier %s goes on without %s: %s", self.name, seat.session.drafter, message.reason)
         now = time.monotonic()

@@ -236,6 +236,8 @@ class Api:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._front.limits.max_n}")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is given without stream: set stream to true")
+        if body.watch and not body.stream:
+            raise InvalidRequest("watch is given without stream: set stream to true")
         await self._engine.check(params)
         openings = self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"

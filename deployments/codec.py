@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
-from cascade.wire import decode_sampling, encode_sampling
+from cascade.wire import decode_lane, decode_sampling, encode_lane, encode_sampling
 
 
 def encode(messages: Iterable[Message]) -> pb.Batch:
@@ -46,6 +46,7 @@ def _encode_open(opening: Open) -> pb.Open:
         lockstep=opening.lockstep,
         priority=opening.priority,
         cache_salt=opening.cache_salt,
+        watch=opening.watch,
     )
 
 
@@ -57,6 +58,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         edges=map(_encode_edge, proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
+        lanes=map(encode_lane, proposal.lanes),
     )
 
 
@@ -109,6 +111,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         lockstep=opening.lockstep,
         priority=opening.priority,
         cache_salt=opening.cache_salt,
+        watch=opening.watch,
     )
 
 
@@ -119,7 +122,8 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(_decode_edge, said.edges))
-    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, prompt)
+    lanes = tuple(map(decode_lane, said.lanes))
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, prompt, lanes)
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

@@ -88,6 +88,7 @@ class SamplingBody(Body):
     adapter: str | None = None  # LoRA adapter of the full model
     priority: int | None = None
     cache_salt: str | None = None
+    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
     structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
@@ -100,7 +101,7 @@ class SamplingBody(Body):
         return Speculation() if self.speculation is None else self.speculation.parsed()
 
     def handling(self) -> Handling:
-        return Handling(self.priority or 0, self.cache_salt or "")
+        return Handling(self.priority or 0, self.cache_salt or "", self.watch)
 
     def shaping(self) -> dict[str, Any]:
         """What `SamplingParams` takes in another form; raises `InvalidRequest`."""

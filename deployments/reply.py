@@ -76,11 +76,12 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | No
     if reader is not None:
         delta = reader.take(chunk)
         text: dict[str, Any] = {"delta": delta.body}
-        if not (delta or end or form.history or form.name):
+        if not (delta or end or form.history or form.name or chunk.lanes):
             return None
     else:
         text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
     extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
+    extra |= {"lanes": [asdict(lane) for lane in chunk.lanes]} if chunk.lanes else {}
     return _choice(
         form,
         index,

@@ -50,7 +50,7 @@ def parse_speculation(request: pb.GenerateRequest) -> Speculation:
 
 def parse_handling(request: pb.GenerateRequest) -> Handling:
     """How it is treated beside others; raises `InvalidRequest`."""
-    return Handling(request.priority, request.cache_salt)
+    return Handling(request.priority, request.cache_salt, request.watch)
 
 
 def refuse_unknown(message: ProtoMessage, where: str) -> None:

@@ -25,6 +25,7 @@ from cascade.params import SamplingParams, Speculation, check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
+from cascade.wire import encode_lane
 from deployments.api import Api
 from deployments.door import Door
 from deployments.downlink import Downlink
@@ -123,12 +124,20 @@ class Router:
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     end = None if chunk.completion is None else finish(chunk.completion)
-                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end, prompt=prompt(chunk))
+                    yield pb.GenerateResponse(
+                        text=chunk.text,
+                        tokens=tokens(chunk),
+                        finish=end,
+                        prompt=prompt(chunk),
+                        lanes=map(encode_lane, chunk.lanes),
+                    )
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
         response, num_chars = pb.CompleteResponse(), 0
         with told(grpc_context):
+            if request.watch:
+                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     response.tokens.extend(tokens(chunk, num_chars))
@@ -291,6 +300,7 @@ class Router:
             lockstep=speculation.schedule == "lockstep",
             priority=handling.priority,
             cache_salt=handling.cache_salt,
+            watch=handling.watch,
         )
 
     def _hear(self, messages: Sequence[Message]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -57,17 +57,21 @@ def house(
     *,
     pass_s: float = 0.0005,
     model: Callable[..., CountingModel] = CountingModel,
+    pace: tuple[float, ...] = (1, 2, 3),
     full: dict[str, Any] | None = None,
     **router: Any,
 ) -> Iterator[House]:
-    """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration."""
+    """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration.
+
+    Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``.
+    """
     ready, stop = threading.Event(), asyncio.Event()
     result: list[House | BaseException] = []
 
     async def live() -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                result.append(await _build(stack, pass_s, model, full or {}, router))
+                result.append(await _build(stack, [pass_s * share for share in pace], model, full or {}, router))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -101,7 +105,7 @@ def house(
 
 async def _build(
     stack: contextlib.AsyncExitStack,
-    pass_s: float,
+    pass_s: Sequence[float],
     model: Callable[..., CountingModel],
     full: dict[str, Any],
     options: dict[str, Any],
@@ -114,7 +118,7 @@ async def _build(
     stack.push_async_callback(net.close)
     for level, name in enumerate(NAMES):
         lessors = {below: net.lessor(below) for below in NAMES[:level]}
-        scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s * (level + 1))
+        scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s[level])
         node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer))
         await node.start()
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())

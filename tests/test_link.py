@@ -17,7 +17,7 @@ from test_tier import opening as any_opening
 
 from cascade.answer import Answer
 from cascade.grammar import Grammars
-from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
 from cascade.toy import ToyModel, full_text
@@ -727,6 +727,7 @@ opens = st.builds(
     lockstep=st.booleans(),
     priority=st.integers(-1000, 1000),
     cache_salt=st.text(),
+    watch=st.booleans(),
 )
 values = st.floats(-1e6, 0, width=32)
 logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
@@ -740,6 +741,7 @@ proposals = st.integers(0, 8).flatmap(
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
         st.lists(logprobs, max_size=3).map(tuple),
+        st.lists(st.builds(Lane, st.text(), ids, st.lists(ids, max_size=3).map(tuple)), max_size=3).map(tuple),
     )
 )
 messages = st.one_of(
@@ -757,7 +759,7 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs", "prompt_logprobs"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs", "lanes"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
 

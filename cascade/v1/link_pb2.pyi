@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "watch")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Open(_message.Message):
     LOCKSTEP_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: _serving_pb2.Sampling
@@ -53,7 +54,8 @@ class Open(_message.Message):
     lockstep: bool
     priority: int
     cache_salt: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    watch: bool
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., watch: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")
@@ -68,20 +70,22 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "prompt_logprobs")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "prompt_logprobs", "lanes")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
     edges: _containers.RepeatedCompositeFieldContainer[LinkEdge]
     logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ...) -> None: ...
+    lanes: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Lane]
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ...) -> None: ...
 
 class LinkLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
+from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -46,6 +46,15 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt, with log-probabilities as those of the answer; the first token has none."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished text, without its prompt."""
 
@@ -57,6 +66,7 @@ class Completion:
     origins: bytes = b""  # history of each token, see `cascade.messages.origin`
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # if the request asked for log-probabilities of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class Chunk:
     completion: Completion | None = None  # with the last piece
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
+    lanes: tuple[Lane, ...] = ()  # of watched requests; positions are those of the output, and such a piece may have no tokens
 
 
 @dataclass(slots=True)
@@ -84,6 +96,7 @@ class Answer:
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _origins: bytearray = field(default_factory=bytearray)
     _logprobs: list[Logprobs] = field(default_factory=list)  # parallel to _tokens if asked for
+    _prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
     _num_sent_chars: int = 0
@@ -109,9 +122,11 @@ class Answer:
         known = begin - proposal.start
         new = proposal.tokens[known:] if known >= 0 else ()
         if not new:
-            return None, None
+            return (self._watched(None, proposal) if self._num_sent_tokens else None), None
         if not self._tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
+        if not self._tokens and self.opening.params.prompt_logprobs is not None:
+            self._prompt = _recited(self.opening, proposal.prompt_logprobs)
         if proposal.edges:
             self._edges, self._spared = proposal.edges, proposal.spared
         if self.opening.params.logprobs is not None:
@@ -121,7 +136,14 @@ class Answer:
             self._append(token, origin)
             if self.finished:
                 break
-        return self._piece(), Commit(proposal.session, begin, tuple(new))
+        return self._watched(self._piece(), proposal), Commit(proposal.session, begin, tuple(new))
+
+    def _watched(self, chunk: Chunk | None, proposal: Proposal) -> Chunk | None:
+        """``chunk`` with the lanes that came with it."""
+        if not proposal.lanes:
+            return chunk
+        lanes = tuple(replace(lane, start=lane.start - self.opening.prompt_len) for lane in proposal.lanes)
+        return replace(chunk or Chunk("", (), (), b"", index=self.index), lanes=lanes)
 
     def replay(self, session: str) -> Open:
         """The opening that lets another replica go on where this text stands."""
@@ -166,12 +188,13 @@ class Answer:
             return None
         end = certain if self.finished else self._covers(num_tokens)
         sent = slice(self._num_sent_tokens, num_tokens)
+        prompt = () if self._num_sent_tokens else self._prompt
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
         ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
         logprobs = tuple(self._logprobs[sent])
-        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs)
+        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs, prompt)
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
@@ -191,7 +214,14 @@ class Answer:
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
         logprobs = tuple(self._logprobs[:num_tokens])
-        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs)
+        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
+
+
+def _recited(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
+    first, *others = opening.tokens[: opening.prompt_len]
+    assert len(logprobs) == len(others), "the full tier was asked for log-probabilities of the prompt"
+    pairs = zip(others, logprobs, strict=True)
+    return (PromptToken(first), *(PromptToken(id, said.logprob, said.top) for id, said in pairs))
 
 
 def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undrafted | None:

@@ -13,7 +13,7 @@ from typing import Self, TypeAlias, get_args
 
 import grpc
 
-from cascade.answer import Chunk, Completion, FinishReason, Stats, Undrafted
+from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, Undrafted
 from cascade.errors import (
     Aborted,
     CascadeError,
@@ -31,7 +31,7 @@ from cascade.messages import Edge, Logprobs, origin
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from cascade.wire import encode_sampling
+from cascade.wire import decode_lane, encode_sampling
 
 Prompt: TypeAlias = str | Sequence[int]
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
@@ -109,7 +109,7 @@ class Client:
         with errors():
             request = encode_request(prompt, params, speculation, handling)
             response = self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
-            return _completion(response.text, list(response.tokens), response.finish)
+            return _completion(response.text, response.tokens, response.finish, response.prompt)
 
     def stream(
         self,
@@ -174,7 +174,7 @@ class AsyncClient:
         with errors():
             request = encode_request(prompt, params, speculation, handling)
             response = await self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
-            return _completion(response.text, list(response.tokens), response.finish)
+            return _completion(response.text, response.tokens, response.finish, response.prompt)
 
     async def stream(
         self,
@@ -218,6 +218,7 @@ class Pieces:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[pb.Token] = []
+        self._prompt: list[pb.PromptToken] = []
         self._complete = False
 
     def check(self) -> None:
@@ -229,14 +230,16 @@ class Pieces:
         """One more response."""
         self._text.append(response.text)
         self._tokens += response.tokens
+        self._prompt += response.prompt
         completion = None
         if response.HasField("finish"):
-            completion = _completion("".join(self._text), self._tokens, response.finish)
+            completion = _completion("".join(self._text), self._tokens, response.finish, self._prompt)
             self._complete = True
         ids = tuple(token.id for token in response.tokens)
         ends = tuple(token.end for token in response.tokens)
         origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
-        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs)
+        prompt, lanes = _prompt(response.prompt), tuple(map(decode_lane, response.lanes))
+        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes)
 
 
 @contextlib.contextmanager
@@ -269,19 +272,20 @@ def encode_request(
             ),
             priority=handling.priority,
             cache_salt=handling.cache_salt,
+            watch=handling.watch,
         )
     except (ValueError, TypeError, UnicodeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None
 
 
-def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish) -> Completion:
+def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, prompt: Sequence[pb.PromptToken]) -> Completion:
     edges = tuple(map(_edge, finish.edges))
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
     first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
     why = next((why for why in REASONS if why == finish.undrafted), None)  # a newer server may know more
     stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, why)
     ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
-    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs)
+    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt(prompt))
 
 
 def _edge(e: pb.Edge) -> Edge:
@@ -291,6 +295,13 @@ def _edge(e: pb.Edge) -> Edge:
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:
     return bytes(origin(token.level, token.corrected) for token in tokens)
+
+
+def _prompt(tokens: Sequence[pb.PromptToken]) -> tuple[PromptToken, ...]:
+    return tuple(
+        PromptToken(one.id, one.logprob if one.HasField("logprob") else None, tuple((top.id, top.logprob) for top in one.top))
+        for one in tokens
+    )
 
 
 def _logprobs(tokens: Sequence[pb.Token]) -> tuple[Logprobs, ...]:

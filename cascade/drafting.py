@@ -39,6 +39,10 @@ class Drafters(Generic[S]):
         """Sessions that have a drafter."""
         return len(self._seats)
 
+    def seat(self, session: str) -> S | None:
+        """Who drafts with the session of that name below."""
+        return self._seats.get(session)
+
     def begin(self, seat: S, num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many."""
         self._plan(seat, num_sessions)

@@ -14,6 +14,7 @@ class Handling:
 
     priority: int = 0  # lower is served sooner, see `cascade.schedule.PRIORITY_S`; nobody starves
     cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
+    watch: bool = False  # the stream also tells of guesses that nobody has judged yet, see `cascade.messages.Lane`
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -24,3 +25,5 @@ class Handling:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
             shown = f"{len(self.cache_salt)} characters long" if isinstance(self.cache_salt, str) else repr(self.cache_salt)
             raise InvalidRequest(f"cache_salt is {shown}: it must be a string of at most {MAX_SALT_CHARS} characters")
+        if not isinstance(self.watch, bool):
+            raise InvalidRequest(f"watch is {self.watch!r}: it must be true or false")

@@ -40,6 +40,7 @@ class History:
         self._end_ids = sorted(opening.ends)
         self._begin = len(opening.tokens)  # of the tokens that this session picks itself
         self._logprobs: list[Logprobs] = []  # from _begin on
+        self._prompt: list[Logprobs] = []  # from position 1 on
         self._counted: list[int] = []  # output tokens in _counts
         self._counts: Tensor | None = None  # [vocab_size] float32
         self._in_prompt: Tensor | None = None  # [vocab_size] bool
@@ -92,9 +93,21 @@ class History:
             self._ends = torch.tensor(ids, dtype=torch.long, device=like.device)
         return self._ends
 
+    def recites(self, position: int) -> bool:
+        """A row whose first own token is that of ``position`` is there for the log-probabilities of the prompt."""
+        return position < self.prompt_len
+
     def note(self, position: int, logprobs: Sequence[Logprobs]) -> None:
-        """Keep what a pass said of the own tokens from ``position`` on."""
-        self._logprobs[position - self._begin :] = logprobs
+        """Keep what a pass said of the tokens from ``position`` on: own ones, or those of the prompt."""
+        if self.recites(position):
+            self._prompt[position - 1 :] = logprobs
+        else:
+            self._logprobs[position - self._begin :] = logprobs
+
+    @property
+    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        """What the passes said of the prompt's tokens but the first."""
+        return tuple(self._prompt)
 
     def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
         """What the passes said of ``num_tokens`` own tokens from ``start`` on."""

@@ -238,6 +238,7 @@ class Cascade:
                 adaptive=speculation.adaptive,
                 priority=handling.priority,
                 cache_salt=handling.cache_salt,
+                watch=handling.watch,
             )
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))

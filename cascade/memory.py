@@ -108,7 +108,8 @@ class Memory:
 def _salt(session: Session) -> str:
     """Sessions with the same one may share keys and values, which depend on the adapter."""
     opening = session.opening
-    return f"{opening.params.adapter}\0{opening.cache_salt}"
+    own = "" if opening.params.prompt_logprobs is None else opening.session  # whose logits nobody has left
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}"
 
 
 def _yields(seat: Seat, other: Seat, now: float) -> bool:

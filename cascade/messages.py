@@ -60,6 +60,15 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """Guesses of a tier that the one above it has not judged yet."""
+
+    tier: str  # that made them
+    start: int  # position of the first
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Begin a session: the text goes on behind ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
@@ -76,6 +85,7 @@ class Open:
     adaptive: bool = False  # tiers of the chain that do not pay may be left out
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
+    watch: bool = False  # proposals bring lanes, and come for these alone too
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
@@ -112,6 +122,8 @@ class Proposal:
     edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
     spared: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
+    prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
+    lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
 
 
 @dataclass(frozen=True, slots=True)

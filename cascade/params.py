@@ -117,6 +117,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens; kept as pairs
     min_tokens: int = 0  # output tokens at least: no end and no stop string before
     logprobs: int | None = None  # report log-probabilities: each token's own, and of so many likeliest ones
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     structured: Structured | None = None  # what the text has to be
 
     def __post_init__(self) -> None:
@@ -129,8 +130,10 @@ class SamplingParams:
         self._check_ends()
         seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
         _require(seed_ok, "seed", self.seed, "an integer from 0 to 2^63 - 1")
-        logprobs_ok = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
-        _require(logprobs_ok, "logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            logprobs_ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _require(logprobs_ok, name, value, f"an integer from 0 to {MAX_LOGPROBS}")
         structured_ok = self.structured is None or isinstance(self.structured, Structured)
         _require(structured_ok, "structured", self.structured, "a `Structured`")
         _require(not (self.structured and self.ignore_eos), "ignore_eos", True, "False with structured, whose texts end")
@@ -190,7 +193,7 @@ class SamplingParams:
     def shaped(self) -> bool:
         """More is asked of a pass than temperature and the filters of likely tokens: its rows need a history."""
         asked = self.penalised or self.logit_bias or self.min_tokens or self.structured
-        return bool(asked) or self.logprobs is not None
+        return bool(asked) or self.logprobs is not None or self.prompt_logprobs is not None
 
     def seeded(self) -> "SamplingParams":
         """The same parameters with a seed: the given one, or a random one."""

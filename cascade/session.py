@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Open, Proposal, origin
+from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Lane, Open, Proposal, origin
 
 PACE_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
 LEAST_REACH = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
+MAX_RECITED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 REACH_MEMORY = 0.97  # share of the weight of old verdicts that is left after a new one
 
 
@@ -115,6 +116,7 @@ class Session:
 
     __slots__ = (
         "_below_edges",
+        "_below_lanes",
         "_edge",
         "_guess_origins",
         "_limit",
@@ -156,6 +158,7 @@ class Session:
         self._edge = Edge("", tier)
         self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
         self._below_edges: tuple[Edge, ...] = ()  # totals of the edges below the current drafter
+        self._below_lanes: tuple[Lane, ...] = ()  # what the drafter said of the tiers below it
         self.pace = Pace()  # of the current drafter
 
     # what the tier asks
@@ -183,6 +186,11 @@ class Session:
         return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
 
     @property
+    def reciting(self) -> bool:
+        """Log-probabilities of the prompt are wanted, and not all of it is scored."""
+        return self.opening.params.prompt_logprobs is not None and self.kv_len < self.opening.prompt_len - 1
+
+    @property
     def num_pending(self) -> int:
         """Positions of the text that have no keys and values yet; 1 while decoding, more before and after a commit."""
         return len(self.text) - self.kv_len
@@ -208,6 +216,9 @@ class Session:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
+        if self.reciting:
+            end = min(self.kv_len + min(max_tokens, MAX_RECITED), self.opening.prompt_len - 1)
+            return Work(self.kv_len, self.text[self.kv_len : end], 0, 0)
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0, 0)
@@ -286,6 +297,8 @@ class Session:
             return
         if _num_passes(proposal.edges) > _num_passes(self._below_edges):  # else it was overtaken
             self._below_edges = proposal.edges
+        if self.opening.watch:
+            self._below_lanes = proposal.lanes
         known = len(self.text) - proposal.start
         tokens = list(proposal.tokens)
         if not 0 <= known < len(tokens) or tokens[:known] != self.text[proposal.start :]:
@@ -299,15 +312,27 @@ class Session:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
 
         The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
-        with it may be `REPEATED` times as long, and a text ahead takes few messages instead of one for each token.
+        with it may be `REPEATED` times as long, and a text ahead takes few messages instead of one for each token. Watched
+        sessions tell everything, and their lanes.
         """
         ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._told)
-        if new <= 0 or (REPEATED * new < ahead and not self.stalled):
+        watch = self.opening.watch
+        if not watch and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
             return None
         self._told = len(self.text)
-        origins = bytes(self._origins[self.committed :])
-        tokens = tuple(self.text[self.committed :])
-        return Proposal(self.opening.session, self.committed, tokens, origins, self.edges, spared=self.spared)
+        start, tokens, origins = self.committed, tuple(self.text[self.committed :]), bytes(self._origins[self.committed :])
+        lanes = self.lanes if watch else ()
+        return Proposal(self.opening.session, start, tokens, origins, self.edges, spared=self.spared, lanes=lanes)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
+        if not self.drafter:
+            return ()
+        begin, end = len(self.text), len(self.text) + len(self.guess)
+        joining = (lane for lane in self._below_lanes if lane.start <= end)  # others are of a text that was cut since
+        below = (Lane(lane.tier, max(lane.start, begin), lane.tokens[max(0, begin - lane.start) :]) for lane in joining)
+        return (Lane(self.drafter, begin, tuple(self.guess)), *below)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
@@ -318,7 +343,7 @@ class Session:
         params = opening.params
         return replace(
             opening,
-            params=params if params.logprobs is None else replace(params, logprobs=None),  # only the full tier's are of use
+            params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
             session=session,
             tokens=tuple(self.text),
             tier=drafter,
@@ -350,6 +375,7 @@ class Session:
         for edge in (self._edge, *self._below_edges):
             _add(self._past_edges, edge)
         self._edge, self._below_edges = Edge(drafter, self.tier), ()
+        self._below_lanes = ()
 
 
 def _num_passes(edges: Sequence[Edge]) -> int:

@@ -29,7 +29,7 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     shaped = logits.to(torch.float32, copy=True)
     begin = 0
     for row in rows:
-        if row.history is not None and row.history.alters and row.num_own:
+        if row.history is not None and row.history.alters and row.num_own and not row.history.recites(_first(row)):
             _shape(shaped[begin : begin + row.num_own], row, row.history)
         begin += row.num_own
     return shaped
@@ -38,7 +38,7 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 def _shape(scores: Tensor, row: Row, history: History) -> None:
     """Change scores ``[num_own, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks."""
     params = row.params
-    position = row.start + len(row.tokens) - row.num_own + 1
+    position = _first(row)
     guesses = row.tokens[len(row.tokens) - row.num_own + 1 :]
     if params.biases:
         ids, bias = history.bias(scores)
@@ -76,16 +76,22 @@ def _mask(scores: Tensor, params: SamplingParams, history: History, position: in
 
 
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
-    """Leave the log-probabilities of ``own`` tokens in the histories of the rows that ask for them.
+    """Leave the log-probabilities of ``own`` tokens, or of the prompt's, in the histories of the rows that ask for them.
 
     They are those of ``logits`` ``[sum of num_own, V]`` as the model gave them, before any sampling parameter.
     """
     begin = 0
     for row, tokens in zip(rows, own, strict=True):
         if row.history is not None and row.params.logprobs is not None and tokens:
-            position = row.start + len(row.tokens) - row.num_own + 1
-            row.history.note(position, _logprobs(logits[begin : begin + len(tokens)], tokens, row.params.logprobs))
+            position, end = _first(row), begin + len(tokens)
+            said = row.history.text[position : position + len(tokens)] if row.history.recites(position) else tokens
+            row.history.note(position, _logprobs(logits[begin:end], said, row.params.logprobs))
         begin += len(tokens)
+
+
+def _first(row: Row) -> int:
+    """Position of the row's first own token."""
+    return row.start + len(row.tokens) - row.num_own + 1
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:

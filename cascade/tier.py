@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
+WATCH_S = 0.02  # between two proposals of a watched session that bring no new tokens
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
 CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
 
@@ -90,6 +91,7 @@ class Tier:
         self._grammars = grammars
         self._seats: dict[str, Seat] = {}
         self._drafters: Drafters[Seat] = Drafters(self._send_down, mint, planner or Planner())
+        self._untold: dict[str, Seat] = {}  # watched ones with guesses that the tier above has not heard of
         self._last_pass_at = 0.0
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)
@@ -134,6 +136,8 @@ class Tier:
         try:
             wake_at: float | None = None
             while self._receive(wake_at):
+                if self._untold:
+                    self._tell()
                 batch, wake_at = self._schedule(time.monotonic())
                 if batch:
                     own = self._run(batch)
@@ -215,10 +219,12 @@ class Tier:
 
     def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
         """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, s.history, s.ahead(w)) for s, w in batch]
+        rows = [_row(seat, work) for seat, work in batch]
         begin = time.monotonic()
         try:
-            own: list[list[int] | None] = [*self._model.run(rows)]
+            own: list[list[int] | None] = [
+                o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)
+            ]
         except Exception:
             log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
             self.stats.failures += 1
@@ -285,6 +291,16 @@ class Tier:
             elif message.session in self._seats:
                 self._obey(self._seats[message.session], message)
 
+    def _tell(self) -> None:
+        """Send the guesses of watched sessions up, before the pass that judges them."""
+        now = time.monotonic()
+        for name, seat in [(name, seat) for name, seat in self._untold.items() if now - seat.told > WATCH_S]:
+            del self._untold[name]
+            if self._drafters.seat(name) is seat:
+                seat.told = now
+                self._up(seat, seat.session.proposal())
+        self._flush()
+
     def _drop(self, up: Link) -> None:
         for seat in [s for s in self._seats.values() if s.up is up]:
             self._leave(seat)
@@ -350,6 +366,8 @@ class Tier:
         lost = self._drafters.hear(message, time.monotonic())
         if lost is not None:
             log.info("Tier %s goes on without %s: %s", self.name, *lost)
+        elif (seat := self._drafters.seat(message.session)) is not None and seat.session.opening.watch:
+            self._untold[message.session] = seat
 
     def _send_down(self, tier: str, message: Message) -> None:
         assert self.below is not None, f"tier {self.name} has nobody below, not {tier}"
@@ -369,6 +387,8 @@ class Tier:
         if proposal is not None:
             if seat.history is not None and seat.session.opening.params.logprobs is not None:
                 proposal = replace(proposal, logprobs=seat.history.logprobs(proposal.start, len(proposal.tokens)))
+            if seat.history is not None and proposal.start == seat.history.prompt_len:
+                proposal = replace(proposal, prompt_logprobs=seat.history.prompt_logprobs)
             self._out[seat.up].append(proposal)
 
     def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int] | None], seconds: float) -> None:
@@ -389,6 +409,14 @@ class Tier:
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
         return replace(self.stats, reused=self.memory.pool.reused, preempted=self.memory.preempted)
+
+
+def _row(seat: Seat, work: Work) -> Row:
+    params = seat.session.opening.params
+    if seat.session.reciting:  # logits of all its positions: own tokens are not looked at, log-probabilities are
+        recital = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
+        return Row(seat.cache, work.start, work.tokens, len(work.tokens), recital, seat.history)
+    return Row(seat.cache, work.start, work.tokens, work.num_own, params, seat.history, seat.ahead(work))
 
 
 def mint() -> str:

@@ -47,6 +47,14 @@ class Tokenizer:
         """A decoder for the text behind ``prompt``."""
         return Decoder(self.backend.backend_tokenizer, prompt)
 
+    def begins(self, ids: Sequence[int]) -> list[int]:
+        """Characters of the text that are complete before each of ``ids``."""
+        decoder, begin, begins = self.decoder(()), 0, []
+        for token in ids:
+            begins.append(begin)
+            begin += len(decoder.step(token))
+        return begins
+
     @property
     def num_ids(self) -> int:
         """Ids that stand for something; models may have more, for padding."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cascade.messages import Lane
 from cascade.params import SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
 
@@ -18,8 +19,19 @@ NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `p
     "repetition_penalty",
     "min_tokens",
     "logprobs",
+    "prompt_logprobs",
     "adapter",
 )
+
+
+def encode_lane(lane: Lane) -> pb.Lane:
+    """Guesses of a tier."""
+    return pb.Lane(tier=lane.tier, start=lane.start, tokens=lane.tokens)
+
+
+def decode_lane(lane: pb.Lane) -> Lane:
+    """Guesses of a tier."""
+    return Lane(lane.tier, lane.start, tuple(lane.tokens))
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:

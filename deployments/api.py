@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,8 @@ from cascade.handling import Handling
 from cascade.messages import Open
 from cascade.params import MAX_SEED, SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
-from deployments.chat import encode_chat
+from deployments.calls import Reader
+from deployments.conversation import ChatMessage, ToolBody, turns
 from deployments.front import Call, Front
 from deployments.guard import Events, Guard, attended
 from deployments.merge import gathered, merged, streamed
@@ -29,14 +30,14 @@ from deployments.meters import CONTENT_TYPE
 from deployments.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DetokenizeBody,
     SamplingBody,
     TokenizeBody,
 )
-from deployments.reply import Form
+from deployments.reply import Echo, Form
 from deployments.status import refusal
+from deployments.tools import Plan, Toolbox
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
@@ -93,6 +94,7 @@ class Engine(Protocol):
     front: Front
     tokenizer: Tokenizer
     max_model_len: int
+    tool_format: str | None
 
     @property
     def model(self) -> str: ...
@@ -116,6 +118,7 @@ class Api:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._front = engine.front
+        self._toolbox = Toolbox(engine.tokenizer, engine.tool_format)
 
     def application(self) -> FastAPI:
         """The ASGI application."""
@@ -169,8 +172,10 @@ class Api:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages")
+        if body.tools is not None and body.messages is None:
+            raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._encode_chat(body.messages)
+            ids = await self._encode_chat(body.messages, body.tools)
         else:
             ids = await self._encode(body.prompt or "")
         return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
@@ -186,19 +191,35 @@ class Api:
         """Go on with one or more prompts."""
         prompts = self._prompts(body)
         ids = [await self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        if body.echo and body.logprobs is not None:
-            raise InvalidRequest("echo and logprobs are both given: log-probabilities of prompts are not computed")
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        echoes = [(p if isinstance(p, str) else self._decode(p)) if body.echo else "" for p in prompts]
+        echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         return await self._answer("text", body, params, ids, echoes, request, timeout_s)
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
-        ids = await self._encode_chat(body.messages)
+        plan = self._toolbox.plan(body)
+        ids = await self._encode_chat(body.messages, body.tools if plan.shown else None)
         room = self._engine.max_model_len - len(ids)
         most = self._front.limits.max_tokens or room
         params = body.params(body.limit or max(1, min(room, most)))
-        return await self._answer("chat", body, params, [ids], [""], request, timeout_s)
+        params = await self._held_to(plan, params)
+        return await self._answer("chat", body, params, [ids], [Echo()], request, timeout_s, plan.reader)
+
+    async def _held_to(self, plan: Plan, params: SamplingParams) -> SamplingParams:
+        """``params`` that make the text calls of tools; raises `InvalidRequest`."""
+        if plan.structured is None:
+            return params
+        if params.structured is not None:
+            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out")
+        if params.ignore_eos:
+            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end")
+        for index, schema in plan.schemas.items():
+            try:
+                await self._engine.check(replace(params, structured=schema))
+            except InvalidRequest as error:
+                where = f"tools.{index}.function.parameters"
+                raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
+        return replace(params, structured=plan.structured)
 
     async def _answer(
         self,
@@ -206,9 +227,10 @@ class Api:
         body: SamplingBody,
         params: SamplingParams,
         ids: Sequence[list[int]],
-        prefixes: Sequence[str],
+        echoes: Sequence[Echo],
         request: Request,
         timeout_s: float | None,
+        reader: Callable[[], Reader] | None = None,
     ) -> Any:
         """Admit everything at once, then write it, whole or in pieces."""
         self._check_model(body.model)
@@ -216,21 +238,23 @@ class Api:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._front.limits.max_n}")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is given without stream: set stream to true")
+        if body.watch and not body.stream:
+            raise InvalidRequest("watch is given without stream: set stream to true")
         await self._engine.check(params)
         openings = self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
-        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name)
-        prefixes = [prefix for prefix in prefixes for _ in range(body.answers)]
+        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name, reader=reader)
+        echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said = request.state
             admitted = self._front.call(said.account, said.request_id, timeout_s, len(openings), since=said.since)
             call = held.enter_context(admitted)
             sources = [self._engine.chunks(opening, call, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
-                return JSONResponse(await attended(request.receive, gathered(form, merged(sources), prefixes)))
-            events = streamed(form, merged(sources), prefixes)
+                return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
+            events = streamed(form, merged(sources), echoes)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
@@ -254,13 +278,22 @@ class Api:
         tokenizer = self._engine.tokenizer
         return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
 
-    async def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        plain = [message.plain for message in messages]
-        num_chars = sum(len(message["content"]) for message in plain)
+    async def _encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None) -> list[int]:
+        said = turns(messages)
+        shown = None if tools is None else [tool.plain for tool in tools]
+        num_chars = sum(len(message.text) for message in messages)
+        num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
         self._check_length(num_chars)
-        if num_chars < LONG_PROMPT:
-            return encode_chat(self._engine.tokenizer, plain)
-        return await asyncio.to_thread(encode_chat, self._engine.tokenizer, plain)
+        encode = self._toolbox.template.encode
+        return encode(said, shown) if num_chars < LONG_PROMPT else await asyncio.to_thread(encode, said, shown)
+
+    async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
+        """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
+        text = prompt if isinstance(prompt, str) else self._decode(prompt)
+        if params.prompt_logprobs is None:
+            return Echo(text)
+        begins = await asyncio.to_thread(self._engine.tokenizer.begins, ids)
+        return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     def _decode(self, ids: Sequence[int]) -> str:
         most = self._engine.tokenizer.num_ids
@@ -316,6 +349,7 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
     if first["type"] == "json_invalid":
         return None, "The body is not JSON"
     path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    said = first["msg"].removeprefix("Value error, ")
     path = path[:1] if len(first["loc"]) > 2 and isinstance(first["loc"][2], str) and "[" in first["loc"][2] else path
     where = ".".join(map(str, path))[:60] or "The body"
     if first["type"] == "extra_forbidden":
@@ -323,4 +357,4 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
     if first["type"] == "missing":
         return where, f"{where} is missing: add it"
     shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
-    return where, f"{where}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return where, f"{where}{shown}: {said[0].lower()}{said[1:]}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
-from cascade.wire import decode_sampling, encode_sampling
+from cascade.wire import decode_lane, decode_sampling, encode_lane, encode_sampling
 
 
 def encode(messages: Iterable[Message]) -> pb.Batch:
@@ -47,23 +47,25 @@ def _encode_open(opening: Open) -> pb.Open:
         priority=opening.priority,
         cache_salt=opening.cache_salt,
         adaptive=opening.adaptive,
+        watch=opening.watch,
     )
 
 
 def _encode_proposal(proposal: Proposal) -> pb.Proposal:
-    logprobs = [
-        pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
-        for one in proposal.logprobs
-    ]
-    edges = [_encode_edge(edge) for edge in proposal.edges]
     return pb.Proposal(
         start=proposal.start,
         tokens=proposal.tokens,
         origins=proposal.origins,
-        edges=edges,
-        logprobs=logprobs,
+        edges=map(_encode_edge, proposal.edges),
+        logprobs=map(_encode_logprobs, proposal.logprobs),
+        prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         spared=proposal.spared,
+        lanes=map(encode_lane, proposal.lanes),
     )
+
+
+def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
+    return pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
 
 
 def _encode_edge(edge: Edge) -> pb.LinkEdge:
@@ -112,6 +114,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         priority=opening.priority,
         cache_salt=opening.cache_salt,
         adaptive=opening.adaptive,
+        watch=opening.watch,
     )
 
 
@@ -120,9 +123,14 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
         raise ValueError("a proposal has one origin a token")
     if said.logprobs and len(said.logprobs) != len(said.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
-    logprobs = tuple(Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True))) for one in said.logprobs)
+    logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(_decode_edge, said.edges))
-    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, said.spared)
+    lanes = tuple(map(decode_lane, said.lanes))
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, said.spared, prompt, lanes)
+
+
+def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:
+    return Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True)))
 
 
 def _decode_edge(edge: pb.LinkEdge) -> Edge:

@@ -73,6 +73,9 @@ class Front:
         try:
             async with self.gate.turn(call.life), contextlib.aclosing(chunks):
                 async for chunk in chunks:
+                    if not chunk.token_ids and chunk.completion is None:  # of a watched request
+                        yield chunk
+                        continue
                     now = time.monotonic()
                     self.meters.piece(now - last, first=num_tokens == 0)
                     num_tokens += len(chunk.token_ids)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cascade.answer import Chunk
+from cascade.answer import Chunk, PromptToken
 from cascade.messages import Logprobs
 
 Name = Callable[[int], str]
@@ -27,6 +27,16 @@ def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str,
         "token_logprobs": [entry.logprob for _, entry, _ in entries],
         "top_logprobs": [{name(id): value for id, value in entry.top} for _, entry, _ in entries],
         "text_offset": [offset + begin for _, _, begin in entries],
+    }
+
+
+def prompt_logprobs(prompt: Sequence[PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
+    """The same of an echoed prompt, whose tokens begin at ``begins`` of its text. Nothing comes before the first one."""
+    return {
+        "tokens": [name(token.id) for token in prompt],
+        "token_logprobs": [token.logprob for token in prompt],
+        "top_logprobs": [None if token.logprob is None else {name(id): value for id, value in token.top} for token in prompt],
+        "text_offset": list(begins),
     }
 
 

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from cascade.answer import Chunk
-from deployments.reply import DONE, Form, closing, event, opening, piece, whole
+from deployments.reply import DONE, Echo, Form, closing, event, opening, piece, whole
 from deployments.status import refusal
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
@@ -36,28 +36,31 @@ async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gathered(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> dict[str, object]:
+async def gathered(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> dict[str, object]:
     """The whole answer."""
-    answers: list[list[Chunk]] = [[] for _ in prefixes]
+    answers: list[list[Chunk]] = [[] for _ in echoes]
     async with contextlib.aclosing(pieces):
         async for index, chunk in pieces:
             answers[index].append(chunk)
-    return whole(form, answers, prefixes)
+    return whole(form, answers, echoes)
 
 
-async def streamed(form: Form, pieces: Pieces, prefixes: Sequence[str]) -> AsyncGenerator[bytes, None]:
+async def streamed(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. What fails behind the first piece is an event too."""
     lengths: dict[int, int] = {}  # characters of each choice so far
+    readers = [None if form.reader is None else form.reader() for _ in echoes]
     ended = []
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
-                head = None if index in lengths else opening(form, index, prefixes[index])
-                offset = lengths.setdefault(index, len(prefixes[index]))
+                head = None if index in lengths else opening(form, index, echoes[index], chunk)
+                offset = lengths.setdefault(index, len(echoes[index].text))
                 lengths[index] += len(chunk.text)
                 if chunk.completion is not None:
                     ended.append(chunk.completion)
-                yield (event(head) if head else b"") + event(piece(form, index, chunk, offset))
+                said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
+                if said:
+                    yield b"".join(map(event, said))
     except Exception as error:
         if not lengths:
             raise

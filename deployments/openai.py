@@ -1,13 +1,14 @@
 """What OpenAI's clients may ask for. Unknown fields, and values that cannot be honoured, are errors."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 
 from cascade.errors import InvalidRequest
 from cascade.handling import Handling
 from cascade.params import MAX_STOPS, SamplingParams, Speculation, Structured
+from deployments.conversation import Body, Messages, Text, ToolChoice, Tools, check_results
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 
@@ -27,13 +28,6 @@ PLAIN = (  # fields that mean the same as those of `SamplingParams`
 )
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Text = Annotated[str, Field(max_length=4_000_000)]
-
-
-class Body(BaseModel):
-    """No unknown fields, no conversions: "5" is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class SpeculationBody(Body):
@@ -94,6 +88,7 @@ class SamplingBody(Body):
     adapter: str | None = None  # LoRA adapter of the full model
     priority: int | None = None
     cache_salt: str | None = None
+    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
     structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
@@ -106,7 +101,7 @@ class SamplingBody(Body):
         return Speculation() if self.speculation is None else self.speculation.parsed()
 
     def handling(self) -> Handling:
-        return Handling(self.priority or 0, self.cache_salt or "")
+        return Handling(self.priority or 0, self.cache_salt or "", self.watch)
 
     def shaping(self) -> dict[str, Any]:
         """What `SamplingParams` takes in another form; raises `InvalidRequest`."""
@@ -133,7 +128,9 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
 
     def shaping(self) -> dict[str, Any]:
-        return super().shaping() | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+        if self.logprobs is None:
+            return super().shaping()
+        return super().shaping() | {"logprobs": self.logprobs} | ({"prompt_logprobs": self.logprobs} if self.echo else {})
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -144,28 +141,6 @@ class CompletionBody(SamplingBody):
         if not prompt:
             raise InvalidRequest("prompt is an empty list: give a text, token ids, or a list of either")
         return [prompt] if isinstance(prompt[0], int) else prompt
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **named}
 
 
 class JsonSchema(Body):
@@ -198,12 +173,40 @@ class ResponseFormat(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _answers_calls(self) -> Self:
+        check_results(self.messages)
+        return self
+
+    @property
+    def chosen_tool(self) -> ToolChoice:
+        """The choice, or the one that is meant where nothing is said; raises `InvalidRequest`."""
+        choice = self.tool_choice
+        if self.tools is None:
+            odd = "tool_choice" if choice not in (None, "none") else "parallel_tool_calls"
+            if choice not in (None, "none") or self.parallel_tool_calls is not None:
+                raise InvalidRequest(f"{odd} is given without tools: add tools, or leave it out")
+            return "none"
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidRequest(f"tools have two functions named {twice!r}: give each its own name")
+        if choice is None or isinstance(choice, str):
+            return choice or "auto"
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(f"tool_choice names {name!r}: tools have {', '.join(names)[:200]}")
+        return choice
 
     def shaping(self) -> dict[str, Any]:
         chosen = super().shaping()
@@ -230,7 +233,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeBody(Body):

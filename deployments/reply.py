@@ -2,14 +2,23 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
-from deployments.logprobs import Name, chat_logprobs, text_logprobs
+from deployments.calls import Delta, Reader
+from deployments.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What an answer begins with: the prompt, if it is to be repeated."""
+
+    text: str = ""
+    begins: tuple[int, ...] = ()  # of the prompt's tokens in the text, if log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class Form:
     history: bool = False
     usage: bool = False  # behind the last piece
     name: Name | None = None  # of a token, if log-probabilities are asked for
+    reader: Callable[[], Reader] | None = None  # of each answer, if it may call tools
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, streamed: bool) -> dict[str, Any]:
@@ -31,36 +41,52 @@ class Form:
         return {**head, "created": self.created, "model": self.model, **usage}
 
 
-def whole(form: Form, answers: Sequence[Sequence[Chunk]], prefixes: Sequence[str]) -> dict[str, Any]:
-    """The answers at once, from all their pieces; ``prefixes`` are prompts to repeat."""
+def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]) -> dict[str, Any]:
+    """The answers at once, from all their pieces."""
     choices = []
     completions = [_end(chunks) for chunks in answers]
-    for index, (completion, prefix) in enumerate(zip(completions, prefixes, strict=True)):
-        text = prefix + completion.text
-        body: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if form.kind == "chat" else {"text": text}
-        logprobs = _logprobs(form, answers[index], len(prefix))
+    for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
+        if form.kind == "chat":
+            reason, message = _message(form, answers[index], completion)
+            body: dict[str, Any] = {"message": message, "finish_reason": reason}
+        else:
+            body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
+        logprobs = _logprobs(form, answers[index], len(echo.text))
+        if logprobs is not None and form.name is not None and completion.prompt:
+            before = prompt_logprobs(completion.prompt, echo.begins, form.name)
+            logprobs = {key: before[key] + logprobs[key] for key in before}
         extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
-        choices.append({"index": index, **body, "finish_reason": completion.finish_reason, "logprobs": logprobs, **extra})
+        choices.append({"index": index, **body, "logprobs": logprobs, **extra})
     return form.head(False) | {"choices": choices, "usage": usage(completions)}
 
 
-def opening(form: Form, index: int, prefix: str) -> dict[str, Any] | None:
-    """What comes before the first piece of a choice."""
+def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
+    """What comes before the ``first`` piece of a choice."""
     if form.kind == "chat":
-        return _choice(form, index, {"delta": {"role": "assistant", "content": ""}})
-    return _choice(form, index, {"text": prefix}) if prefix else None
+        return _choice(form, index, {"delta": {"role": "assistant", "content": None if form.reader else ""}})
+    if not echo.text:
+        return None
+    said = prompt_logprobs(first.prompt, echo.begins, form.name) if first.prompt and form.name is not None else None
+    return _choice(form, index, {"text": echo.text}, extra={"logprobs": said})
 
 
-def piece(form: Form, index: int, chunk: Chunk, offset: int) -> dict[str, Any]:
-    """A piece of a choice, ``offset`` characters behind its begin."""
+def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | None = None) -> dict[str, Any] | None:
+    """A piece of a choice, ``offset`` characters behind its begin; ``None`` if there is nothing to say yet."""
     end = chunk.completion
-    text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
+    if reader is not None:
+        delta = reader.take(chunk)
+        text: dict[str, Any] = {"delta": delta.body}
+        if not (delta or end or form.history or form.name or chunk.lanes):
+            return None
+    else:
+        text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
     extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
+    extra |= {"lanes": [asdict(lane) for lane in chunk.lanes]} if chunk.lanes else {}
     return _choice(
         form,
         index,
         text,
-        None if end is None else end.finish_reason,
+        None if end is None else _reason(end, reader),
         {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
     )
 
@@ -101,6 +127,31 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
         origins += chunk.origins
         num_chars += len(chunk.text)
     return {"token_ids": ids, "ends": ends, "origins": origins}
+
+
+def _message(form: Form, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
+    """Why a whole answer ended, and what it says and calls."""
+    if form.reader is None:
+        return completion.finish_reason, {"role": "assistant", "content": completion.text}
+    reader, content, calls = form.reader(), "", Delta()
+    for chunk in chunks:
+        delta = reader.take(chunk)
+        content += delta.content
+        for index, call in delta.calls.items():
+            if index in calls.calls:
+                calls.calls[index]["function"]["arguments"] += call["function"]["arguments"]
+            else:
+                calls.calls[index] = call
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls.calls.values()]
+    return _reason(completion, reader), message
+
+
+def _reason(completion: Completion, reader: Reader | None) -> str:
+    """Why an answer ended: calls that were cut are none."""
+    called = reader is not None and reader.finished and completion.finish_reason == "stop"
+    return "tool_calls" if called else completion.finish_reason
 
 
 def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ def parse_speculation(request: pb.GenerateRequest) -> Speculation:
 
 def parse_handling(request: pb.GenerateRequest) -> Handling:
     """How it is treated beside others; raises `InvalidRequest`."""
-    return Handling(request.priority, request.cache_salt)
+    return Handling(request.priority, request.cache_salt, request.watch)
 
 
 def refuse_unknown(message: ProtoMessage, where: str) -> None:
@@ -72,6 +72,14 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
             token.logprob = said.logprob
             token.top.extend(pb.TopToken(id=id, logprob=value) for id, value in said.top)
     return tokens
+
+
+def prompt(chunk: Chunk) -> list[pb.PromptToken]:
+    """Tokens of the prompt, with the first piece if they were asked for."""
+    return [
+        pb.PromptToken(id=one.id, logprob=one.logprob, top=[pb.TopToken(id=id, logprob=value) for id, value in one.top])
+        for one in chunk.prompt
+    ]
 
 
 def finish(completion: Completion) -> pb.Finish:

@@ -25,6 +25,7 @@ from cascade.params import SamplingParams, Speculation, check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
+from cascade.wire import encode_lane
 from deployments.api import Api
 from deployments.door import Door
 from deployments.downlink import Downlink
@@ -36,6 +37,7 @@ from deployments.requests import (
     parse_input,
     parse_sampling,
     parse_speculation,
+    prompt,
     refuse_unknown,
     tokens,
 )
@@ -107,6 +109,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self.tool_format: str | None = self._config.router.tool_format
         self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
@@ -137,15 +140,24 @@ class Router:
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     end = None if chunk.completion is None else finish(chunk.completion)
-                    yield pb.GenerateResponse(text=chunk.text, tokens=tokens(chunk), finish=end)
+                    yield pb.GenerateResponse(
+                        text=chunk.text,
+                        tokens=tokens(chunk),
+                        finish=end,
+                        prompt=prompt(chunk),
+                        lanes=map(encode_lane, chunk.lanes),
+                    )
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
         response, num_chars = pb.CompleteResponse(), 0
         with told(grpc_context):
+            if request.watch:
+                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
             async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
                 async for chunk in chunks:
                     response.tokens.extend(tokens(chunk, num_chars))
+                    response.prompt.extend(prompt(chunk))
                     num_chars += len(chunk.text)
                     if chunk.completion is not None:
                         response.text = chunk.completion.text
@@ -324,6 +336,7 @@ class Router:
             adaptive=speculation.adaptive,
             priority=handling.priority,
             cache_salt=handling.cache_salt,
+            watch=handling.watch,
         )
 
     def _hear(self, messages: Sequence[Message]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,8 @@ from test_router import Handle, Stoppable
 from test_tier import NAMES, CountingModel
 
 from cascade.config import CascadeConfig, ListenConfig
+from cascade.grammar import Grammars
+from cascade.tokenizer import Tokenizer
 from deployments import router as module
 from deployments.router import Router
 from deployments.server import free_port
@@ -51,15 +53,25 @@ class House:
 
 
 @contextlib.contextmanager
-def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = CountingModel, **router: Any) -> Iterator[House]:
-    """A running server; ``router`` is its part of the configuration."""
+def house(
+    *,
+    pass_s: float = 0.0005,
+    model: Callable[..., CountingModel] = CountingModel,
+    pace: tuple[float, ...] = (1, 2, 3),
+    full: dict[str, Any] | None = None,
+    **router: Any,
+) -> Iterator[House]:
+    """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration.
+
+    Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``.
+    """
     ready, stop = threading.Event(), asyncio.Event()
     result: list[House | BaseException] = []
 
     async def live() -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                result.append(await _build(stack, pass_s, model, router))
+                result.append(await _build(stack, [pass_s * share for share in pace], model, full or {}, router))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -92,17 +104,24 @@ def house(*, pass_s: float = 0.0005, model: Callable[..., CountingModel] = Count
 
 
 async def _build(
-    stack: contextlib.AsyncExitStack, pass_s: float, model: Callable[..., CountingModel], options: dict[str, Any]
+    stack: contextlib.AsyncExitStack,
+    pass_s: Sequence[float],
+    model: Callable[..., CountingModel],
+    full: dict[str, Any],
+    options: dict[str, Any],
 ) -> House:
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for section, changes in full.items():
+        values["tiers"][-1][section] |= changes
+    tokenizer = Tokenizer.from_pretrained(CascadeConfig.parse(values).tiers[-1].model_loading_config.source)
     net = Net()
     stack.push_async_callback(net.close)
     for level, name in enumerate(NAMES):
         lessors = {below: net.lessor(below) for below in NAMES[:level]}
-        scorer = model(vocab_size=VOCAB, agreement=AGREEMENT[name], pass_s=pass_s * (level + 1))
-        node = net.nodes[name] = Node(level, scorer, lessors)
+        scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s[level])
+        node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer))
         await node.start()
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
-    values = CascadeConfig.demo().model_dump(mode="json")
     # nothing is left of a request means: no spare either
     values["router"] = {"listen": listen.model_dump(), "spare_lease_s": 0.1, **options}
     router = Stoppable.__new__(Stoppable)

@@ -11,7 +11,7 @@ from architectures import VOCAB, build
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from cascade import Cascade, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation, family
 from cascade.adapters import AdaptedModel
 from cascade.checkpoint import anatomy
 from cascade.client import encode_request
@@ -85,6 +85,20 @@ def test_every_request_gets_its_adapter(folder: Path) -> None:
             for index, stream in streams_left:
                 found[index] += next(stream).token_ids
         assert [found[index] for index in range(len(order))] == [texts[name] for name in order]
+
+
+def test_prompts_are_recited_by_their_adapter(folder: Path) -> None:
+    """Guards log-probabilities of prompts against those of the model itself."""
+    with Cascade([adapted(folder)], tokenizer()) as cascade:
+        for name in NAMES:
+            network: Any = build("llama")
+            if name:
+                network = PeftModel.from_pretrained(network, folder / name).merge_and_unload()
+            logs = network(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+            told = cascade.generate(PROMPT, SamplingParams(max_tokens=1, adapter=name, prompt_logprobs=0))
+            assert isinstance(told, Completion)
+            expected = [logs[at, token].item() for at, token in enumerate(PROMPT[1:])]
+            assert [token.logprob for token in told.prompt[1:]] == pytest.approx(expected, abs=1e-3)
 
 
 def test_unknown_adapters_are_refused(folder: Path) -> None:

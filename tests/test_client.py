@@ -204,7 +204,7 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
 
 def test_requests_say_everything(server: Canned) -> None:
     """Guards against parameters that the client drops or that arrive as others."""
-    shape: dict[str, Any] = {"logit_bias": {7: -1.5, 3: 100}, "min_tokens": 2, "logprobs": 0}
+    shape: dict[str, Any] = {"logit_bias": {7: -1.5, 3: 100}, "min_tokens": 2, "logprobs": 0, "prompt_logprobs": 3}
     penalties = {"presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
     params = SamplingParams(5, 0.5, 3, 0.25, 0.125, 2**63 - 1, ("x", "y"), (1, 2), True, **penalties, **shape)
     with Client(server.address, application="mine") as client:

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 KEY = "example-0123456789abcdef"
 WORDS = {
     "openai_client.py": "",
+    "tools.py": "get_weather {",
     "grpc_client.py": "tokens per full pass",
     "reflection.py": '"finish"',
     "curl.sh": "data: [DONE]",
@@ -42,7 +43,7 @@ def test_example_runs(served: House, name: str) -> None:
     if name.endswith(".sh") and shutil.which("curl") is None:
         pytest.skip("needs curl")
     shell = "sh" if name.endswith(".sh") else sys.executable
-    address = served.url if name in ("openai_client.py", "curl.sh") else served.grpc
+    address = served.url if name in ("openai_client.py", "tools.py", "curl.sh") else served.grpc
     environment = os.environ | {"CASCADE_API_KEY": KEY}
     done = subprocess.run(
         [shell, str(EXAMPLES / name), address], capture_output=True, text=True, timeout=120, env=environment, check=False

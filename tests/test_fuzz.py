@@ -25,7 +25,19 @@ FIELDS = (
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
     *("seed", "stop", "stream", "stream_options", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "logprobs", "top_logprobs", "min_tokens", "stop_token_ids", "ignore_eos", "structured"),
-    *("response_format", "speculation", "history", "echo", "user", "tokens", "suffix", "best_of", "tools"),
+    *(
+        "response_format",
+        "speculation",
+        "history",
+        "echo",
+        "user",
+        "tokens",
+        "suffix",
+        "best_of",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    ),
 )
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
 QUIET: dict[str, Any] = {

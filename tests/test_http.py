@@ -198,7 +198,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "role": ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
     "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0"),
     "two limits": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ"),
-    "tools": ("/v1/chat/completions", {"messages": MESSAGES, "tools": []}, 400, "tools is not a known field"),
+    "functions": ("/v1/chat/completions", {"messages": MESSAGES, "functions": []}, 400, "functions is not a known field"),
     "detokenize": ("/detokenize", {"tokens": [VOCAB]}, 400, f"Token id {VOCAB}"),
     "tokenize both": ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either"),
     "path": ("/v2/completions", {"prompt": "x"}, 404, "/v2/completions"),

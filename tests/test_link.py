@@ -17,7 +17,8 @@ from test_tier import opening as any_opening
 
 from cascade.answer import Answer
 from cascade.config import LinkTLS
-from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.grammar import Grammars
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.tier import Tier, mint
 from cascade.toy import ToyModel, full_text
@@ -66,9 +67,16 @@ class Held:
 class Node:
     """A replica: one tier with both ends of its links."""
 
-    def __init__(self, level: int, model: CountingModel, lessors: dict[str, Lessor], tls: LinkTLS | None = None) -> None:
+    def __init__(
+        self,
+        level: int,
+        model: CountingModel,
+        lessors: dict[str, Lessor],
+        grammars: Grammars | None = None,
+        tls: LinkTLS | None = None,
+    ) -> None:
         self.model = model
-        self.tier = Tier(NAMES[level], level, model)
+        self.tier = Tier(NAMES[level], level, model, grammars=grammars)
         self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self.tier.below = self.downlink
         self.server = LinkServer(self.tier, tls)
@@ -104,7 +112,7 @@ class Net:
     async def add(self, name: str, *, pass_s: float = 0.0, agreement: float = 1.0) -> Node:
         level = NAMES.index(name)
         lessors = {below: self.lessor(below) for below in NAMES[:level]}
-        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors, self.tls)
+        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors, tls=self.tls)
         await node.start()
         return node
 
@@ -710,6 +718,7 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
     min_tokens=st.integers(0, 1),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     structured=st.none()
     | st.builds(Structured, json_schema=st.text(min_size=1))
     | st.just(Structured(json_object=True))
@@ -734,6 +743,7 @@ opens = st.builds(
     lockstep=st.booleans(),
     priority=st.integers(-1000, 1000),
     cache_salt=st.text(),
+    watch=st.booleans(),
 )
 values = st.floats(-1e6, 0, width=32)
 logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
@@ -746,6 +756,8 @@ proposals = st.integers(0, 8).flatmap(
         st.binary(min_size=length, max_size=length),
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
+        st.lists(logprobs, max_size=3).map(tuple),
+        st.lists(st.builds(Lane, st.text(), ids, st.lists(ids, max_size=3).map(tuple)), max_size=3).map(tuple),
     )
 )
 messages = st.one_of(
@@ -763,7 +775,7 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs", "lanes"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
 

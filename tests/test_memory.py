@@ -97,6 +97,33 @@ def test_client_that_does_not_read_gives_its_place_away() -> None:
     tier.close()
 
 
+def test_prompts_are_recited_in_any_order_of_events() -> None:
+    """Guards log-probabilities of prompts: one session loses its place and comes back, another finds its prompt scored."""
+    params = SamplingParams(max_tokens=20, temperature=0, seed=3, prompt_logprobs=1)
+    tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK)
+    tier.start()
+    inbox, idler = Inbox(), replace(prompted(LONG), params=params, window=4)
+    tier.post([idler], inbox)
+    said = inbox.messages.get(timeout=10)
+    time.sleep(0.01)
+    assert written(tier, prompted(LONG[::-1]))
+    assert tier.memory.preempted == 1
+    answer = Answer(idler, Silent())
+    assert isinstance(said, Proposal)
+    _, commit = answer.take(said)
+    assert commit is not None
+    tier.post([commit])
+    finish(tier, inbox, {idler.session: answer})
+    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    again = text_of(tier, replace(prompted(LONG), params=params))[1]
+    assert again._prompt == answer._prompt
+    assert [token.id for token in again._prompt] == list(LONG)
+    assert len({token.logprob for token in again._prompt}) > 5
+    settle([tier])
+    tier.memory.check()
+    tier.close()
+
+
 def test_second_session_begins_where_the_first_has_been() -> None:
     """Guards reuse in the tier: of a session that is over and of one that is not, of the same salt, and never of drafts."""
     model = ToyModel()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[House]:
-    with house() as built:
+    with house(pass_s=0.002, pace=(1, 3, 10)) as built:
         yield built
 
 
@@ -69,6 +69,23 @@ def test_answer_is_coloured_by_history(page: Page, served: House) -> None:
     assert page.locator("#edges .bar").count() >= 1
     assert float(page.inner_text("#passes")) >= 1
     assert page.inner_text("#count") == str(len(classes))
+
+
+def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
+    """Guards the live lanes: those who draft run ahead, some of it is rolled back; nobody is ahead of the end, or if alone."""
+    go(page, 120)
+    ahead, fallen = (
+        page.locator(".lane").evaluate_all(f"all => all.map(one => +one.dataset.{name})") for name in ("ahead", "fallen")
+    )
+    assert ahead[0] == fallen[0] == 0  # the full tier's word is the last
+    assert ahead[1] > 1
+    assert fallen[1] + fallen[2] > 0
+    assert page.evaluate("lanes.length") == 0
+    while page.evaluate("fallen.length"):  # they fade
+        page.wait_for_timeout(50)
+    page.click(".switch")
+    go(page, 30)
+    assert page.locator(".lane").evaluate_all("all => all.every(one => one.dataset.ahead === '0')")
 
 
 def test_switch_turns_drafts_off(page: Page) -> None:

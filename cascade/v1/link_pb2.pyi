@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "adaptive")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "adaptive", "watch")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Open(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: _serving_pb2.Sampling
@@ -55,7 +56,8 @@ class Open(_message.Message):
     priority: int
     cache_salt: str
     adaptive: bool
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ...) -> None: ...
+    watch: bool
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")
@@ -70,20 +72,24 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "spared")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "spared", "prompt_logprobs", "lanes")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPARED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
     edges: _containers.RepeatedCompositeFieldContainer[LinkEdge]
     logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     spared: str
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., spared: _Optional[str] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
+    lanes: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Lane]
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., spared: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ...) -> None: ...
 
 class LinkLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top")

@@ -1,0 +1,184 @@
+"""What OpenAI's clients say in a conversation: messages, the tools that the assistant may call, and its calls."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import Draft202012Validator, validator_for
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Text = Annotated[str, Field(max_length=4_000_000)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=128)]
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_TOOLS = 128
+
+
+class Body(BaseModel):
+    """No unknown fields, no conversions: "5" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """What the assistant called."""
+
+    name: FunctionName
+    arguments: Text  # a JSON object as text; "" is an empty one
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            parsed = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise ValueError("it must be the text of a JSON object")
+        return value
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """``arguments`` as chat templates take them."""
+        values: dict[str, Any] = json.loads(self.arguments or "{}")
+        return values
+
+
+class CallBody(Body):
+    """A call that the assistant made earlier."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of streamed answers that are sent back as they came
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024)] | None = None
+    tool_call_id: CallId | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing: add it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are given with the role {self.role!r}: only the assistant calls tools")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id is needed with the role 'tool', and with no other")
+        return self
+
+    @property
+    def text(self) -> str:
+        """Its content."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        said: dict[str, Any] = {"role": self.role, "content": self.text}
+        said |= {} if self.name is None else {"name": self.name}
+        said |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        if self.tool_calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": call.function.values}}
+                for call in self.tool_calls
+            ]
+        return said
+
+
+class FunctionBody(Body):
+    """A function that the assistant may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; none if not given
+    strict: bool | None = None  # its arguments are held to the schema whenever it is called
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return value
+        if value.get("type", "object") != "object":
+            raise ValueError("the schema must be that of an object")
+        try:
+            validator_for(value, default=Draft202012Validator).check_schema(value)
+        except SchemaError as error:
+            where = error.json_path.removeprefix("$").lstrip(".") or "the schema"
+            raise ValueError(f"no JSON schema, {where[:60]}: {error.message[:120]}") from None
+        except Exception:  # whatever else a validator stumbles over: references, depth
+            raise ValueError("no JSON schema") from None
+        return value
+
+    @property
+    def schema_of_object(self) -> dict[str, Any]:
+        """What its arguments must be."""
+        return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+
+
+class ToolBody(Body):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = self.function
+        described = {"name": function.name, "description": function.description or ""}  # which templates count on
+        return {"type": "function", "function": {**described, "parameters": function.schema_of_object}}
+
+
+class FunctionChoice(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(Body):
+    """Call this function."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+Tools = Annotated[list[ToolBody], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def check_results(messages: Sequence[ChatMessage]) -> None:
+    """Raise `ValueError` if a tool answers what nobody asked."""
+    asked: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.tool_call_id is not None and message.tool_call_id not in asked:
+            name = message.tool_call_id[:60]
+            raise ValueError(f"messages.{index}.tool_call_id is {name!r}: no call before it has this id")
+        asked |= {call.id for call in message.tool_calls or ()}
+
+
+def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The conversation as chat templates take it; what tools say bears their names."""
+    names: dict[str, str] = {}
+    plain = []
+    for message in messages:
+        named = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
+        plain.append(named | message.plain)
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+    return plain

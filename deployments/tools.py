@@ -1,0 +1,180 @@
+"""Tools of chats: who may be called, in which form, and what of it is enforced."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken
+
+from cascade.errors import InvalidRequest
+from cascade.grammar import JSON_OPTIONS
+from cascade.params import MAX_GRAMMAR_CHARS, Structured
+from cascade.tokenizer import Tokenizer
+from deployments.calls import Reader, ToolFormat
+from deployments.chat import PROBE_NAME, ChatTemplate
+from deployments.conversation import FunctionBody
+from deployments.openai import ChatBody
+
+MAX_CALLS = 16  # in one answer whose calls are enforced
+
+JSON = ToolFormat("json", again=";")
+FORMATS = {
+    form.name: form
+    for form in (
+        ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # NousResearch's Hermes, Qwen 2.5 and 3
+        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, id_len=9, id_prefix=""),  # up to the tokenizers of version 7
+        ToolFormat("llama3", again=";", key="parameters"),
+        JSON,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request's tools ask for."""
+
+    shown: bool = False  # to the model
+    structured: Structured | None = None  # what the text has to be, if calls are enforced
+    schemas: Mapping[int, Structured] = field(default_factory=dict)  # that are enforced, by the index of the tool
+    reader: Callable[[], Reader] | None = None  # takes an answer apart
+
+
+class Toolbox:
+    """What a served model can do with tools; ``name`` is that of its format, found out by its template if not given."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
+        self.template = ChatTemplate(tokenizer)
+        self._tokenizer = tokenizer
+        self._name = name
+
+    @cached_property
+    def format(self) -> ToolFormat | None:
+        """How the model writes calls, if that is known."""
+        if self._name is not None:
+            return FORMATS[self._name]
+        return next((form for form in FORMATS.values() if _writes(form, self.template.written_call)), None)
+
+    def plan(self, body: ChatBody) -> Plan:
+        """Raises `InvalidRequest`."""
+        choice = body.chosen_tool
+        if choice == "none":
+            return Plan()
+        assert body.tools is not None, "there is nothing to choose from"
+        if choice == "auto":
+            self._check_free()
+        form, free = self.format or JSON, choice == "auto"
+        functions = {
+            index: tool.function
+            for index, tool in enumerate(body.tools)
+            if isinstance(choice, str) or tool.function.name == choice.function.name
+        }
+        several = isinstance(choice, str) and body.parallel_tool_calls is not False
+        schemas = {index: one.schema_of_object for index, one in functions.items() if not free or one.strict}
+        structured = self._grammar(form, functions, schemas, free, several) if schemas or not several else None
+        names = frozenset(function.name for function in functions.values())
+        return Plan(
+            self.template.shows_tools,
+            structured,
+            {index: Structured(json_schema=schema) for index, schema in schemas.items()},
+            lambda: Reader(form, names, self._hidden(form)),
+        )
+
+    def _check_free(self) -> None:
+        """Raise `InvalidRequest` if the model cannot choose by itself."""
+        remedy = "use 'required' or name a function, which are enforced, or 'none'"
+        if not self.template.shows_tools:
+            raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}")
+        if self.format is None:
+            names = ", ".join(FORMATS)
+            raise InvalidRequest(
+                f"tool_choice is 'auto' and how the model writes calls is not known: {remedy}; "
+                f"or let the server's router.tool_format be one of {names}"
+            )
+
+    def _hidden(self, form: ToolFormat) -> dict[int, str]:
+        """Marks of the format that decoding leaves out: special tokens."""
+        marks = (form.begin, form.end)
+        return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
+
+    # grammars
+
+    def _grammar(
+        self,
+        form: ToolFormat,
+        functions: Mapping[int, FunctionBody],
+        schemas: Mapping[int, dict[str, Any]],
+        free: bool,
+        several: bool,
+    ) -> Structured:
+        """Calls in the format, just as chat templates write them; ``free``: words too, with calls behind them or none."""
+        begin, end = self._mark(form.begin), self._mark(form.end)
+        rules = self._words(form) if free else [f"start: {begin} calls"]
+        more = f"{{0,{MAX_CALLS - 1}}}"
+        if form.listed:
+            calls = '" "? "[" call ' + (f'(", " call){more} "]"' if several else '"]"')
+        elif form.begin:
+            calls = rf'"\n" call "\n" {end}' + (rf' ("\n" {begin} "\n" call "\n" {end}){more}' if several else "")
+        else:
+            calls = "call" + (f' ("{form.again} " call){more}' if several else "")
+        rules += [f"calls: {calls}", "call: " + " | ".join(f"call_{index}" for index in functions)]
+        for index, function in functions.items():
+            head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
+            schema = {**schemas.get(index, {"type": "object"}), "x-guidance": JSON_OPTIONS}
+            rules += [f'call_{index}: {json.dumps(head)} args_{index} "}}"', f"args_{index}: %json {json.dumps(schema)}"]
+        text = "\n".join(rules)
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"tools need a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken")
+        return Structured(grammar=text)
+
+    def _words(self, form: ToolFormat) -> list[str]:
+        """Rules for words without the mark of calls, special tokens among them, and then calls or none.
+
+        A terminal takes as much as it can: two in a row could spell the mark between them.
+        """
+        kept = [id for id, one in self._added.items() if one.content != form.begin and id not in self._tokenizer.end_ids]
+        other = f"<[{_ranges(kept)}]>" if kept else ""
+        text = f"FIRST? ({other} WORDS?)*" if kept else "FIRST?"
+        if not form.begin:
+            return [f"start: {text} | calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
+        mark = re.escape(form.begin).replace("/", r"\/")
+        free = f"/(?s:.+)/ & ~/(?s:.*{mark}.*)/"
+        rules = [f"FIRST: {free}", f"WORDS: {free}"]
+        if self._id(form.begin) is not None:
+            return [f"start: text | text {self._mark(form.begin)} calls", f"text: {text}", *rules]
+        before = f"(FIRST? {other})* " if kept else ""
+        return [
+            f"start: {text} | {before}BEFORE calls",
+            *rules,
+            f"BEFORE: (/(?s:.*)/ & ~/(?s:.*{mark}.*)/) {json.dumps(form.begin)}",
+        ]
+
+    def _mark(self, text: str) -> str:
+        """A mark in a grammar: the token it is, or its characters."""
+        id = self._id(text)
+        return json.dumps(text) if id is None else f"<[{id}]>"
+
+    def _id(self, text: str) -> int | None:
+        return next((id for id, token in self._added.items() if token.content == text), None)
+
+    @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return dict(self._tokenizer.backend.added_tokens_decoder)
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Token ids as the grammar names them."""
+    begins = [id for id in sorted(ids) if id - 1 not in ids]
+    ends = [id for id in sorted(ids) if id + 1 not in ids]
+    return ",".join(f"{begin}-{end}" for begin, end in zip(begins, ends, strict=True))
+
+
+def _writes(form: ToolFormat, written: str) -> bool:
+    """Whether a call as the template writes it is of this format."""
+    name, arguments = rf'"name": ?"{PROBE_NAME}"', rf'"{form.key}": ?\{{"a": ?1\}}'
+    call = rf"\{{\s*({name}, ?{arguments}|{arguments}, ?{name})"
+    if form.begin:
+        return re.search(re.escape(form.begin) + r"\s*" + (r"\[" if form.listed else "") + call, written) is not None
+    return re.match(call, written) is not None

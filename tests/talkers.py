@@ -1,0 +1,79 @@
+"""Tokenizers that know conversations and tools, and a model that says what it was told."""
+
+from pathlib import Path
+
+from test_tier import CountingModel
+from tokenizers import AddedToken
+
+from cascade.config import CascadeConfig
+from cascade.tokenizer import Tokenizer
+from cascade.toy import _fold
+
+# as the families write them; `{tools}` and `{call}` and `{result}` are theirs
+CHAT = (
+    "{{%- if tools %}}<|system|>{tools}{{% endif %}}"
+    "{{%- for message in messages %}}<|{{{{ message.role }}}}|>"
+    "{{%- if message.tool_calls is defined %}}{{{{ message.content }}}}{call}"
+    "{{%- elif message.role == 'tool' %}}{result}"
+    "{{%- else %}}{{{{ message.content }}}}{{% endif %}}<|end|>"
+    "{{%- endfor %}}"
+    "{{%- if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+)
+TOOLS = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+RESULT = "{{ message.name }}: {{ message.content }}"
+CALL = '{{"name": "{{{{ call.function.name }}}}", "{key}": {{{{ call.function.arguments | tojson }}}}}}'
+ARGUMENTS, PARAMETERS = CALL.format(key="arguments"), CALL.format(key="parameters")
+EACH = "{% for call in message.tool_calls %}"
+CALLS = {
+    "hermes": EACH + "\n<tool_call>\n" + ARGUMENTS + "\n</tool_call>{% endfor %}",
+    "mistral": "[TOOL_CALLS] [" + EACH + ARGUMENTS + "{{ ', ' if not loop.last }}{% endfor %}]",
+    "llama3": EACH + PARAMETERS + "{% endfor %}",
+    "json": EACH + ARGUMENTS + "{{ '; ' if not loop.last }}{% endfor %}",
+    "strange": EACH + "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>{% endfor %}",
+}
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+
+
+def template(format: str | None) -> str:
+    """A chat template that writes calls so; without a format it knows no tools at all."""
+    if format is None:
+        return CHAT.format(tools="", call="", result="").replace("{%- if tools %}<|system|>{% endif %}", "")
+    return CHAT.format(tools=TOOLS, call=CALLS[format], result=RESULT)
+
+
+def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
+    """Save a tokenizer whose template writes calls in this format; its marks are tokens as in the families, or spelled."""
+    backend = Tokenizer.from_pretrained(CascadeConfig.demo().tiers[-1].model_loading_config.source).backend
+    backend.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
+    if marks:
+        backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+        backend.add_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)], special_tokens=True)
+    backend.chat_template = template(format)
+    backend.eos_token = "<|end|>"
+    backend.save_pretrained(folder)
+    return str(folder)
+
+
+class Parrot(CountingModel):
+    """Says what the last user said, word for word; drafters err in the share of all places that they do not agree on."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options, order=1 << 20)
+        self.user = self.end = self.assistant = self.bracket = 0
+
+    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
+        logits = [0.0] * self.vocab_size
+        logits[self.end], logits[self.bracket] = 20.0, 10.0  # where it may not say what it wants to
+        if self.assistant not in context:  # no conversation
+            return tuple(logits)
+        begin, turn = _last(context, self.user), _last(context, self.assistant)
+        said = context[begin + 1 : context.index(self.end, begin)]
+        place = len(context) - turn - 1
+        right = said[place] if place < len(said) else self.end
+        lot = _fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
+        logits[right if lot < self.agreement else right ^ 1] = 40.0
+        return tuple(logits)
+
+
+def _last(context: tuple[int, ...], token: int) -> int:
+    return len(context) - 1 - context[::-1].index(token)

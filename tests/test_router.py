@@ -81,8 +81,9 @@ class Broken(ToyModel):
         raise RuntimeError("out of memory")
 
 
-def config(*, stall_timeout_s: float = 20.0) -> dict[str, Any]:
+def config(*, stall_timeout_s: float = 20.0, places: int = 256) -> dict[str, Any]:
     values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["max_ongoing_requests"] = places
     return values | {"router": {"stall_timeout_s": stall_timeout_s, "spare_lease_s": 0.1}}
 
 
@@ -94,7 +95,7 @@ class Stoppable(Router):
 
 
 @contextlib.asynccontextmanager
-async def started(net: Net, **options: float) -> AsyncIterator[Router]:
+async def started(net: Net, **options: Any) -> AsyncIterator[Router]:
     router = Stoppable.__new__(Stoppable)
     handles: Any = {name: Handle(net, name) for name in ("tiny", "medium", "full")}
     await Router.__init__(router, config(**options), handles)
@@ -139,6 +140,15 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
             ("medium", 0, 0),
             ("full", 1, alone.vocab_size),
         ]
+
+
+@pytest.mark.parametrize(("places", "num_leases"), [(16, 2), (15, 1)])
+async def test_spares_leave_room(net: Net, places: int, num_leases: int) -> None:
+    """Guards requests at other routers: of a full tier that takes few sessions, no place is held for nobody."""
+    async with started(net, places=places) as router:
+        await router.Complete(request(), Context())
+        await asyncio.sleep(0)  # the last message and the lease that is taken for the next session are in the same turn
+        assert len(net.leases) == num_leases
 
 
 async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:

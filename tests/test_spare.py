@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 from test_link import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
+from cascade.config import CascadeConfig
+from cascade.errors import ConfigError
 from cascade.messages import Close, Open
 from cascade.toy import ToyModel, full_text
 from deployments.downlink import Downlink
+from deployments.link import OPEN_TIMEOUT_S
 
 __all__ = ["tidy"]  # a fixture
 
@@ -135,6 +138,14 @@ async def test_full_tier_without_a_free_place(net: SpareNet) -> None:
     net.refused = set()
     await net.text(net.named(opening(2, chain=())))
     await net.spare()
+
+
+def test_routers_let_go_before_replicas_do() -> None:
+    """Guards requests against a spare that its replica has just ended: a lease that nobody opens is over there, too."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["router"]["spare_lease_s"] = OPEN_TIMEOUT_S - 1
+    with pytest.raises(ConfigError, match="spare_lease_s"):
+        CascadeConfig.parse(values)
 
 
 @pytest.mark.parametrize("num_ticks", [0, 1, 3, 10])

@@ -743,6 +743,7 @@ opens = st.builds(
     lockstep=st.booleans(),
     priority=st.integers(-1000, 1000),
     cache_salt=st.text(),
+    adaptive=st.booleans(),
     watch=st.booleans(),
 )
 values = st.floats(-1e6, 0, width=32)
@@ -756,6 +757,7 @@ proposals = st.integers(0, 8).flatmap(
         st.binary(min_size=length, max_size=length),
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
+        st.text(),
         st.lists(logprobs, max_size=3).map(tuple),
         st.lists(st.builds(Lane, st.text(), ids, st.lists(ids, max_size=3).map(tuple)), max_size=3).map(tuple),
     )

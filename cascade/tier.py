@@ -12,18 +12,18 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cascade.drafting import Drafters
 from cascade.errors import InvalidRequest
 from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
-from cascade.params import SamplingParams
+from cascade.passes import Passes, TierStats
 from cascade.planner import Planner, Policy
 from cascade.profile import Profile
-from cascade.schedule import Costs, schedule
-from cascade.scorer import Row, Scorer
+from cascade.schedule import schedule
+from cascade.scorer import Scorer
 from cascade.seat import Seat
 from cascade.session import ProtocolError, Session, Work
 
@@ -33,25 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
-MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
 WATCH_S = 0.02  # between two proposals of a watched session that bring no new tokens
-FIRST_PASS_S = 0.01  # cost of a pass before one was timed
-CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Totals since the tier started; seconds are wall-clock."""
-
-    passes: int = 0
-    tokens: int = 0  # positions scored
-    own_tokens: int = 0
-    busy_s: float = 0.0  # in passes
-    pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
-    failures: int = 0  # passes that raised
-    reused: int = 0  # positions whose keys and values another session had left
-    preempted: int = 0  # times that a session lost its place in memory
 
 
 class Tier:
@@ -80,14 +62,11 @@ class Tier:
         self.name = name
         self.level = level
         self.below = below
-        self.stats = TierStats() if profile is None else TierStats(pass_s=profile.predict(1))
-        self.profile = profile
         self.memory = Memory(model.new_cache, cache_tokens or model.cache_tokens)
         self._model = model
         self._policy = policy
-        self._max_pass_tokens = max_pass_tokens
-        self._pass_tokens = max_pass_tokens  # fewer for a while after a pass that was too large for the memory
-        self._costs = Costs(self.stats.pass_s)
+        self._passes = Passes(name, model, max_pass_tokens, profile)
+        self.stats = self._passes.stats
         self._grammars = grammars
         self._seats: dict[str, Seat] = {}
         self._drafters: Drafters[Seat] = Drafters(self._send_down, mint, planner or Planner())
@@ -96,7 +75,6 @@ class Tier:
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)
         self._thread = threading.Thread(target=self._serve, name=f"tier-{name}", daemon=True)
-        self._broken = 0
         self._stopped = False
 
     # from any thread
@@ -124,7 +102,7 @@ class Tier:
     @property
     def healthy(self) -> bool:
         """The loop runs and its model works."""
-        return self._thread.is_alive() and self._broken < MAX_PASS_FAILURES
+        return self._thread.is_alive() and self._passes.healthy
 
     @property
     def num_sessions(self) -> int:
@@ -140,7 +118,7 @@ class Tier:
                     self._tell()
                 batch, wake_at = self._schedule(time.monotonic())
                 if batch:
-                    own = self._run(batch)
+                    own = self._passes.run(batch)
                     self._advance(batch, own)
                     wake_at = 0.0
                 self._flush()
@@ -180,71 +158,8 @@ class Tier:
             if seat.degraded:
                 wake_at = _earlier(wake_at, self._drafters.draft(seat, now))
         able, waiting = self.memory.admit(seats, self._policy.max_guesses, now)
-        batch, again_at = schedule(able, self._policy, self._costs, self._pass_tokens, now)
+        batch, again_at = schedule(able, self._policy, self._passes.costs, self._passes.max_tokens, now)
         return batch, _earlier(_earlier(wake_at, again_at), now + RETRY_S if waiting else None)
-
-    def _run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
-        """Own tokens of each row, None for a row that cannot be scored."""
-        now = time.monotonic()
-        for seat, work in batch:
-            if work.num_own:
-                seat.session.waited(now - seat.since)
-        own = self._score(batch)
-        if own is None:
-            # a row that breaks its pass must not harm the others; scoring a row twice gives the same
-            own = [self._rescue(*row) for row in batch]
-            self._broken = 0 if any(own) or self._sings() else self._broken + 1
-            if len(batch) > 1 and None not in own:  # no row is bad: together they were too many
-                self._shrink(sum(len(work.tokens) for _, work in batch) // 2)
-        return own
-
-    def _rescue(self, seat: Seat, work: Work) -> list[int] | None:
-        """Own tokens of a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
-        own = self._score([(seat, work)])
-        size = len(work.tokens) // 2
-        while own is None and size >= SMALL_PASS and work.num_own < len(work.tokens):
-            for piece in work.pieces(size):
-                own = self._score([(seat, piece)])
-                if own is None:
-                    break
-            else:
-                self._shrink(size)
-            size //= 2
-        return None if own is None else own[0]
-
-    def _shrink(self, num_tokens: int) -> None:
-        """Passes of more tokens failed: smaller ones for a while."""
-        self._pass_tokens = max(SMALL_PASS, min(self._pass_tokens, num_tokens))
-        log.warning("Passes of tier %s are too large for its memory: they take %d tokens now", self.name, self._pass_tokens)
-
-    def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
-        """Own tokens of each row in one pass, None if the pass fails."""
-        rows = [_row(seat, work) for seat, work in batch]
-        begin = time.monotonic()
-        try:
-            own: list[list[int] | None] = [
-                o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)
-            ]
-        except Exception:
-            log.exception("A pass of tier %s failed with %d rows", self.name, len(rows))
-            self.stats.failures += 1
-            return None
-        self._account(batch, own, time.monotonic() - begin)
-        if sum(len(row.tokens) for row in rows) >= self._pass_tokens:
-            self._pass_tokens = min(self._max_pass_tokens, self._pass_tokens + 1)
-        return own
-
-    def _sings(self) -> bool:
-        """Whether the model still scores a row that nothing can be wrong with: a canary."""
-        cache = self._model.new_cache()
-        try:
-            self._model.run([Row(cache, 0, (0,), 1, CANARY)])
-        except Exception:
-            log.exception("The model of tier %s is broken", self.name)
-            return False
-        finally:
-            cache.free()
-        return True
 
     def _advance(self, batch: list[tuple[Seat, Work]], own: list[list[int] | None]) -> None:
         """Sessions take their own tokens; messages go out."""
@@ -391,32 +306,9 @@ class Tier:
                 proposal = replace(proposal, prompt_logprobs=seat.history.prompt_logprobs)
             self._out[seat.up].append(proposal)
 
-    def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int] | None], seconds: float) -> None:
-        num_tokens = sum(len(work.tokens) for _, work in batch)
-        extra = [len(tokens or ()) - work.num_own for (_, work), tokens in zip(batch, own, strict=True)]
-        passes = 1 + max(extra)  # in one launch
-        stats = self.stats
-        stats.passes += passes
-        stats.tokens += num_tokens + sum(extra)
-        stats.own_tokens += sum(work.num_own for _, work in batch) + sum(extra)
-        stats.busy_s += seconds
-        seconds /= passes
-        self._costs.saw([work for _, work in batch], seconds)
-        stats.pass_s = self._costs.pass_s
-        if self.profile is not None:
-            self.profile.saw(num_tokens, sum(work.start for _, work in batch), seconds)
-
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
         return replace(self.stats, reused=self.memory.pool.reused, preempted=self.memory.preempted)
-
-
-def _row(seat: Seat, work: Work) -> Row:
-    params = seat.session.opening.params
-    if seat.session.reciting:  # logits of all its positions: own tokens are not looked at, log-probabilities are
-        recital = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
-        return Row(seat.cache, work.start, work.tokens, len(work.tokens), recital, seat.history)
-    return Row(seat.cache, work.start, work.tokens, work.num_own, params, seat.history, seat.ahead(work))
 
 
 def mint() -> str:

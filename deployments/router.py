@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -17,20 +16,22 @@ from starlette.types import ASGIApp
 
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
-from cascade.errors import InvalidRequest, TooLarge, Unavailable
+from cascade.errors import InvalidRequest, TooLarge
 from cascade.grammar import Grammars
 from cascade.handling import Handling
-from cascade.messages import Close, Failed, Message, Open, Proposal
+from cascade.messages import Close, Failed, Message, Open
 from cascade.params import SamplingParams, Speculation, check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
 from cascade.wire import encode_lane
 from deployments.api import Api
+from deployments.context import metadata, remaining_s, told
 from deployments.door import Door
 from deployments.downlink import Downlink
 from deployments.front import Call, Front
 from deployments.gate import Life
+from deployments.patience import Patience, SessionFailed, heard
 from deployments.requests import (
     finish,
     parse_handling,
@@ -41,7 +42,6 @@ from deployments.requests import (
     refuse_unknown,
     tokens,
 )
-from deployments.status import refusal
 from deployments.tier import lessor
 from deployments.tls import check
 
@@ -50,46 +50,12 @@ log = logging.getLogger(__name__)
 FULL_WINDOW = 256  # tokens the full tier may write that have not been handed to the client's stream
 LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
 SPARE_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
-RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
-MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
 DESCRIBE_TIMEOUT_S = 5.0
 OBSERVE_TIMEOUT_S = 1.0
 OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the meters
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
-
-
-class SessionFailed(Exception):
-    """A session at the full tier is over before its answer is complete; the text goes on at another replica."""
-
-
-@dataclass(slots=True)
-class Patience:
-    """How long a request may go on without a new token."""
-
-    limit_s: float
-    num_tokens: int = 0
-    since: float = field(default_factory=time.monotonic)
-    fruitless: int = 0  # sessions that failed since the last new token
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.since + self.limit_s - time.monotonic())
-
-    def saw(self, num_tokens: int) -> None:
-        """The text is so long, and the client has it."""
-        if num_tokens > self.num_tokens:
-            self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
-
-    def failed(self, reason: str) -> float:
-        """The pause before another replica is tried; raises `Unavailable` when that is enough."""
-        self.fruitless += 1
-        if self.fruitless > MAX_FRUITLESS:
-            raise Unavailable(f"The full tier failed {self.fruitless} times without a new token: {reason}")
-        if not self.left_s:
-            raise Unavailable(f"The full tier made no progress for {self.limit_s:g} s: {reason}")
-        return RETRY_S[min(self.fruitless, len(RETRY_S)) - 1]
 
 
 class Router:
@@ -344,63 +310,6 @@ class Router:
             inbox = self._inboxes.get(message.session)
             if inbox is not None:
                 inbox.put_nowait(message)
-
-
-async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life) -> Proposal:
-    """What the full tier says next; raises `SessionFailed`, or what ends the request.
-
-    Of several proposals that came while the last piece was on its way only the newest counts: it repeats all that is not
-    acknowledged. So a client that is slower than the tier gets fewer and longer pieces.
-    """
-    life.check()
-    while True:
-        try:
-            async with asyncio.timeout(min(patience.left_s, life.left_s)):  # `wait_for` swallows a cancel with a message
-                message = await inbox.get()
-            break
-        except TimeoutError:
-            life.check()
-            if not patience.left_s:  # else clocks differ by a tick
-                raise Unavailable(f"The full tier made no progress for {patience.limit_s:g} s") from None
-    while isinstance(message, Proposal) and not inbox.empty():
-        newer = inbox.get_nowait()
-        if isinstance(newer, Failed):  # what was said before it counts; nothing comes behind it
-            inbox.put_nowait(newer)
-            break
-        message = newer
-    life.check()
-    if isinstance(message, Failed):
-        raise SessionFailed(message.reason)
-    assert isinstance(message, Proposal)
-    return message
-
-
-@contextlib.contextmanager
-def told(context: RayServegRPCContext) -> Iterator[None]:
-    """Give errors their gRPC status and their sentence; a client never sees a traceback."""
-    try:
-        yield
-    except Exception as error:
-        refused = refusal(error)
-        context.set_code(refused.status.grpc)
-        context.set_details(refused.message)
-        context.set_trailing_metadata(refused.metadata)
-        raise
-
-
-def metadata(context: RayServegRPCContext) -> dict[str, str]:
-    """What a gRPC request says beside its message; binary values and repetitions aside."""
-    said: dict[str, str] = {}
-    for key, value in context.invocation_metadata() or ():
-        if isinstance(value, str):
-            said.setdefault(key, value)
-    return said
-
-
-def remaining_s(context: RayServegRPCContext) -> float | None:
-    """Until the client's deadline. Ray Serve's proxy does not say; it cancels the request then."""
-    remaining = getattr(context, "time_remaining", None)
-    return None if remaining is None else remaining()
 
 
 async def ask(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:

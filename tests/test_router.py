@@ -17,7 +17,8 @@ from cascade.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
 from deployments.gate import Life
-from deployments.router import Patience, Router, SessionFailed
+from deployments.patience import MAX_FRUITLESS, Patience, SessionFailed, heard
+from deployments.router import Router
 
 PROMPT = [5, 6, 7, 8]
 
@@ -164,19 +165,19 @@ async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
 
 async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the full replicas against a request that makes whoever runs it fail, tried again and again."""
-    monkeypatch.setattr(module, "RETRY_S", (0.0,))
+    monkeypatch.setattr("deployments.patience.RETRY_S", (0.0,))
     async with started(net) as router:
         node: Node = net.nodes["full"]
         monkeypatch.setattr(node.tier, "_model", Broken())
         context = await refused(router, request())
         assert context.code is grpc.StatusCode.UNAVAILABLE
-        assert f"failed {module.MAX_FRUITLESS + 1} times" in context.details
+        assert f"failed {MAX_FRUITLESS + 1} times" in context.details
 
 
 async def test_failures_with_progress_between_are_not_counted_together() -> None:
     """Guards long answers that outlive many replicas: only failures without a new token count."""
     patience = Patience(20.0)
-    for num_tokens in range(1, 10 * module.MAX_FRUITLESS):
+    for num_tokens in range(1, 10 * MAX_FRUITLESS):
         patience.failed("gone")
         patience.saw(num_tokens)
     assert patience.fruitless == 0
@@ -293,6 +294,6 @@ async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     for message in (Proposal("s", 4, (1,), b"\0"), Proposal("s", 4, (1, 2), b"\0\0"), Failed("s", "gone")):
         inbox.put_nowait(message)
     patience, life = Patience(5.0), Life()
-    assert (await module.heard(inbox, patience, life)).tokens == (1, 2)
+    assert (await heard(inbox, patience, life)).tokens == (1, 2)
     with pytest.raises(SessionFailed, match="gone"):
-        await module.heard(inbox, patience, life)
+        await heard(inbox, patience, life)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cascade.answer import Chunk, Completion, Stats
 from deployments.calls import Reader
-from deployments.reply import Form, whole
+from deployments.reply import Echo, Form, whole
 from deployments.tools import FORMATS
 
 NAMES = frozenset({"get_weather", "add"})
@@ -79,7 +79,7 @@ def reader(name: str) -> Reader:
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
     form = Form("chat", "1", "m", reader=lambda: reader(name))
-    choice: dict[str, Any] = whole(form, [pieces], [""])["choices"][0]
+    choice: dict[str, Any] = whole(form, [pieces], [Echo()])["choices"][0]
     return choice
 
 

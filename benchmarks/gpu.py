@@ -12,7 +12,6 @@ benchmarks/results/gpu.json. On a CPU, ``--device cpu --shape tiny`` goes throug
 
 import argparse
 import asyncio
-import copy
 import gc
 import itertools
 import json
@@ -28,63 +27,18 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from benchmarks.shapes import SHAPES, Shape, build, twin, words, worse
 from cascade.local import Cascade
 from cascade.model import Model
 from cascade.params import SamplingParams, Speculation
 from cascade.scorer import Row
-from cascade.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 GREEDY = SamplingParams(temperature=0, seed=0)
 PASS_SIZES = (1, 2, 4, 8, 16)
 console = Console(stderr=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a model of the Qwen2 architecture."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    tied: bool  # embedding and output layer are one
-
-    def config(self) -> Qwen2Config:
-        return Qwen2Config(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.vocab,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=32768,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-
-
-SHAPES = {
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True),
-    "7b": Shape(3584, 18944, 28, 28, 4, 152064, False),
-    "32b": Shape(5120, 27648, 64, 40, 8, 152064, False),
-    "tiny": Shape(64, 128, 2, 4, 2, 512, True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,42 +82,6 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     settle(device)
     return time.perf_counter() - begin
-
-
-@torch.no_grad()
-def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A network with random weights that say different things in different contexts."""
-    with torch.device(device):
-        network = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
-    torch.manual_seed(0)
-    for weight in network.parameters():
-        if weight.dim() > 1:
-            weight.normal_(0, 1.2 * weight.shape[1] ** -0.5)
-    network.generation_config.eos_token_id = None
-    network.generation_config.pad_token_id = 0
-    return network.eval()
-
-
-def twin(network: PreTrainedModel) -> PreTrainedModel:
-    """Another network with the very same weights, which may go another path."""
-    return copy.deepcopy(network, {id(weight): weight for weight in network.parameters()})
-
-
-@torch.no_grad()
-def worse(network: PreTrainedModel) -> PreTrainedModel:
-    """A drafter: the network with noise on its weights."""
-    drafter = copy.deepcopy(network)
-    torch.manual_seed(1)
-    for weight in drafter.parameters():
-        if weight.dim() > 1:
-            weight.add_(torch.randn_like(weight), alpha=0.02 * weight.shape[1] ** -0.5)
-    return drafter
-
-
-def words(vocab: int) -> Tokenizer:
-    """A tokenizer that has a word for every id."""
-    backend = FastTokenizer(WordLevel({str(token): token for token in range(vocab)}, unk_token="0"))
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
 
 
 def bandwidth(device: torch.device, scale: Scale) -> float:

@@ -4,18 +4,17 @@ On a CPU a session's keys and values are contiguous. On a GPU they lie in blocks
 lengths reads them there, by block tables, and where it cannot, a session's are gathered before each layer.
 """
 
-import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cascade import kv
+from cascade.kernels import PAGE, Kernel, find_kernel, padded, sight
 from cascade.kv import ATTENTION, Cache, Pass, Span, Survey
 from cascade.paged import SPARE, Blocks, PagedCache
 
@@ -23,12 +22,8 @@ log = logging.getLogger(__name__)
 
 PAGED = "cascade_paged"  # attention functions over blocks, at Transformers
 GATHERED = "cascade_gathered"
-PAGE = 256  # positions of a block: the kernel of PyTorch takes multiples of these alone
 PROBES = 8  # blocks while a model is tried out
-LARGEST_HEAD = 256  # that the kernel takes, in multiples of 8
-TOLERANCE = 0.02  # of what the kernel says in 16 bits
 
-Kernel = Callable[..., Any]  # as `torch.nn.attention.varlen.varlen_attn`
 Windows = dict[int, int | None]  # by layer, see `cascade.kv.Survey`
 
 
@@ -188,7 +183,7 @@ def attend(
         tables.longest,
         tables.farthest,
         scale=scaling,
-        window_size=_sight(window, tables.longest),
+        window_size=sight(window, tables.longest),
         enable_gqa=query.shape[1] != key.shape[1],
         seqused_k=tables.lengths,
         block_table=tables.blocks,
@@ -212,76 +207,8 @@ def attend_gathered(
     return way(module, query, key, value, attention_mask, cascade_pass=cascade_pass, **options)  # type: ignore[arg-type]
 
 
-def _sight(window: int | None, longest: int) -> tuple[int, int]:
-    """Positions that the kernel shows a query before its own and behind it; -1 is all.
-
-    Behind the only token of a row there is nothing to hide, and the kernel is faster where it need not.
-    """
-    if window is None:
-        return -1, 0 if longest > 1 else -1
-    return window - 1, 0
-
-
 AttentionInterface.register(PAGED, attend)
 AttentionInterface.register(GATHERED, attend_gathered)
-
-
-def padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    _: None,
-    longest: int,
-    farthest: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: Tensor,
-    block_table: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """What the kernel computes, for rows of ``longest`` tokens each, by operations that every device has and can capture.
-
-    All blocks of the tables are gathered. Of positions that nothing was written to nothing is taken, not even infinities.
-    """
-    rows, (kv_heads, size) = len(block_table), key.shape[2:]
-    heads, group = query.shape[1], query.shape[1] // kv_heads
-    table = block_table.flatten()
-    place = torch.arange(block_table.shape[1] * key.shape[1], device=query.device)
-    void = (place >= seqused_k[:, None])[:, None, :, None]
-    keys, values = (
-        part.index_select(0, table).view(rows, -1, kv_heads, part.shape[3]).transpose(1, 2).masked_fill(void, 0)
-        for part in (key, value)
-    )
-    own = (seqused_k[:, None] - longest + torch.arange(longest, device=query.device)).clamp(min=0)[..., None]
-    seen = place <= own
-    if window_size[0] >= 0:
-        seen = seen & (place >= own - window_size[0])
-    seen = seen.repeat(1, group, 1)[:, None]  # heads that share keys become queries of one head
-    folded = query.view(rows, longest, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale)
-    else:
-        out = _written_out(folded, keys, values, seen, size**-0.5 if scale is None else scale, softcap, sinks)
-    out = out.view(rows, kv_heads, group, longest, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows * longest, heads, -1)
-
-
-def _written_out(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    scores = query @ keys.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        rows, kv_heads, queries, _ = query.shape
-        sink = sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, queries * kv_heads // len(sinks))
-        scores = torch.cat([scores, sink.reshape(rows, kv_heads, queries, 1).to(scores.dtype)], dim=-1)
-    return scores.softmax(-1, dtype=torch.float32).to(values.dtype)[..., : keys.shape[2]] @ values
 
 
 def choose(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
@@ -293,91 +220,3 @@ def choose(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention
         log.warning("PyTorch %s has no kernel for this model on %s: keys and values are gathered", torch.__version__, device)
         return Gathered()
     return Varlen(kernel, device)
-
-
-def find_kernel(device: torch.device, dtype: torch.dtype, found: Survey) -> Kernel | None:
-    """PyTorch's kernel if it says what it should, for a model with such heads on ``device``."""
-    if not takes(found) or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return None
-    windows = {None, *found.windows.values()}
-    for kernel in (varlen_attn, _with_sums(varlen_attn)):
-        if all(agrees(kernel, heads, window, device, dtype) for heads in found.heads for window in windows):
-            return kernel
-    return None
-
-
-def takes(found: Survey) -> bool:
-    """Whether the layers of a model are of a kind that the kernel is for."""
-    sizes = all(size == values and size <= LARGEST_HEAD and not size % 8 for _, _, size, values in found.heads)
-    return sizes and found.plain
-
-
-def _with_sums(kernel: Kernel) -> Kernel:
-    """The same for implementations that ask for sums of lengths beside block tables; others refuse them."""
-
-    def call(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: None, *sizes: int, **options: Any) -> Tensor:
-        sums = F.pad(options["seqused_k"].cumsum(0), (1, 0)).int()
-        out: Tensor = kernel(query, key, value, ends, sums, *sizes, **options)
-        return out
-
-    return call
-
-
-@torch.inference_mode()
-def agrees(
-    kernel: Kernel, heads: tuple[int, int, int, int], window: int | None, device: torch.device, dtype: torch.dtype
-) -> bool:
-    """Whether ``kernel`` runs, and sees what a row may see: tried with rows of several lengths in scattered blocks."""
-    num, kv_heads, size, _ = heads
-    noise = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(6, PAGE, kv_heads, size, generator=noise).to(device, dtype) for _ in range(2))
-    tables = [[5, 2, 4], [3, 0, 0], [1, 0, 0]]
-    for longest, rows in ((3, [(3, 2 * PAGE + 9), (2, 30), (1, 1)]), (1, [(1, 2 * PAGE + 9), (1, 30), (1, 1)])):
-        counts, lengths = zip(*rows, strict=True)
-        query = torch.randn(sum(counts), num, size, generator=noise).to(device, dtype)
-        ends = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-        used = torch.tensor(lengths, dtype=torch.int32, device=device)
-        blocks = torch.tensor(tables, dtype=torch.int32, device=device)
-        try:
-            out = kernel(
-                query,
-                keys,
-                values,
-                ends,
-                None,
-                longest,
-                max(lengths),
-                scale=None,
-                window_size=_sight(window, longest),
-                enable_gqa=num != kv_heads,
-                seqused_k=used,
-                block_table=blocks,
-            )
-            found = out.float().cpu()
-        except (RuntimeError, ValueError, TypeError) as error:
-            log.info("The kernel for rows in blocks does not run: %s", error)
-            return False
-        begin = 0
-        for (count, length), table in zip(rows, tables, strict=True):
-            past, said = (part[table].flatten(0, 1)[:length].float().cpu() for part in (keys, values))
-            expected = _plainly(query[begin : begin + count].float().cpu(), past, said, window)
-            if not torch.allclose(found[begin : begin + count], expected, atol=TOLERANCE, rtol=TOLERANCE):
-                return False
-            begin += count
-    return True
-
-
-def _plainly(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """``[n, heads, size]`` against ``[length, kv_heads, size]``, of which the queries are the last ``n``."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,lhd->hnl", query, keys) * query.shape[2] ** -0.5
-    behind = torch.arange(len(query))[:, None] + len(keys) - len(query) - torch.arange(len(keys))
-    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

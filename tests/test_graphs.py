@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cascade.answer import Answer
-from cascade.attention import Contiguous, Gathered, Paged, Varlen, padded
+from cascade.attention import Contiguous, Gathered, Paged, Varlen
 from cascade.chain import join
 from cascade.errors import ModelError
 from cascade.graphs import BUCKETS, MOST, ROWS, STEPS, TOKENS, Work, bucket_for, eager
 from cascade.history import History
+from cascade.kernels import padded
 from cascade.messages import Open
 from cascade.model import Model
 from cascade.params import SamplingParams

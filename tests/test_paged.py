@@ -12,8 +12,8 @@ from kernels import varlen
 from test_pool import BLOCKS, Books
 from torch import Tensor
 
-from cascade.attention import PAGE, agrees, find_kernel
 from cascade.errors import ModelError
+from cascade.kernels import PAGE, agrees, find_kernel
 from cascade.kv import Survey
 from cascade.paged import SPARE, Blocks, PagedCache
 from cascade.pool import BLOCK, Pool

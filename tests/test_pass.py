@@ -23,7 +23,8 @@ from transformers.masking_utils import (
 )
 
 from cascade import ModelError, SamplingParams
-from cascade.attention import Attention, Contiguous, Gathered, Varlen, takes
+from cascade.attention import Attention, Contiguous, Gathered, Varlen
+from cascade.kernels import takes
 from cascade.kv import Cache, Pass, Span, attend, sight
 from cascade.model import Model
 from cascade.pool import BLOCK

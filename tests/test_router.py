@@ -168,7 +168,7 @@ async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypat
     monkeypatch.setattr("deployments.patience.RETRY_S", (0.0,))
     async with started(net) as router:
         node: Node = net.nodes["full"]
-        monkeypatch.setattr(node.tier, "_model", Broken())
+        monkeypatch.setattr(node.tier._passes, "_model", Broken())
         context = await refused(router, request())
         assert context.code is grpc.StatusCode.UNAVAILABLE
         assert f"failed {MAX_FRUITLESS + 1} times" in context.details

@@ -123,7 +123,7 @@ def test_tiers_of_one_device_share_it() -> None:
     together = simulate(Scenario(shared, (asked(200),)))
     assert together.texts == apart.texts
     assert together.elapsed_s > apart.elapsed_s
-    assert sum(usage.busy_s for usage in together.usage[:2]) <= together.elapsed_s < sum(u.busy_s for u in apart.usage[:2]) * 3
+    assert sum(usage.busy_s for usage in together.usage[:2]) <= together.elapsed_s  # one after another, in effect
 
 
 def test_a_device_gives_its_jobs_equal_shares() -> None:

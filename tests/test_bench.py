@@ -74,13 +74,13 @@ def test_batches_keep_every_client_busy() -> None:
             batch = plan.batch(category, n)
             assert len(batch) % n == 0
             assert set(batch) == {prompt for prompt in BUILT_IN if prompt.category == category}
-    assert plan.num_requests == 2 * sum(len(plan.batch(c, n)) for c in plan.categories for n in plan.concurrency)
+    assert plan.num_requests == 3 * sum(len(plan.batch(c, n)) for c in plan.categories for n in plan.concurrency)
 
 
 def test_modes_end_with_the_whole_cascade() -> None:
     """Guards which mode is the base, and which one is drawn."""
-    assert [mode.name for mode in modes(TIERS, False)] == ["full alone", "tiny → medium → full"]
-    assert [mode.name for mode in modes(TIERS, True)][1:3] == ["tiny → full", "medium → full"]
+    assert [mode.name for mode in modes(TIERS, False)] == ["full alone", "cascade", "tiny → medium → full"]
+    assert [mode.name for mode in modes(TIERS, True)][2:4] == ["tiny → full", "medium → full"]
     assert [mode.speculation for mode in modes(("full",), True)] == [Speculation("off")]
 
 
@@ -126,14 +126,14 @@ async def test_failed_requests_are_counted() -> None:
             async def stream(prompt: str, params: SamplingParams, speculation: Speculation) -> AsyncIterator[Chunk]:
                 nonlocal turn
                 turn += 1
-                if turn > 4 and turn % 2:  # behind the warm-up
+                if turn > 6 and turn % 2:  # behind the warm-up
                     raise Overloaded("full")
                 async for chunk in client.stream(prompt, params, speculation):
                     yield chunk
 
             cells = await load(stream, plan)
-    assert [cell.errors for cell in cells] == [["Overloaded: full"]] * 2
-    assert document(cells)["failed"] == 2
+    assert [cell.errors for cell in cells] == [["Overloaded: full"]] * 3
+    assert document(cells)["failed"] == 3
 
 
 def test_different_texts_are_noticed() -> None:
@@ -155,7 +155,7 @@ def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> Non
     assert "All modes gave the same text" in output
     said: dict[str, Any] = json.loads(written.read_text())
     assert said["categories"] == ["code", "data"]
-    assert len(said["cells"]) == 2 * 2 * (2 + 1)
+    assert len(said["cells"]) == 3 * 2 * (2 + 1)
     if kind == "svg":
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     else:
@@ -170,7 +170,7 @@ def test_bench_without_a_server(tmp_path: Path) -> None:
     said = json.loads(written.read_text())
     assert said["same_text"] is True
     names = {cell["mode"] for cell in said["cells"]}
-    assert names == {"full alone", "tiny → full", "medium → full", "tiny → medium → full"}
+    assert names == {"full alone", "cascade", "tiny → full", "medium → full", "tiny → medium → full"}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_many_streams_at_once() -> None:
         served.settle()
         assert not served.net.failures
     assert threading.active_count() == threads
-    assert [cell.errors for cell in cells] == [[], []]
+    assert [cell.errors for cell in cells] == [[], [], []]
     assert all(len(cell.texts) == 64 and cell.tokens == 64 * params.max_tokens for cell in cells)
     assert same_text(cells)
     assert len(set(cells[0].texts.values())) > 32  # some prompts lead the toy to the same text

@@ -148,7 +148,7 @@ def test_killed_replica_is_a_pause(client: Client, reference: Cascade, tier: str
     """Guards against an error or another text when the process of any tier dies in the middle of a request."""
     params = SamplingParams(max_tokens=600, temperature=0.9, seed=7, ignore_eos=True)
     expected = alone(reference, params)
-    stream = client.stream(PROMPT, params)
+    stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
     chunks = [next(stream) for _ in range(10)]
     [victim] = [pid for pid, state in replicas(tier).items() if state["sessions"]][:1]
     os.kill(victim, signal.SIGKILL)

@@ -17,13 +17,14 @@ from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.handling import Handling
 from cascade.messages import Lane, Open, Proposal, origin
-from cascade.params import SamplingParams
+from cascade.params import SamplingParams, Speculation
 from cascade.session import Session
 from cascade.tier import Tier
 from cascade.toy import ToyModel
 
 PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)
+ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def test_lanes_are_guesses(served: House) -> None:
     """Guards what is shown: guesses of both tiers ahead of the text, most are kept, some rolled back; the text stays."""
     with Client(served.grpc) as client:
         plain = client.generate(PROMPT, PARAMS)
-        chunks = list(client.stream(PROMPT, PARAMS, None, WATCHED))
-        assert not any(chunk.lanes for chunk in client.stream(PROMPT, PARAMS))
+        chunks = list(client.stream(PROMPT, PARAMS, ALL, WATCHED))
+        assert not any(chunk.lanes for chunk in client.stream(PROMPT, PARAMS, ALL))
     completion = chunks[-1].completion
     assert completion is not None
     assert completion.token_ids == plain.token_ids == sum((chunk.token_ids for chunk in chunks), ())
@@ -56,7 +57,8 @@ def test_lanes_are_guesses(served: House) -> None:
 
 def test_lanes_over_http(served: House) -> None:
     """Guards the extension of streams, in both kinds of completions; whole answers have nothing to watch."""
-    asked: dict[str, Any] = {"model": served.model, "max_tokens": 60, "seed": 3, "stream": True, "extra_body": {"watch": True}}
+    extra = {"watch": True, "speculation": {"tiers": ["tiny", "medium"]}}
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 60, "seed": 3, "stream": True, "extra_body": extra}
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         for pieces in (
             list(client.completions.create(prompt=PROMPT, echo=True, logprobs=0, **asked)),

@@ -236,7 +236,7 @@ def main() -> None:
 
 
 def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
-    """The JSON document, to a file and to the last line of standard output; each ratio is the worst of all models."""
+    """The JSON document, to a file named by the threads and to the last line of standard output; the worst ratios count."""
     low = ("decode_vs_generate", "batch16_vs_generate_batch", "batch16_vs_padded_generate")
     high = ("prefix_ttft", "pass_8_vs_2", "cache_vs_tokens")
     document = {
@@ -250,7 +250,7 @@ def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "engine.json").write_text(json.dumps(document, indent=2) + "\n")
+    (RESULTS / f"engine-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))
 
 

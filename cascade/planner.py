@@ -4,7 +4,7 @@ Pure; the serving tier and the simulator follow the same rules.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from cascade.session import Session
@@ -86,7 +86,7 @@ class Planner:
         load = num_sessions.bit_length()
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
-            plans[load] = _Plan(allowed, allowed if near is None else plans[near].best)
+            plans[load] = _Plan(allowed, allowed) if near is None else plans[near].lend()
         return plans[load]
 
 
@@ -123,11 +123,22 @@ class _Plan:
     judged_rows: int = 0
     recent: _Rate = field(default_factory=_Rate)
     rates: dict[Chain, _Rate] = field(default_factory=dict)
+    lent: float = 0.0  # rate of the best chain at another load, to which those of others are relative until it is known
 
     def __post_init__(self) -> None:
         self.chain = self.best
         sizes = (len(self.allowed), *range(len(self.allowed)))  # the whole chain first, then none of it
         self.rates = {chain: _Rate() for size in sizes for chain in itertools.combinations(self.allowed, size)}
+
+    def lend(self) -> "_Plan":
+        """The plan of a load that is new: the same, until it is measured; whether to draft at all is tried there at once."""
+        plan, rate = _Plan(self.allowed, self.best), self.rates[self.best]
+        if rate.known:
+            plan.lent = rate()
+            for chain, known in self.rates.items():
+                if known.known and chain and chain != self.best:
+                    plan.rates[chain] = replace(known, tried=0)
+        return plan
 
     def saw(self, used: Chain, rows: int, tokens: int, seconds: float) -> None:
         """A pass of sessions that used ``used`` gave ``tokens`` in so many seconds of all of them together."""
@@ -147,6 +158,10 @@ class _Plan:
 
     def _judge(self) -> None:
         rates, tried = self.rates, self.chain
+        if self.lent:
+            share, self.lent = rates[self.best]() / self.lent, 0.0
+            for chain, rate in rates.items():
+                rate.tokens *= 1.0 if chain == self.best else share
         if tried != self.best:
             if rates[tried]() > BETTER * rates[self.best]():
                 self.best, tried = tried, self.best

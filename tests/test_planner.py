@@ -61,6 +61,17 @@ def test_loads_are_told_apart() -> None:
     assert planner.spared(ALLOWED, 1) == "low_acceptance"
 
 
+def test_a_new_load_asks_one_question() -> None:
+    """Guards busy servers: with more sessions than ever before only going alone is tried, not every chain at the worst time."""
+    rates = {ALLOWED: 50.0, (): 20.0, ("medium",): 30.0, ("tiny",): 10.0}
+    planner = Planner()
+    play(planner, rates, 200)
+    assert set(play(planner, {chain: rate / 3 for chain, rate in rates.items()}, 60, sessions=16)) == {ALLOWED, ()}
+    busy = {ALLOWED: 5.0, (): 20.0, ("medium",): 3.0, ("tiny",): 1.0}
+    play(planner, busy, 100, sessions=32)
+    assert set(play(planner, {chain: rate / 2 for chain, rate in busy.items()}, 100, sessions=64)) == {()}
+
+
 def test_sessions_that_have_yet_to_follow_do_not_count_for_the_new_chain() -> None:
     """Guards trials: what comes of sessions that still use another chain says nothing about the one on trial."""
     planner = Planner()

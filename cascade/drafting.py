@@ -53,16 +53,22 @@ class Drafters(Generic[S]):
         chain, session = seat.chain, seat.session
         if session.done or seat.using == chain:
             return None
-        usable = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), None)
+        usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
         if not chain:
             self.leave(seat)
-        elif usable is not None and seat.using != chain[usable:]:
+        elif usable and seat.using != usable:
             self.leave(seat)
-            opening = session.attach(chain[usable], self._mint(), chain[usable + 1 :])
-            seat.using, seat.settling = chain[usable:], SETTLING
+            opening = session.attach(usable[0], self._mint(), usable[1:])
+            seat.using, seat.settling = usable, SETTLING
             self._seats[opening.session] = seat
             self._send(session.drafter, opening)
-        return min((self._health.retry_at[tier] for tier in chain[:usable]), default=None)
+        failed = (tier for tier in chain if not self._health.usable(tier, now))
+        return min((self._health.retry_at[tier] for tier in failed), default=None)
+
+    def _usable(self, chain: Chain, now: float) -> Chain:
+        """From its first usable tier on; what is below that one is its own affair."""
+        first = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), len(chain))
+        return chain[first:]
 
     def leave(self, seat: S) -> None:
         """Let go of the drafter, if there is one; closing a session that has failed is harmless."""

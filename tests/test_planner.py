@@ -1,12 +1,19 @@
 """Which tiers take part: the laws of `cascade.planner.Planner`, alone and at work in virtual time."""
 
+import itertools
+from dataclasses import dataclass, replace
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from test_tier import opening
 
+from cascade.drafting import Drafters
 from cascade.forecast import Acceptance, Bench, TierCost, Trace
+from cascade.messages import Failed, Message
 from cascade.planner import GLANCE, TRIAL, Chain, Planner
 from cascade.scenario import PassCost
+from cascade.session import Session
 
 ALLOWED: Chain = ("medium", "tiny")
 CHAINS: tuple[Chain, ...] = (ALLOWED, (), ("medium",), ("tiny",))
@@ -120,3 +127,32 @@ def test_gains_are_kept() -> None:
     fastest = max(bench.outcome(chosen).tokens_per_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
     assert fastest > 3 * bench.outcome((2,)).tokens_per_s
     assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s == pytest.approx(fastest, rel=0.1)
+
+
+@dataclass
+class Seated:
+    """A session of the full tier, as `Drafters` sees it."""
+
+    session: Session
+    chain: Chain = ()
+    using: Chain = ()
+    settling: int = 0
+
+
+def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
+    """Guards degradation: the planner has chosen tiny alone, tiny dies, and medium, which is well, must not stand idle."""
+    planner, sent = Planner(), list[Message]()
+    rates = {ALLOWED: 10.0, (): 20.0, ("medium",): 10.0, ("tiny",): 50.0}
+    play(planner, rates, 200)
+    names = (f"s{number}" for number in itertools.count())
+    drafters: Drafters[Seated] = Drafters(lambda tier, message: sent.append(message), lambda: next(names), planner)
+    seat = Seated(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32))
+    drafters.begin(seat, 1, 0.0)
+    assert seat.using == ("tiny",)
+    assert drafters.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
+    assert seat.using == ALLOWED
+    retry_at = drafters.draft(seat, 1.0)
+    assert retry_at is not None
+    assert drafters.draft(seat, retry_at) is None
+    assert seat.using == ("tiny",)
+    assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]

@@ -1,0 +1,87 @@
+"""Structured output against free text, through the running server: validity, acceptance and speed, with drafts and without.
+
+    python -m benchmarks.structured
+
+The embedded family on this machine's CPU. Every kind of text is asked for by the same prompts and seeds, the full model alone
+and the cascade with a fixed drafter in turns. The last line is one JSON document.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from cascade.client import Client
+from cascade.params import SamplingParams, Speculation, Structured
+from deployments.server import Server
+
+RESULTS = Path(__file__).parent / "results"
+PROMPTS = ("config = ", "# a user, as JSON\n", "def load():\n    return ", "response = json.loads('")
+SEEDS = (1, 2)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "admin": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+        "mail": {"type": "string", "maxLength": 24},
+    },
+    "required": ["name", "age", "admin", "tags", "mail"],
+    "additionalProperties": False,
+}
+KINDS = {"free": None, "schema": Structured(json_schema=SCHEMA)}
+MODES = {"alone": Speculation("off"), "drafted": Speculation(tiers=("tiny",))}
+
+
+def measure(client: Client, temperature: float) -> dict[str, Any]:
+    """Figures of each kind of text."""
+    totals = {(kind, mode): [0, 0.0, 0, 0, 0] for kind in KINDS for mode in MODES}
+    valid = asked = 0
+    for seed in (0, *SEEDS):  # the first one warms up
+        for prompt in PROMPTS:
+            for kind, structured in KINDS.items():
+                params = SamplingParams(max_tokens=160, temperature=temperature, seed=seed, structured=structured)
+                for mode, speculation in MODES.items():
+                    begin = time.perf_counter()
+                    completion = client.generate(prompt, params, speculation)
+                    seconds = time.perf_counter() - begin
+                    if not seed:
+                        continue
+                    edges = completion.stats.edges
+                    new = (completion.stats.completion_tokens, seconds, completion.stats.full_passes)
+                    new += (sum(edge.proposed for edge in edges), sum(edge.accepted for edge in edges))
+                    totals[kind, mode] = [a + b for a, b in zip(totals[kind, mode], new, strict=True)]
+                    if structured is not None:
+                        asked += 1
+                        valid += completion.finish_reason == "stop" and _valid(completion.text)
+    found: dict[str, Any] = {"asked": asked, "valid": valid}
+    for (kind, mode), (tokens, seconds, passes, proposed, accepted) in totals.items():
+        found[f"{kind}, {mode}"] = {
+            "tokens_per_second": round(tokens / seconds, 1),
+            "tokens_per_full_pass": round(tokens / passes, 2),
+            "acceptance": round(accepted / proposed, 3) if proposed else None,
+        }
+    return found
+
+
+def _valid(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def main() -> None:
+    with Server.start(None, port=0, http_port=0) as server, Client(server.address) as client:
+        document = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.8)}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "structured.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -266,7 +266,7 @@ def same_text(network: PreTrainedModel, scale: Scale) -> dict[str, Any]:
             asked = SamplingParams(max_tokens=scale.tokens, temperature=temperature, seed=seed, ignore_eos=True)
             prompt = tokens(scale.context, seed)
             alone = cascade.generate(prompt, asked, Speculation("off"))
-            joined = cascade.generate(prompt, asked)
+            joined = cascade.generate(prompt, asked, Speculation(tiers=cascade.names[:-1]))
             same &= alone.token_ids == joined.token_ids
             kept += sum(edge.accepted for edge in joined.stats.edges)
     return {"same_text": same, "accepted": kept}

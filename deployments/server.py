@@ -24,6 +24,8 @@ from deployments.access import Access
 from deployments.app import build, parse
 from deployments.tls import check, check_door
 
+log = logging.getLogger(__name__)
+
 APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 9000
@@ -180,5 +182,11 @@ def _start_ray() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
         ray.init(address=address, **options)
-    else:
-        ray.init(address="local", num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1), include_dashboard=False, **options)
+        return
+    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
+    try:
+        ray.init(**options)
+    except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
+        log.warning("Ray did not start (%s): once more", error)
+        ray.shutdown()
+        ray.init(**options)

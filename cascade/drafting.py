@@ -28,16 +28,12 @@ S = TypeVar("S", bound=Drafted)
 class Drafters(Generic[S]):
     """``send`` takes messages to the tier that it names; ``mint`` gives names to sessions."""
 
-    def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner | None) -> None:
+    def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner) -> None:
         self._send = send
         self._mint = mint
         self._planner = planner
         self._health = Health()
         self._seats: dict[str, S] = {}  # by the name of their session below
-
-    def __len__(self) -> int:
-        """Sessions that have a drafter."""
-        return len(self._seats)
 
     def seat(self, session: str) -> S | None:
         """Who drafts with the session of that name below."""
@@ -102,8 +98,6 @@ class Drafters(Generic[S]):
 
     def passed(self, seats: Collection[S], rows: Sequence[tuple[S, Work, int]], seconds: float, now: float) -> None:
         """A pass gave each of ``rows`` so many own tokens, ``seconds`` after the one before; ``seats`` are all sessions."""
-        if self._planner is None:
-            return
         totals: dict[tuple[Chain, Chain], tuple[int, int]] = defaultdict(lambda: (0, 0))
         for seat, work, num_new in rows:
             allowed = seat.session.opening.chain
@@ -125,7 +119,7 @@ class Drafters(Generic[S]):
     def _plan(self, seat: S, num_sessions: int) -> None:
         session = seat.session
         allowed = session.opening.chain
-        if self._planner is None or not session.opening.adaptive or not allowed:
+        if not session.opening.adaptive or not allowed:
             seat.chain = allowed
             return
         seat.chain = self._planner.chain(allowed, num_sessions)

@@ -28,7 +28,7 @@ class Policy:
     """Go on with whatever guesses are there; only behind a correction wait for those that are worth it.
 
     A guess saves some of a pass if it and the guesses before it are right. While that is more than the time the drafter
-    needs to make it, wait for it. The session measures both in passes, see `cascade.session.Pace`: a tier far slower than
+    needs to make it, wait for it. The session measures both in passes, see `cascade.pace.Pace`: a tier far slower than
     its drafter waits for a few guesses, one that is not starts at once. Simulated over sixteen cascades, bursts of errors
     included: pairs and threes are on average within 1.5 % of the best rule of this kind, and at worst within 10 %.
     """

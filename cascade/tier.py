@@ -290,6 +290,7 @@ class Tier:
 
     def _leave(self, seat: Seat, *, spoilt: bool = False) -> None:
         """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
+        self._untold.pop(seat.session.drafter_session, None)
         self._drafters.leave(seat)
         del self._seats[seat.session.opening.session]
         self.memory.leave(seat, spoilt=spoilt)

@@ -17,7 +17,7 @@ from cascade.answer import Answer
 from cascade.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.chain import join
 from cascade.errors import ModelError
-from cascade.messages import Failed, Open, Proposal
+from cascade.messages import Failed, Message, Open, Proposal
 from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.pool import BLOCK, Pool
@@ -76,6 +76,18 @@ def test_impossible_session_is_refused_with_numbers() -> None:
     tier.close()
 
 
+def resumed(tier: Tier, inbox: Inbox, idler: Open, said: Message) -> Answer:
+    """The answer to ``idler``, which goes on when what it ``said`` first is acknowledged."""
+    answer = Answer(idler, Silent())
+    assert isinstance(said, Proposal)
+    _, commit = answer.take(said)
+    assert commit is not None
+    tier.post([commit])
+    finish(tier, inbox, {idler.session: answer})
+    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    return answer
+
+
 def test_client_that_does_not_read_gives_its_place_away() -> None:
     """Guards readers against a session that has filled its window, holds all memory, and is never acknowledged."""
     tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK)
@@ -87,13 +99,7 @@ def test_client_that_does_not_read_gives_its_place_away() -> None:
     reader = prompted(LONG[::-1])
     assert written(tier, reader) == full_text(ToyModel(), reader)
     assert tier.memory.preempted == 1
-    answer = Answer(idler, Silent())
-    assert isinstance(said, Proposal)
-    _, commit = answer.take(said)
-    assert commit is not None
-    tier.post([commit])
-    finish(tier, inbox, {idler.session: answer})
-    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    resumed(tier, inbox, idler, said)
     tier.close()
 
 
@@ -108,13 +114,7 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
     time.sleep(0.01)
     assert written(tier, prompted(LONG[::-1]))
     assert tier.memory.preempted == 1
-    answer = Answer(idler, Silent())
-    assert isinstance(said, Proposal)
-    _, commit = answer.take(said)
-    assert commit is not None
-    tier.post([commit])
-    finish(tier, inbox, {idler.session: answer})
-    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    answer = resumed(tier, inbox, idler, said)
     again = text_of(tier, replace(prompted(LONG), params=params))[1]
     assert again._prompt == answer._prompt
     assert [token.id for token in again._prompt] == list(LONG)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cascade.messages import Close, Commit, Edge, Message, Open, Proposal, origin
+from cascade.pace import Pace
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.session import Pace, ProtocolError, Session
+from cascade.session import ProtocolError, Session
 from cascade.toy import ToyCache, ToyModel, full_text
 
 VOCAB = 12

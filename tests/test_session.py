@@ -306,6 +306,31 @@ def ready(session: Session) -> bool:
     return not session.drafter or session.prefilling or not session.room or session.window_full
 
 
+def test_proposals_are_few_and_hold_back_little() -> None:
+    """Guards both ends of the rule: a message for every own token costs a small tier more than its passes, and a verifier must
+    never lack more than a quarter of what there is, nor anything once the drafter has stopped."""
+    session = Session(opening(200, window=64), "tiny", 0, VOCAB)
+    told, messages = len(session.text), 0
+    while not session.stalled:
+        work = session.work(10)
+        session.advance(work, [7] * work.num_own)
+        proposal = session.proposal()
+        if proposal is not None:
+            assert proposal.start == 3
+            told, messages = proposal.start + len(proposal.tokens), messages + 1
+        assert 4 * (len(session.text) - told) < len(session.text) - 3
+    assert told == len(session.text) == 3 + 64
+    assert messages < 64 / 3
+    assert session.proposal() is None
+    session.commit(3, [7, 7, 9])
+    assert session.proposal() is None
+    work = session.work(10)
+    session.advance(work, [7] * work.num_own)
+    proposal = session.proposal()
+    assert proposal is not None
+    assert (proposal.start, proposal.tokens) == (6, (7,))
+
+
 def test_lost_proposals_do_not_stall_drafting() -> None:
     """Guards liveness: the next proposal makes a lost one good, even where the drafter had used up its window."""
     chain = Chain(toys(3, same=True), opening(120))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +86,20 @@ def refusal(error: Exception) -> Refusal:
         return Refusal(status, UNKNOWN_FAILURE)
     retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
     return Refusal(status, str(error), retry_after_s)
+
+
+def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
+    """The first thing that is wrong with a body: its field, and one sentence that never repeats a long value."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return None, "The body is not JSON"
+    path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    said = first["msg"].removeprefix("Value error, ")
+    path = path[:1] if len(first["loc"]) > 2 and isinstance(first["loc"][2], str) and "[" in first["loc"][2] else path
+    where = ".".join(map(str, path))[:60] or "The body"
+    if first["type"] == "extra_forbidden":
+        return where, f"{where} is not a known field: leave it out or mend its spelling"
+    if first["type"] == "missing":
+        return where, f"{where} is missing: add it"
+    shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
+    return where, f"{where}{shown}: {said[0].lower()}{said[1:]}"

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -258,15 +258,19 @@ def differing(model: Model, scale: Scale) -> dict[str, Any]:
 
 
 def same_text(network: PreTrainedModel, scale: Scale) -> dict[str, Any]:
-    """Whether a cascade writes what its full model writes alone, and how many of the drafter's tokens it took."""
+    """Whether a cascade writes what its full model writes alone, and how many of the drafter's tokens it took.
+
+    Asynchronous and lockstep take turns: a full model that waits for nobody may be done before its first guesses arrive.
+    """
     models = [Model(worse(network), cache_tokens=_room(scale)), Model(twin(network), cache_tokens=_room(scale))]
     same, kept = True, 0
     with Cascade(models, words(network.config.vocab_size)) as cascade:
         for seed, temperature in enumerate((0.0, 0.0, 0.8, 1.0)):
+            schedule: Literal["async", "lockstep"] = "lockstep" if seed % 2 else "async"
             asked = SamplingParams(max_tokens=scale.tokens, temperature=temperature, seed=seed, ignore_eos=True)
             prompt = tokens(scale.context, seed)
             alone = cascade.generate(prompt, asked, Speculation("off"))
-            joined = cascade.generate(prompt, asked, Speculation(tiers=cascade.names[:-1]))
+            joined = cascade.generate(prompt, asked, Speculation(tiers=cascade.names[:-1], schedule=schedule))
             same &= alone.token_ids == joined.token_ids
             kept += sum(edge.accepted for edge in joined.stats.edges)
     return {"same_text": same, "accepted": kept}

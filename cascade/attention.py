@@ -31,6 +31,7 @@ class Attention(Protocol):
     """What a model asks of it."""
 
     name: str  # of its attention function, at Transformers
+    fills: bool  # passes may have tokens of no row, see `cascade.model.fill`
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -46,6 +47,7 @@ class Contiguous:
     """Each session by itself, see `cascade.kv`."""
 
     name = ATTENTION
+    fills = True
 
     def new_cache(self) -> Cache:
         return Cache()
@@ -60,6 +62,7 @@ class Contiguous:
 class Paged:
     """In blocks. Passes whose rows are equally long can be captured: see `over`."""
 
+    fills = False
     most = 0  # tokens of a pass that is worth capturing
 
     def __init__(self, kernel: Kernel, block: int = PAGE) -> None:

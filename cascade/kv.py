@@ -2,40 +2,47 @@
 
 A row of a pass writes its keys and values at its positions and attends to everything before: rolling back is starting a row
 at an earlier position, and needs no code.
+
+What a query attends to is summed up in an order that depends on its position alone, never on what else is in the pass: each
+looks at all keys up to the end of its *tile* of positions, those behind it hidden. So passes give the same bits, whatever
+shares them; see ``docs/algorithm.md``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from cascade.pool import BLOCK, room
+from cascade.packed import ROWS
+from cascade.pool import TILE, room, tiled
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
 SURVEY = "cascade_survey"  # another, which only notes what each layer may see
-SCORES = 2**26  # of queries with keys that are held at once; where there are more, the queries of a row take turns
+SCORES = 2**26  # of queries with keys that are held at once
+SHARED = 2**22  # numbers in a mask that is kept from layer to layer
 FAR = 4096  # a position to ask a mask about that names no size of its own
 
 
 class Cache:
     """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``; K and V may differ in size.
 
-    Storage is contiguous, so that attention reads it in place. Room is made ahead of a pass by `reserve`, or as it is needed.
+    Storage is contiguous, so that attention reads it in place, and holds numbers everywhere: what is behind the text is hidden,
+    and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
     __slots__ = ("_layers", "capacity")
-    block = BLOCK
+    block = TILE
 
     def __init__(self) -> None:
         self.capacity = 0  # positions
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return views of all ``start + n`` positions."""
+        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[kv_heads, capacity, head_dim]``."""
         length = key.shape[1]
         if start + length > self.capacity:
             self.reserve(room(start + length, self.capacity))
@@ -45,11 +52,12 @@ class Cache:
         keys, values = pair
         keys.narrow(1, start, length).copy_(key)
         values.narrow(1, start, length).copy_(value)
-        return keys.narrow(1, 0, start + length), values.narrow(1, 0, start + length)
+        return pair
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions``; what is written stays."""
+        """Make room for ``positions``, in whole tiles; what is written stays."""
+        positions = tiled(positions)
         if positions > self.capacity:
             for layer, (keys, values) in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
                 self._layers[layer] = _resized(keys, positions), _resized(values, positions)
@@ -73,15 +81,27 @@ class Cache:
 
 
 def _resized(old: Tensor, capacity: int) -> Tensor:
-    new = old.new_empty(old.shape[0], capacity, old.shape[2])
+    new = old.new_zeros(old.shape[0], capacity, old.shape[2])
     new[:, : old.shape[1]] = old
     return new
 
 
 class Writable(Protocol):
-    """Keys and values of one session that `attend` can use; see `Cache` and `cascade.paged.PagedCache`."""
+    """Keys and values of one session that `attend` can use; see `Cache` and `cascade.paged.PagedCache`.
+
+    `write` returns whole tiles; what is behind the text is any numbers.
+    """
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Tile(NamedTuple):
+    """Queries ``begin`` to ``end`` of a row, which all lie in one tile and look at its keys, ``first`` to ``last``."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -92,20 +112,40 @@ class Span:
     begin: int
     end: int
     start: int
-    masks: dict[tuple[int, int, int | None, int], Tensor] = field(default_factory=dict)  # shared by all layers of a pass
+    _tiles: dict[int | None, list[Tile]] = field(default_factory=dict)  # by window, shared by all layers of a pass
+    _masks: dict[tuple[Tile, int | None, int], Tensor] = field(default_factory=dict)
 
-    def mask(self, n: int, visible: int, window: int | None, group: int, device: torch.device) -> Tensor:
-        """What each of ``n`` queries may see of the last ``visible`` positions, bool ``[group * n, visible]``.
+    def tiles(self, window: int | None) -> list[Tile]:
+        """The row, cut where tiles of positions begin."""
+        tiles = self._tiles.get(window)
+        if tiles is None:
+            tiles = self._tiles[window] = []
+            position, end = self.start, self.start + self.end - self.begin
+            while position < end:
+                floor = position - position % TILE
+                upto = min(end, floor + TILE)
+                first = 0 if window is None else max(0, floor - window + 1)
+                tiles.append(Tile(position - self.start, upto - self.start, first, floor + TILE))
+                position = upto
+        return tiles
 
-        Queries of a group's heads lie behind each other.
+    def mask(self, tile: Tile, window: int | None, group: int, like: Tensor) -> Tensor:
+        """What is added to scores, ``[group * n, last - first]`` in the dtype of ``like``: 0, or -inf for what is hidden.
+
+        Queries of a group's heads lie behind each other. One row for one query, whatever its group.
         """
-        key = (n, visible, window, group)
-        if key not in self.masks:
-            seen = torch.ones(n, visible, dtype=torch.bool, device=device).tril(visible - n)
-            if window is not None:
-                seen = seen.triu(visible - n - window + 1)
-            self.masks[key] = seen.repeat(group, 1)
-        return self.masks[key]
+        key = (tile, window, group)
+        mask = self._masks.get(key)
+        if mask is None:
+            n, at = tile.end - tile.begin, self.start + tile.begin - tile.first
+            mask = like.new_full((n, tile.last - tile.first), -torch.inf)
+            hidden = mask.triu(at + 1)
+            mask = hidden if window is None else hidden + mask.tril(at - window)
+            if n > 1:
+                mask = F.pad(mask.repeat(group, 1), (0, 0, 0, -group * n % ROWS))
+            if mask.numel() <= SHARED:
+                self._masks[key] = mask
+        return mask
 
 
 @dataclass(slots=True)
@@ -124,6 +164,15 @@ class Survey:
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
     heads: set[tuple[int, int, int, int]] = field(default_factory=set)  # of queries, of keys; sizes of keys, of values
     plain: bool = True  # no layer caps scores or lets heads attend to nothing
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of its scores; ``window`` is how many positions a query sees, itself included."""
+
+    window: int | None
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
 
 
 def attend(
@@ -148,110 +197,75 @@ def attend(
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    window = cascade_pass.windows[layer]
+    scoring = Scoring(cascade_pass.windows[layer], scaling, softcap, s_aux)
     spans = cascade_pass.spans
+    used = spans[-1].end
+    filled = query.shape[2] - used  # see `cascade.model.fill`
+    parts = tuple(part[0, :, :used] if filled else part[0] for part in (query, key, value))
     if len(spans) == 1:  # nothing to cut or to join
-        out = _row(spans[0], layer, query[0], key[0], value[0], scaling, window, softcap, s_aux)
+        out = _row(spans[0], layer, parts, scoring)
     else:
         sizes = [span.end - span.begin for span in spans]
-        rows = zip(spans, *(part[0].split(sizes, dim=1) for part in (query, key, value)), strict=True)
-        out = torch.cat([_row(span, layer, q, k, v, scaling, window, softcap, s_aux) for span, q, k, v in rows], dim=1)
+        rows = zip(*(part.split(sizes, dim=1) for part in parts), strict=True)
+        out = torch.cat([_row(span, layer, row, scoring) for span, row in zip(spans, rows, strict=True)], dim=1)
+    if filled:
+        out = F.pad(out, (0, 0, 0, filled))
     return out.transpose(0, 1).contiguous()[None], None  # some models view it as it is
 
 
-def _row(
-    span: Span,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Write one row's keys and values and attend over its session's, ``[heads, n, head_dim]``."""
+def _row(span: Span, layer: int, row: tuple[Tensor, ...], scoring: Scoring) -> Tensor:
+    """Write one row's keys and values and attend over its session's, ``[heads, n, head_dim]``, tile by tile.
+
+    ``row`` are its query ``[heads, n, head_dim]``, key and value ``[kv_heads, n, head_dim]``.
+    """
+    query, key, value = row
     keys, values = span.cache.write(layer, span.start, key, value)
-    (heads, n, _), length = query.shape, keys.shape[1]
-    step = SCORES // (heads * length) or 1
-    # a whole prompt needs no mask, and its scores are never held
-    if n <= step or (n == length and window is None and softcap is None and sinks is None):
-        return _heads(span, query, keys, values, scaling, window, softcap, sinks)
-    pieces = []
-    for begin in range(0, n, step):
-        end = span.start + min(n, begin + step)
-        part = query[:, begin : begin + step], keys[:, :end], values[:, :end]
-        pieces.append(_heads(span, *part, scaling, window, softcap, sinks))
-    return torch.cat(pieces, dim=1)
+    tiles = span.tiles(scoring.window)
+    if len(tiles) == 1:
+        return _tile(span, tiles[0], query, keys, values, scoring)
+    pieces = (_tile(span, tile, query[:, tile.begin : tile.end], keys, values, scoring) for tile in tiles)
+    return torch.cat(list(pieces), dim=1)
 
 
-def _heads(
-    span: Span,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    if softcap is None and sinks is None:
-        return _attend(span, query, keys, values, scaling, window)
-    return _attend_plainly(span, query, keys, values, scaling, window, softcap, sinks)
-
-
-def _visible(n: int, length: int, window: int | None) -> tuple[int, int | None]:
-    """How many last positions any of ``n`` queries sees, and the window if it hides any of those from some query."""
-    if window is None or window >= length:
-        return length, None
-    return min(length, window + n - 1), window if n > 1 else None
-
-
-def _attend(span: Span, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """``[heads, n, head_dim]`` against ``[kv_heads, length, head_dim]`` by PyTorch's fused kernels."""
-    (heads, n, _), (kv_heads, length, _) = query.shape, key.shape
+def _tile(span: Span, tile: Tile, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    """``[heads, n, head_dim]`` against ``[kv_heads, capacity, head_dim]``."""
+    (heads, n, _), kv_heads = query.shape, keys.shape[0]
     group = heads // kv_heads
-    visible, window = _visible(n, length, window)
-    if n == length and n > 1 and window is None:  # a whole prompt
-        out = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=scaling, enable_gqa=group > 1
-        )
-        return out[0]
-    if visible < length:
-        key, value = key[:, length - visible :], value[:, length - visible :]
     # heads that share keys become queries of one head: nothing is copied for them
-    mask = None if n == 1 else span.mask(n, visible, window, group, query.device)
     folded = query.reshape(1, kv_heads, group * n, -1)
-    out = F.scaled_dot_product_attention(folded, key[None], value[None], attn_mask=mask, scale=scaling)
-    return out.reshape(heads, n, -1)
+    if group * n % ROWS:  # kernels take the last one to three of many in another order, too
+        folded = F.pad(folded, (0, 0, 0, -group * n % ROWS))
+    key, value = keys[None, :, tile.first : tile.last], values[None, :, tile.first : tile.last]
+    mask = span.mask(tile, scoring.window, group, query)
+    if scoring.softcap is None and scoring.sinks is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scaling)
+    else:
+        out = _written_out(folded, key, value, mask, scoring, n)
+    return out[0, :, : group * n].reshape(heads, n, -1)
 
 
-def _attend_plainly(
-    span: Span,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The same written out, for models that cap scores (Gemma 2) or let heads attend to nothing (GPT-OSS)."""
-    (heads, n, head_dim), (kv_heads, length, _) = query.shape, key.shape
-    group = heads // kv_heads
-    visible, window = _visible(n, length, window)
-    key, value = key[:, length - visible :], value[:, length - visible :]
-    folded = query.reshape(kv_heads, group * n, head_dim)
-    scores = folded @ key.transpose(1, 2) * (head_dim**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if n > 1:
-        scores = scores.masked_fill(~span.mask(n, visible, window, group, query.device), -torch.inf)
-    if sinks is not None:
-        sink = sinks.reshape(kv_heads, group, 1).expand(-1, -1, n).reshape(kv_heads, group * n, 1)
-        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., :visible]
-    return (weights @ value).reshape(heads, n, -1)
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring, n: int) -> Tensor:
+    """The same for models that cap scores (Gemma 2) or let heads attend to nothing (GPT-OSS)."""
+    _, kv_heads, rows, head_dim = query.shape
+    if kv_heads > 1 and kv_heads * rows * key.shape[2] > SCORES:
+        heads = zip(*(part.split(1, dim=1) for part in (query, key, value)), _by_head(scoring, kv_heads), strict=True)
+        return torch.cat([_written_out(q, k, v, mask, own, n) for q, k, v, own in heads], dim=1)
+    scores = query @ key.transpose(2, 3) * (head_dim**-0.5 if scoring.scaling is None else scoring.scaling)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores + mask
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).reshape(kv_heads, -1, 1).expand(-1, -1, n).reshape(1, kv_heads, -1, 1)
+        scores = torch.cat([scores, F.pad(sinks, (0, 0, 0, rows - sinks.shape[2]))], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    return weights @ value
+
+
+def _by_head(scoring: Scoring, kv_heads: int) -> list[Scoring]:
+    """The same for the queries of each head of keys."""
+    if scoring.sinks is None:
+        return [scoring] * kv_heads
+    return [scoring._replace(sinks=sinks) for sinks in scoring.sinks.chunk(kv_heads)]
 
 
 def survey(

@@ -16,7 +16,7 @@ from cascade.errors import ModelError
 from cascade.graphs import Capture, Graphs, Recorder
 from cascade.kv import SURVEY, Span, Survey
 from cascade.loading import load
-from cascade.packed import pack
+from cascade.packed import ROWS, pack
 from cascade.params import SamplingParams
 from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
@@ -53,6 +53,7 @@ class Model:
         self.dtype: torch.dtype = network.dtype
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.kv.Survey`
+        self._fewest = 1  # tokens of a pass
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose`
         self._chosen = attention is not None
         try:
@@ -166,12 +167,13 @@ class Model:
             tokens += row.tokens
             positions += range(row.start, row.start + len(row.tokens))
             keep += range(end - row.num_own, end)
+        wanted = len(keep)
+        if self._attention.fills:
+            fill(tokens, positions, keep, self._fewest)
         # one copy to the device for all three
         packed = torch.tensor(tokens + positions + keep).to(self.device, non_blocking=True)
-        n = len(tokens)
-        return self._forward(
-            packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], self._attention.plan(spans, self._windows)
-        )
+        n, plan = len(tokens), self._attention.plan(spans, self._windows)
+        return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
         call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
@@ -195,7 +197,7 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        pack(network)
+        self._fewest = ROWS if pack(network) else 1
         try:
             seen = self._survey()
             self._windows = seen.windows
@@ -231,6 +233,15 @@ class Model:
         logits = self.logits(rows).view(len(texts), 5, -1)
         self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
         return logits
+
+
+def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) -> None:
+    """Let a pass have at least so many tokens and logits: what is added belongs to no row, and nobody looks at it."""
+    missing = rows - len(tokens)
+    if missing > 0:
+        tokens += [0] * missing
+        positions += [0] * missing
+    keep += keep[-1:] * (rows - len(keep))
 
 
 def _probe_texts(vocab_size: int) -> list[list[int]]:

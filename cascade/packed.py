@@ -2,8 +2,8 @@
 
 PyTorch multiplies one row with a matrix in an order that is not the processor's best, and puts the matrix into another order
 in every pass of several rows: with weights larger than the caches two rows in float32 cost nearly two passes. oneDNN takes
-matrices that were put in its order once. Its kernels want four rows at least; fewer are filled up with zeros, which costs
-less than the kernels for one, two or three.
+matrices that were put in its order once. Its kernels want four rows at least: for one, two or three there are others, which
+take longer, and add up in another order. With four or more, a row's product has the same bits whatever the others are.
 """
 
 from typing import TypeGuard
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from cascade.devices import host_memory
 
-LARGE = 2**22  # weights of a network; fewer stay in the caches, and have nothing to gain
-SMALL = 2**16  # weights of a layer that is left as it is
-FEWEST_ROWS = 4  # of a product
+LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
+ROWS = 4  # of a product, at least; passes are filled up, see `cascade.model.fill`
 EXPECTED_ROWS = 8  # for which the order is chosen
 SPARE = 4  # times the copies' size that must be free
 
@@ -30,9 +29,9 @@ class PackedLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if not rows:
             return F.linear(input, self.weight, self.bias)
-        if rows >= FEWEST_ROWS:
+        if rows >= ROWS:
             return self._product(input)
-        filled = F.pad(input.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
+        filled = F.pad(input.reshape(rows, -1), (0, 0, 0, ROWS - rows))
         return self._product(filled)[:rows].view(*input.shape[:-1], -1)
 
     def _product(self, input: Tensor) -> Tensor:
@@ -41,12 +40,12 @@ class PackedLinear(nn.Linear):
 
 
 def pack(network: nn.Module) -> int:
-    """Pack the linear layers of ``network``, where that is of use and there is memory for the copies; how many."""
+    """Pack the linear layers of ``network``, where there is a kernel and memory for the copies; how many."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return 0
     layers = [module for module in network.modules() if _gains(module)]
-    size = sum(layer.weight.numel() for layer in layers)
-    if size < LARGE or host_memory() < SPARE * sum(layer.weight.nbytes for layer in layers):
+    small = sum(layer.weight.numel() for layer in layers if layer.weight.dtype is torch.float32) in range(1, LARGE)
+    if small or host_memory() < SPARE * sum(layer.weight.nbytes for layer in layers):
         return 0
     for layer in layers:
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, EXPECTED_ROWS)
@@ -59,7 +58,7 @@ def _gains(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear:  # not of a quantised or an adapted layer
         return False
     weight = module.weight.data
-    if type(weight) is not Tensor or weight.device.type != "cpu" or weight.numel() < SMALL:
+    if type(weight) is not Tensor or weight.device.type != "cpu":
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

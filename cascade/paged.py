@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cascade.errors import ModelError
+from cascade.pool import tiled
 
 SCRATCH = 0  # the block that tokens without a session write to
 SPARE = 2  # blocks that no session of a tier can have: the scratch one, and one for the probe of a model that failed
@@ -108,7 +109,7 @@ class PagedCache:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._slots: Tensor | None = None  # int64 [capacity], where each position lies among those of all blocks
+        self._slots: Tensor | None = None  # int64 [tiled(capacity)], where each position lies among all blocks'
         self.table: list[int] = []
         self.version = 0  # another one whenever the table is, different from those of all other caches
 
@@ -166,16 +167,17 @@ class PagedCache:
         return [self.table[position // size] * size + position % size for position in range(start, end)]
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return copies of all ``start + n`` positions."""
+        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return copies of all positions, up to the end of their tile."""
         end = start + key.shape[1]
         self.prepare(start, end)
         if self._slots is None:
-            self._slots = torch.tensor(self.slots(0, self.capacity)).to(key.device, non_blocking=True)
+            slots = self.slots(0, self.capacity) + [SCRATCH] * (tiled(self.capacity) - self.capacity)
+            self._slots = torch.tensor(slots).to(key.device, non_blocking=True)
         found = []
         for part, new in zip(self._blocks.layer(layer, key, value), (key, value), strict=True):
             positions = part.flatten(0, 1)
             positions.index_copy_(0, self._slots[start:end], new.transpose(0, 1))
-            found.append(positions.index_select(0, self._slots[:end]).transpose(0, 1))
+            found.append(positions.index_select(0, self._slots[: tiled(end)]).transpose(0, 1))
         return found[0], found[1]
 
     def free(self) -> None:

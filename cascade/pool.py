@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from cascade.scorer import Store
 
 BLOCK = 16  # positions
+TILE = 64  # positions that attention looks at at once, see `cascade.kv`
 GROWTH = 16  # a strip that is full grows by at least this part of itself: little is copied, and little held in vain
 
 
 def num_blocks(positions: int) -> int:
     """Blocks that hold so many positions."""
     return -(-positions // BLOCK)
+
+
+def tiled(positions: int) -> int:
+    """Positions of the whole tiles that hold so many."""
+    return -(-positions // TILE) * TILE
 
 
 def room(positions: int, capacity: int) -> int:

@@ -27,7 +27,7 @@ from cascade.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.kernels import takes
 from cascade.kv import Cache, Pass, Span, attend, sight
 from cascade.model import Model
-from cascade.pool import BLOCK
+from cascade.pool import BLOCK, TILE
 from cascade.scorer import Row
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -406,10 +406,10 @@ def test_cache_holds_and_frees() -> None:
     assert store.nbytes == 0
     _logits(model, (store, 0, PREFIX))
     assert model.bytes_per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes
-    assert store.nbytes == 32 * model.bytes_per_token
+    assert store.nbytes == TILE * model.bytes_per_token
     expected = _logits(model, (store, len(PREFIX), PREFIX))
-    store.reserve(96)
-    assert store.nbytes == 96 * model.bytes_per_token
+    store.reserve(TILE + 1)
+    assert store.nbytes == 2 * TILE * model.bytes_per_token
     assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
     store.free()
     assert store.nbytes == 0

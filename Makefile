@@ -11,8 +11,8 @@ demo: $(VENV)/.installed           ## start the cascade, stream one answer, comp
 serve: $(VENV)/.installed          ## the same server, left running
 	$(BIN)/cascade serve
 
-test: $(VENV)/.installed-dev       ## all tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev       ## all tests, in two processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

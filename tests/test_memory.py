@@ -192,8 +192,13 @@ def _score(model: Model, pool: Pool, tokens: Sequence[int], num_own: int) -> tup
     return logits, known
 
 
-@pytest.mark.parametrize("attention", [Contiguous, Gathered, lambda: Gathered(2 * BLOCK)], ids=["contiguous", "256", "32"])
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in ("phi3-longrope",)])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product([name for name in SERVED if name != "phi3-longrope"], [Contiguous, lambda: Gathered(2 * BLOCK)]),
+        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Gathered]),
+    ],
+)
 def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Callable[[], Attention]) -> None:
     """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
     model = Model(build(name), attention=attention(), cache_tokens=2048)

@@ -1,0 +1,12 @@
+"""How tests share a machine."""
+
+import pytest
+
+CLUSTERS = {"test_cli", "test_proxy", "test_ranks", "test_serve", "test_server", "test_tls"}  # that start Ray
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests stay together, for they share what it sets up; and there is one Ray at a time."""
+    for item in items:
+        file = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ray" if file in CLUSTERS else file))

@@ -30,8 +30,8 @@ FAR = 4096  # a position to ask a mask about that names no size of its own
 class Cache:
     """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``; K and V may differ in size.
 
-    Storage is contiguous, so that attention reads it in place, and holds numbers everywhere: what is behind the text is hidden,
-    and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
+    Storage is contiguous, so that attention reads it in place, and finite everywhere: what is behind the text is hidden from
+    queries, and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
     __slots__ = ("_layers", "capacity")
@@ -89,7 +89,7 @@ def _resized(old: Tensor, capacity: int) -> Tensor:
 class Writable(Protocol):
     """Keys and values of one session that `attend` can use; see `Cache` and `cascade.paged.PagedCache`.
 
-    `write` returns whole tiles; what is behind the text is any numbers.
+    `write` returns whole tiles, with any finite numbers behind the text.
     """
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -201,7 +201,9 @@ def attend(
     spans = cascade_pass.spans
     used = spans[-1].end
     filled = query.shape[2] - used  # see `cascade.model.fill`
-    parts = tuple(part[0, :, :used] if filled else part[0] for part in (query, key, value))
+    # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
+    finite = (query, key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0))
+    parts = tuple(part[0, :, :used] if filled else part[0] for part in finite)
     if len(spans) == 1:  # nothing to cut or to join
         out = _row(spans[0], layer, parts, scoring)
     else:

@@ -3,7 +3,7 @@
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -413,6 +413,25 @@ def test_cache_holds_and_frees() -> None:
     assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
     store.free()
     assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("attention", [Contiguous, lambda: Gathered(BLOCK)])
+def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention]) -> None:
+    """Guards texts before and behind a wrong draft whose keys are not numbers: 0 times that is not 0."""
+    network = build("llama-untied-bias")
+    model = Model(network, attention=attention(), cache_tokens=1024)
+    text, drafts = tuple(range(3, 20)), (*range(30, 40), 77)
+    expected = _logits(model, (model.new_cache(), 0, text))
+    with torch.no_grad():
+        network.get_input_embeddings().weight[77] = torch.inf
+    store = model.new_cache()
+    found = _logits(model, (store, 0, (*text[:10], *drafts)))
+    assert not found[-1].isfinite().any()
+    torch.testing.assert_close(found[:10], expected[:10], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(model, (store, 10, text[10:])), expected[10:], rtol=1e-4, atol=1e-4)
+    store.free()
+    other = model.new_cache()  # in the blocks that the first one had
+    torch.testing.assert_close(_logits(model, (other, 0, text)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_documentation_lists_what_is_checked() -> None:

@@ -39,6 +39,7 @@ from cascade.forecast import Bench, TierCost, Trace
 from cascade.measure import PROMPTS, Measured, Mode, measure
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.scenario import PassCost
+from deployments.app import HUGE_PAGES
 from deployments.server import Server
 
 WORK = Path(__file__).parent / ".work"
@@ -272,6 +273,7 @@ def main() -> None:
     full = str(WORK / "full-200m")
     # everything that is not pinned elsewhere inherits this: Ray, the router, this client
     os.sched_setaffinity(0, [OTHER_CORE])
+    os.environ.update(HUGE_PAGES)  # what is compared and priced in processes of its own has the same memory as the tiers
     with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
         hop_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())

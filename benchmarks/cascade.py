@@ -104,10 +104,13 @@ def async_pairs() -> list[Mode]:
 
 
 def busy_s(core: int) -> float:
-    """Seconds that a core has worked since the machine started."""
-    fields = Path("/proc/stat").read_text().splitlines()[1 + core].split()
-    user, nice, system = map(int, fields[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    """Seconds that those threads have worked which may run on this core alone: ours, whatever else the machine does."""
+    seconds = 0.0
+    for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.sched_getaffinity(int(task.name)) == {core}:
+                seconds += price.processor_s(task)
+    return seconds
 
 
 def front_cost(client: Client) -> tuple[float, float]:
@@ -181,8 +184,9 @@ def busy(worker: ProcessPoolExecutor, source: str, dtype: str) -> Iterator[None]
             working.result()
 
 
-def lower_prices(full: str, worker: ProcessPoolExecutor) -> tuple[dict[str, Points], dict[tuple[Company, str], Price]]:
-    """What passes of the lower tiers cost by tokens; what one of a token and a message cost where they are served."""
+async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Costs:
+    """What passes of the lower tiers cost by tokens, and one of a token and a message where they are served; hops too."""
+    hop_s = await hop.measure(*worker.submit(hop.serve).result())
     curves: dict[str, Points] = {}
     prices: dict[tuple[Company, str], Price] = {}
     tiny, medium, _ = family.paths()
@@ -195,21 +199,21 @@ def lower_prices(full: str, worker: ProcessPoolExecutor) -> tuple[dict[str, Poin
         ):
             beside.submit(reference.pass_costs, other, "float32").result()
             ticket = lower.submit(price.serve, source, "float32").result()
-            price.price(lower, ticket, "0", DEFAULT_WINDOW)  # the first passes of a process are no measure
+            await price.price(lower, ticket, "0", DEFAULT_WINDOW)  # the first passes of a process are no measure
 
             def verify() -> "asyncio.Future[None]":
                 return asyncio.wrap_future(worker.submit(reference.verify, full, "bfloat16"))
 
-            prices["lockstep", name] = price.price(lower, ticket, "1", LOCKSTEP_WINDOWS[-1], verify)
+            prices["lockstep", name] = await price.price(lower, ticket, "1", LOCKSTEP_WINDOWS[-1], verify)
             with busy(worker, full, "bfloat16"):
                 curves[name] = tuple(lower.submit(reference.pass_costs, source, "float32").result())
-                prices["pair", name] = price.price(lower, ticket, "2", DEFAULT_WINDOW)
+                prices["pair", name] = await price.price(lower, ticket, "2", DEFAULT_WINDOW)
                 with busy(beside, other, "float32"):
-                    prices["three", name] = price.price(lower, ticket, "3", DEFAULT_WINDOW)
+                    prices["three", name] = await price.price(lower, ticket, "3", DEFAULT_WINDOW)
         console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in curves[name]))
     for (company, name), one in prices.items():
         console.print(f"  {name}, {company}: pass {one.pass_s * 1e3:.2f} ms, message {one.message_s * 1e3:.2f} ms")
-    return curves, prices
+    return replace(known, hop_s=hop_s, curves=curves, prices=prices)
 
 
 def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCost, ...]:
@@ -275,12 +279,10 @@ def main() -> None:
     os.sched_setaffinity(0, [OTHER_CORE])
     os.environ.update(HUGE_PAGES)  # what is compared and priced in processes of its own has the same memory as the tiers
     with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
-        hop_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
         results, rates, costs = timed("Serving three tiers", lambda: measure_cascade(full, worker))
         both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
-        curves, prices = timed("Finding prices", lambda: lower_prices(full, worker))
-        costs = replace(costs, hop_s=hop_s, curves=curves, prices=prices)
+        costs = timed("Finding prices", lambda: asyncio.run(add_prices(full, worker, costs)))
         predicted = timed("Predicting", lambda: predict(full, worker, results, costs))
     report(results, rates, both, predicted, parameters, costs)
 

@@ -72,12 +72,13 @@ def used() -> Used:
     """In a worker, of the tier that it serves."""
     tier, _ = _served[-1]
     [thread] = [thread for thread in threading.enumerate() if thread.name == f"tier-{NAME}"]
-    seconds = {int(task.name): _processor_s(task) for task in Path("/proc/self/task").iterdir()}
+    seconds = {int(task.name): processor_s(task) for task in Path("/proc/self/task").iterdir()}
     loop_s = seconds[thread.native_id or 0]
     return Used(loop_s, sum(seconds.values()) - loop_s, tier.stats.passes)
 
 
-def _processor_s(task: Path) -> float:
+def processor_s(task: Path) -> float:
+    """Seconds that the thread of this folder of /proc has worked."""
     return int((task / "schedstat").read_text().split()[0]) / 1e9
 
 
@@ -122,11 +123,11 @@ async def verify(ticket: str, session: str, num_tokens: int, window: int, judge:
     return messages
 
 
-def price(worker: ProcessPoolExecutor, ticket: str, session: str, window: int, judge: Judge | None = None) -> Price:
+async def price(worker: ProcessPoolExecutor, ticket: str, session: str, window: int, judge: Judge | None = None) -> Price:
     """Of the tier behind ``ticket``, in ``worker``, by the session of that name: 0 to 7, each once."""
     num_tokens = NUM_TOKENS if judge is None else NUM_ROUNDS * window
     before, begin = worker.submit(used).result(), time.process_time()
-    messages = asyncio.run(verify(ticket, session, num_tokens, window, judge))
+    messages = await verify(ticket, session, num_tokens, window, judge)
     here = time.process_time() - begin
     after = worker.submit(used).result()
     there = after.rest_s - before.rest_s

@@ -30,8 +30,10 @@ def test_passes_and_messages_have_prices() -> None:
         def verify() -> "asyncio.Future[None]":
             return asyncio.wrap_future(worker.submit(reference.verify, tiny, "float32"))
 
-        for session, judge in (("0", None), ("1", verify)):
-            found = price.price(worker, ticket, session, 8, judge)
+        async def measure() -> list[price.Price]:
+            return [await price.price(worker, ticket, session, 8, judge) for session, judge in (("0", None), ("1", verify))]
+
+        for found in asyncio.run(measure()):
             assert 0 < found.pass_s < 1
             assert 0 < found.message_s < 1
 

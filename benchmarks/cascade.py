@@ -8,33 +8,38 @@ prompt: full alone, the best lockstep pair, the best asynchronous pair, the casc
 those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted generation on
 core 0. The full model alone with both cores is a server of its own, measured after.
 
-What each mode should give is predicted from measured costs of passes, hops and messages and the recorded agreement of the tiers
-along the texts that were written. The last line is one JSON document.
+What each mode should give is predicted from the recorded agreement of the tiers along the texts that were written, and from
+prices of passes, hops and messages, each measured by itself beside what it runs beside in that mode. The last line is one JSON
+document.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 
-from benchmarks import hop, reference
+from benchmarks import hop, price, reference
+from benchmarks.price import Price
 from cascade import family, screen
 from cascade.client import Client
 from cascade.forecast import Bench, TierCost, Trace
 from cascade.measure import PROMPTS, Measured, Mode, measure
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.scenario import PassCost
+from deployments.app import HUGE_PAGES
 from deployments.server import Server
 
 WORK = Path(__file__).parent / ".work"
@@ -47,8 +52,14 @@ DRAFTERS = ("tiny", "medium")
 LOCKSTEP_WINDOWS = (4, 8, 12, 16)
 IDLE_S = 5.0
 STEADY = 6
+SETTLE_S = 0.3  # until those who work beside do
 MODES = ("alone", "lockstep_pair", "async_pair", "async_three", "async_three_always")
 console = Console(stderr=True)
+
+Points: TypeAlias = tuple[tuple[int, float], ...]
+Company: TypeAlias = Literal[
+    "lockstep", "pair", "three"
+]  # in turns with the full tier, beside it, beside it and the other lower one
 
 
 def tier(name: str, source: str, dtype: str, cores: list[int]) -> dict[str, Any]:
@@ -93,10 +104,13 @@ def async_pairs() -> list[Mode]:
 
 
 def busy_s(core: int) -> float:
-    """Seconds that a core has worked since the machine started."""
-    fields = Path("/proc/stat").read_text().splitlines()[1 + core].split()
-    user, nice, system = map(int, fields[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    """Seconds that those threads have worked which may run on this core alone: ours, whatever else the machine does."""
+    seconds = 0.0
+    for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.sched_getaffinity(int(task.name)) == {core}:
+                seconds += price.processor_s(task)
+    return seconds
 
 
 def front_cost(client: Client) -> tuple[float, float]:
@@ -114,11 +128,12 @@ def front_cost(client: Client) -> tuple[float, float]:
 class Costs:
     """What the simulator has to know, in seconds."""
 
-    full: tuple[tuple[int, float], ...]  # tokens and seconds of the full tier's passes, as the server itself has timed them
+    full: Points  # tokens and seconds of the full tier's passes, as the server itself has timed them
     front_s: float  # of the other core, for each piece of an answer
     taken: float  # share of the other core that Ray takes when nothing is asked
-    hop_s: float = 0.0  # of a message from tier to tier
-    message_s: float = 0.0  # of a core, at either end of it
+    hop_s: float = 0.0  # of a message from tier to tier, the time at both ends in it
+    curves: Mapping[str, Points] = field(default_factory=dict)  # of lower tiers' passes, seconds of their core by tokens
+    prices: Mapping[tuple[Company, str], Price] = field(default_factory=dict)  # of a lower tier in such company
 
 
 def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], Costs]:
@@ -156,40 +171,93 @@ def measure_both_cores(full: str) -> float:
     return result.tokens_per_second
 
 
+@contextlib.contextmanager
+def busy(worker: ProcessPoolExecutor, source: str, dtype: str) -> Iterator[None]:
+    """Meanwhile ``worker`` runs passes of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        working = worker.submit(reference.keep_busy, source, dtype, Path(folder))
+        time.sleep(SETTLE_S)
+        try:
+            yield
+        finally:
+            (Path(folder) / reference.STOP).touch()
+            working.result()
+
+
+async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Costs:
+    """What passes of the lower tiers cost by tokens, and one of a token and a message where they are served; hops too."""
+    hop_s = await hop.measure(*worker.submit(hop.serve).result())
+    curves: dict[str, Points] = {}
+    prices: dict[tuple[Company, str], Price] = {}
+    tiny, medium, _ = family.paths()
+    spawn = get_context("spawn")
+    worker.submit(reference.verify, full, "bfloat16").result()
+    for name, source, other in (("tiny", tiny, medium), ("medium", medium, tiny)):
+        with (
+            ProcessPoolExecutor(1, spawn, reference.pin, ([OTHER_CORE],)) as lower,
+            ProcessPoolExecutor(1, spawn, reference.pin, ([OTHER_CORE],)) as beside,
+        ):
+            beside.submit(reference.pass_costs, other, "float32").result()
+            ticket = lower.submit(price.serve, source, "float32").result()
+            await price.price(lower, ticket, "0", DEFAULT_WINDOW)  # the first passes of a process are no measure
+
+            def verify() -> "asyncio.Future[None]":
+                return asyncio.wrap_future(worker.submit(reference.verify, full, "bfloat16"))
+
+            prices["lockstep", name] = await price.price(lower, ticket, "1", LOCKSTEP_WINDOWS[-1], verify)
+            with busy(worker, full, "bfloat16"):
+                curves[name] = tuple(lower.submit(reference.pass_costs, source, "float32").result())
+                prices["pair", name] = await price.price(lower, ticket, "2", DEFAULT_WINDOW)
+                with busy(beside, other, "float32"):
+                    prices["three", name] = await price.price(lower, ticket, "3", DEFAULT_WINDOW)
+        console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in curves[name]))
+    for (company, name), one in prices.items():
+        console.print(f"  {name}, {company}: pass {one.pass_s * 1e3:.2f} ms, message {one.message_s * 1e3:.2f} ms")
+    return replace(known, hop_s=hop_s, curves=curves, prices=prices)
+
+
+def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCost, ...]:
+    """Of all tiers, in such company."""
+    left = 1 - known.taken
+    dearest = max(known.prices[company, name].message_s for name in names[:-1])
+    costs = []
+    for name in names[:-1]:
+        one, curve = known.prices[company, name], known.curves[name]
+        points = tuple((tokens, (one.pass_s + seconds - curve[0][1]) / left) for tokens, seconds in curve)
+        wire_s = max(0.0, known.hop_s - 2 * one.message_s)
+        costs.append(TierCost(name, PassCost(points=points), wire_s, device=str(OTHER_CORE), message_s=one.message_s / left))
+    return (*costs, TierCost(names[-1], PassCost(points=known.full), device=str(FULL_CORE), message_s=dearest))
+
+
 def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], known: Costs) -> dict[str, float]:
     """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
     tiny, medium, _ = family.paths()
     tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
-    wire_s = max(0.0, known.hop_s - 2 * known.message_s)
-    costs = []
-    for name, (source, dtype) in tiers.items():
-        points = known.full if name == "full" else tuple(worker.submit(reference.pass_costs, source, dtype).result())
-        console.print(f"  pass of {name}: " + ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in points))
-        core = FULL_CORE if name == "full" else OTHER_CORE
-        left = 1.0 if core == FULL_CORE else 1 - known.taken
-        cost = PassCost(points=tuple((tokens, seconds / left) for tokens, seconds in points))
-        costs.append(TierCost(name, cost, wire_s, device=str(core), message_s=known.message_s / left))
+    names = list(tiers)
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
         for own, (source, dtype) in zip(said, tiers.values(), strict=True):
             own += worker.submit(reference.own_tokens, source, dtype, prompt, text).result()
-    bench = Bench(
-        tuple(costs),
-        Trace.recorded(said),
-        len(said[0]),
-        front_device=str(OTHER_CORE),
-        front_s=known.front_s / (1 - known.taken),
-    )
-    names = list(tiers)
+    front_s = known.front_s / (1 - known.taken)
     predictions = {}
     for mode, result in zip(MODES, results, strict=True):
         asked = result.mode.speculation
         chosen = names if asked.tiers is None else [*asked.tiers, "full"]
         chosen = ["full"] if asked.mode == "off" else chosen
-        long = replace(bench, num_tokens=STEADY * bench.num_tokens)  # what pays was found out long ago
-        outcome = (long if asked.adaptive else bench).outcome(
+        lockstep = asked.schedule == "lockstep"
+        # one that may leave tiers out ends as a pair here
+        company: Company = "lockstep" if lockstep else "three" if len(chosen) == len(names) and not asked.adaptive else "pair"
+        num_tokens = (STEADY if asked.adaptive else 1) * len(said[0])  # what pays was found out long ago
+        bench = Bench(
+            tier_costs(known, company, names),
+            Trace.recorded(said),
+            num_tokens,
+            front_device=str(OTHER_CORE),
+            front_s=front_s,
+        )
+        outcome = bench.outcome(
             [names.index(n) for n in chosen],
-            lockstep=asked.schedule == "lockstep",
+            lockstep=lockstep,
             window=asked.draft_window(DEFAULT_WINDOW),
             adaptive=asked.adaptive,
         )
@@ -209,12 +277,12 @@ def main() -> None:
     full = str(WORK / "full-200m")
     # everything that is not pinned elsewhere inherits this: Ray, the router, this client
     os.sched_setaffinity(0, [OTHER_CORE])
+    os.environ.update(HUGE_PAGES)  # what is compared and priced in processes of its own has the same memory as the tiers
     with ProcessPoolExecutor(1, get_context("spawn"), reference.pin, ([FULL_CORE],)) as worker:
-        hop_s, message_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
         parameters = timed("Growing the full model", lambda: worker.submit(reference.grow_full, Path(full)).result())
         results, rates, costs = timed("Serving three tiers", lambda: measure_cascade(full, worker))
         both = timed("Serving the full model on both cores", lambda: measure_both_cores(full))
-        costs = replace(costs, hop_s=hop_s, message_s=message_s)
+        costs = timed("Finding prices", lambda: asyncio.run(add_prices(full, worker, costs)))
         predicted = timed("Predicting", lambda: predict(full, worker, results, costs))
     report(results, rates, both, predicted, parameters, costs)
 
@@ -255,7 +323,10 @@ def report(
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
         "hop_ms": round(costs.hop_s * 1e3, 3),
-        "message_ms": round(costs.message_s * 1e3, 3),
+        "lower_prices_ms": {
+            f"{name}, {company}": {"pass": round(one.pass_s * 1e3, 2), "message": round(one.message_s * 1e3, 3)}
+            for (company, name), one in costs.prices.items()
+        },
         "taken_by_ray": round(costs.taken, 3),
         "front_ms": round(costs.front_s * 1e3, 3),
         "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},

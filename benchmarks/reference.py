@@ -4,6 +4,7 @@ Every function loads what it needs once; the process is a worker of `concurrent.
 """
 
 import os
+import statistics
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,10 @@ from cascade.scorer import Row
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
-PASS_REPEATS = 12
+PASS_REPEATS = 24
+CONTEXT = 150  # positions before a pass
+NUM_BUSY = 4  # tokens of a pass that is only there to be in the way
+STOP = "stop"
 
 
 def pin(cores: list[int]) -> None:
@@ -64,20 +68,38 @@ def scorer(source: str, dtype: str) -> Model:
     return Model.from_pretrained(source, dtype=dtype)
 
 
-def pass_costs(source: str, dtype: str, context: int = 150) -> list[tuple[int, float]]:
-    """Median seconds of a pass over 1, 2, ... tokens behind ``context`` others."""
-    model = scorer(source, dtype)
-    cache = model.new_cache()
-    model.run([Row(cache, 0, [7] * context, 1, GREEDY)])
-    points = []
-    for size in PASS_SIZES:
-        times = []
-        for _ in range(PASS_REPEATS):
-            begin = time.perf_counter()
-            model.run([Row(cache, context, [7] * size, size, GREEDY)])
-            times.append(time.perf_counter() - begin)
-        points.append((size, sorted(times)[len(times) // 2]))
-    return points
+@lru_cache
+def written(source: str, dtype: str) -> Cache:
+    """Keys and values of a text of `CONTEXT` tokens."""
+    cache = scorer(source, dtype).new_cache()
+    scorer(source, dtype).run([Row(cache, 0, [7] * CONTEXT, 1, GREEDY)])
+    return cache
+
+
+def one_pass(source: str, dtype: str, num_tokens: int) -> float:
+    """A pass behind `CONTEXT` positions; seconds of the processor."""
+    row = Row(written(source, dtype), CONTEXT, [7] * num_tokens, num_tokens, GREEDY)
+    begin = time.thread_time()
+    scorer(source, dtype).run([row])
+    return time.thread_time() - begin
+
+
+def verify(source: str, dtype: str) -> None:
+    """One pass of a verifier of many guesses."""
+    one_pass(source, dtype, PASS_SIZES[-1])
+
+
+def keep_busy(source: str, dtype: str, folder: Path) -> None:
+    """Passes of a verifier, until a file named `STOP` is in ``folder``."""
+    while not (folder / STOP).exists():
+        one_pass(source, dtype, NUM_BUSY)
+
+
+def pass_costs(source: str, dtype: str) -> list[tuple[int, float]]:
+    """Median seconds of the processor for a pass over 1, 2, ... tokens."""
+    one_pass(source, dtype, 1)
+    costs = {size: [one_pass(source, dtype, size) for _ in range(PASS_REPEATS)] for size in PASS_SIZES}
+    return [(size, statistics.median(seconds)) for size, seconds in costs.items()]
 
 
 def own_tokens(source: str, dtype: str, prompt: str, text: tuple[int, ...]) -> list[int]:

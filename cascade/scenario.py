@@ -42,11 +42,11 @@ class SimTier:
 
     name: str
     model: Scorer
-    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens
+    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens, where it is served: caches are colder there
     hop_s: float = 0.0  # one way between it and the tier above, or the router
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # tiers that name the same one share it; one of its own if it names none
-    message_s: float = 0.0  # of the device, to send or to receive one message
+    message_s: float = 0.0  # of the device, to send or to receive one message, by all threads that this wakes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,14 @@ from deployments.ranks import bundle
 from deployments.router import Router
 from deployments.tier import TierReplica
 
+# weights in pages of 2 MB where the kernel has them: a pass on a CPU reads all of them, and is 5 to 15 % faster
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # user code in the replica's own event loop: one thread less between a link and its tier (must be set before Serve is imported)
-ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    **HUGE_PAGES,
+}
 QUIET = {"enable_access_log": False}
 
 

@@ -9,16 +9,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cascade, gpu, hop
+from benchmarks import cascade, gpu, hop, price, reference
+from cascade import family
 from cascade.params import DEFAULT_WINDOW
 
 
 def test_hops_can_be_measured() -> None:
     """Guards the price of a message against links that have changed: a benchmark would fail behind its longest part."""
     with ProcessPoolExecutor(1, get_context("spawn")) as worker:  # whose tier ends with it
-        hop_s, message_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
-    assert message_s > 0
+        hop_s = asyncio.run(hop.measure(*worker.submit(hop.serve).result()))
     assert 0 < hop_s < 1
+
+
+def test_passes_and_messages_have_prices() -> None:
+    """Guards what the simulator is told of served tiers against links and tiers that have changed."""
+    tiny = family.paths()[0]
+    with ProcessPoolExecutor(1, get_context("spawn")) as worker:
+        ticket = worker.submit(price.serve, tiny, "float32").result()
+
+        def verify() -> "asyncio.Future[None]":
+            return asyncio.wrap_future(worker.submit(reference.verify, tiny, "float32"))
+
+        async def measure() -> list[price.Price]:
+            return [await price.price(worker, ticket, session, 8, judge) for session, judge in (("0", None), ("1", verify))]
+
+        for found in asyncio.run(measure()):
+            assert 0 < found.pass_s < 1
+            assert 0 < found.message_s < 1
 
 
 def test_lockstep_pairs_are_no_strawmen() -> None:

@@ -86,7 +86,8 @@ class LeadingModel(Model):
         self._num_caches = 0
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
-        super().__init__(network, attention=Contiguous(), **options)  # the ranks repeat what the leader does with its stores
+        # the ranks repeat what the leader does with its stores, and time nothing: that would be no common number of passes
+        super().__init__(network, attention=Contiguous(), num_threads=torch.get_num_threads(), **options)
         self._changes.clear()
         self._wire = Wire()
 
@@ -160,7 +161,7 @@ def follow(address: str, rank: int, ranks: int, source: str, **options: Any) -> 
     """Be one of the other ranks, until the leader closes or anything fails."""
     host, _, port = address.rpartition(":")
     _join(TCPStore(host, int(port), ranks, is_master=False, timeout=START_TIMEOUT), rank, ranks)
-    model = Model(load(source, ranks=ranks, **options), attention=Contiguous())
+    model = Model(load(source, ranks=ranks, **options), attention=Contiguous(), num_threads=torch.get_num_threads())
     caches: dict[int, Cache] = {}
     wire = Wire()
     while (order := wire.receive()) is not None:

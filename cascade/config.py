@@ -24,7 +24,7 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
-SINGLE_RANK = ("quantization", "lora_modules")  # engine options for one rank alone
+SINGLE_RANK = ("quantization",)  # engine options for one rank alone
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Self
 
 import torch
@@ -36,15 +37,16 @@ class Threads:
     def find(cls, run: Callable[[int], object], limit: int, clock: Callable[[], float] = time.perf_counter) -> Self:
         """Time passes ``run(num_tokens)`` with 1, 2, 4, ... and ``limit`` threads: the fewest that are not slower.
 
-        Sizes go up until all threads are worth it. The best time counts: a busy machine only ever adds.
+        Sizes go up until all threads are worth it. The usual time counts, and not the best: on a busy machine threads that wait
+        for each other lose far more than they win on a quiet one.
         """
         counts = [*_powers(limit), limit]
         steps: list[tuple[int, int]] = []
         for num_tokens in SIZES if limit > 1 else ():
             if min(_time(partial(run, num_tokens), [limit], clock, rounds=1).values()) > LONG_S:
                 break
-            best = _time(partial(run, num_tokens), counts, clock)
-            fewest = next(count for count in counts if best[count] <= GAIN * min(best.values()))
+            usual = _time(partial(run, num_tokens), counts, clock)
+            fewest = next(count for count in counts if usual[count] <= GAIN * min(usual.values()))
             if fewest == limit:
                 break
             steps.append((num_tokens, fewest))
@@ -85,15 +87,15 @@ def _time(
     run: Callable[[], object], counts: Sequence[int], clock: Callable[[], float], rounds: int = ROUNDS
 ) -> dict[int, float]:
     """Seconds of a pass by number of threads: at least one round, and no more than the budget allows."""
-    best = dict.fromkeys(counts, float("inf"))
+    found: dict[int, list[float]] = {count: [] for count in counts}
     end = clock() + BUDGET_S
     for turn in range(rounds):
         for count in counts:
             if turn and clock() > end:
-                return best
+                break
             with _set(count):
                 run()  # threads that were not there are made now
                 begin = clock()
                 run()
-                best[count] = min(best[count], clock() - begin)
-    return best
+                found[count].append(clock() - begin)
+    return {count: median(seconds) for count, seconds in found.items()}

@@ -24,7 +24,7 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
-SINGLE_RANK = ("quantization",)  # engine options for one rank alone
+SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 
@@ -80,10 +80,10 @@ class EngineKwargs(Section):
 
     @model_validator(mode="after")
     def _shared_plainly(self) -> Self:
-        odd = next((name for name in SINGLE_RANK if getattr(self, name)), None)
-        if self.tensor_parallel_size > 1 and odd:
+        if self.tensor_parallel_size > 1 and self.quantization not in (None, SHARED_QUANTIZATION):
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, which {odd} cannot be combined with; remove one"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, which quantization {self.quantization} cannot be "
+                f"combined with: take {SHARED_QUANTIZATION}, or one rank"
             )
         if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
             raise ValueError(

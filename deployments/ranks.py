@@ -99,4 +99,5 @@ def _options(engine: EngineKwargs) -> dict[str, Any]:
         "device": engine.device,
         "revision": engine.revision,
         "trust_remote_code": engine.trust_remote_code,
+        "quantization": engine.quantization,
     }

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from cascade.adapters import AdaptedModel
 from cascade.attention import Contiguous
 from cascade.checkpoint import rank_problem, reason
+from cascade.config import sharing_problem
 from cascade.errors import ModelError
 from cascade.kv import Cache
 from cascade.loading import load
@@ -99,7 +100,7 @@ class LeadingModel(Model):
 
         ``adapters`` are for `cascade.adapters.AdaptedModel`. Raises `ModelError`. A process leads one model.
         """
-        check_ranks(source, ranks, **options)
+        check_ranks(source, ranks, adapters=adapters, **options)
         store, address = rendezvous("127.0.0.1", ranks)
         command = [sys.executable, "-m", "cascade.parallel", address, str(ranks)]
         followers = [
@@ -203,8 +204,10 @@ def _change(caches: dict[int, Cache], number: int, source: int | None = None, po
         caches.setdefault(number, Cache()).take(caches.setdefault(source, Cache()), positions)
 
 
-def check_ranks(source: str, ranks: int, **options: Any) -> None:
+def check_ranks(source: str, ranks: int, *, adapters: Mapping[str, str] = {}, **options: Any) -> None:
     """Raise `ModelError` if ``ranks`` cannot share the model of ``source``."""
+    if problem := sharing_problem(ranks, options.get("quantization"), adapters):
+        raise ModelError(problem)
     known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     if problem := rank_problem(source, ranks, **known):
         raise ModelError(problem)

@@ -113,7 +113,7 @@ def test_ranks_write_what_one_would(folder: Path, name: str, ranks: int) -> None
     assert said["ended"] == [0] * (ranks - 1)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4), ("mixtral", 2)])
 def test_ranks_share_quantised_weights(folder: Path, name: str, ranks: int) -> None:
     """Guards shares against scales of their own: layers that are split along their input would hold other numbers."""
     build(name, num_key_value_heads=4).save_pretrained(folder)

@@ -15,8 +15,8 @@ from typing import Self
 import torch
 
 SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take all threads
-ROUNDS = 5
-BUDGET_S = 0.5  # for all rounds of a size
+ROUNDS = 3
+BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
 GAIN = 1.05  # times faster at least that more threads must be
 LONG_S = 0.1  # a pass that takes so long with all threads computes far more than its threads meet
 

@@ -15,9 +15,9 @@ from typing import Self
 import torch
 
 SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take all threads
-ROUNDS = 3
+ROUNDS = 5
 BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
-GAIN = 1.05  # times faster at least that more threads must be
+GAIN = 1.1  # times faster at least that more threads must be
 LONG_S = 0.1  # a pass that takes so long with all threads computes far more than its threads meet
 
 

@@ -69,6 +69,24 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+class Others:
+    """The share of the machine's processors that other programs take from now on: beside them nothing can be measured."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Seconds on all processors: altogether, in use, in use by this process."""
+        times = [int(part) / os.sysconf("SC_CLK_TCK") for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        used, own = sum(times) - times[3] - times[4], os.times()
+        return sum(times), used, own.user + own.system
+
+    def share(self) -> float:
+        whole, used, own = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        return max(0.0, used - own) / whole if whole else 0.0
+
+
 def load(source: str, dtype: str) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     network.config.max_position_embeddings = POSITIONS
@@ -195,7 +213,7 @@ def held(cascade: Cascade, model: Model) -> dict[str, Any]:
 
 def compare(source: str, dtype: str) -> dict[str, Any]:
     """Everything about one model in one dtype."""
-    network, model = load(source, dtype), Model(load(source, dtype))
+    network, model, others = load(source, dtype), Model(load(source, dtype)), Others()
     with Cascade([model], Tokenizer.from_pretrained(source)) as cascade:
         generate(network, [tokens(16, 9)], 4)
         cascade.generate(tokens(16, 9), params(4))
@@ -208,6 +226,7 @@ def compare(source: str, dtype: str) -> dict[str, Any]:
             **batching(network, cascade, "chat16"),
             **prefix(cascade),
             **held(cascade, model),
+            "taken_by_others": round(others.share(), 3),
         }
 
 
@@ -253,6 +272,7 @@ def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
     document = {
         "ratios": {name: min(found[name] for found in models.values()) for name in low}
         | {name: max(found[name] for found in models.values()) for name in high},
+        "taken_by_others": max(found["taken_by_others"] for found in models.values()),  # of all processors
         "models": models,
         "short_requests": short,
         "prefix_tokens": PREFIX,

@@ -6,7 +6,7 @@ then more threads make it slower, and take cores from the other tiers.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -37,16 +37,16 @@ class Threads:
     def find(cls, run: Callable[[int], object], limit: int, clock: Callable[[], float] = time.perf_counter) -> Self:
         """Time passes ``run(num_tokens)`` with 1, 2, 4, ... and ``limit`` threads: the fewest that are not slower.
 
-        Sizes go up until all threads are worth it. The usual time counts, and not the best: on a busy machine threads that wait
-        for each other lose far more than they win on a quiet one.
+        Sizes go up until all threads are worth it. More threads must usually be faster than fewer are at best: on a busy
+        machine those that wait for each other lose far more than they win on a quiet one.
         """
         counts = [*_powers(limit), limit]
         steps: list[tuple[int, int]] = []
         for num_tokens in SIZES if limit > 1 else ():
-            if min(_time(partial(run, num_tokens), [limit], clock, rounds=1).values()) > LONG_S:
+            if min(_time(partial(run, num_tokens), [limit], clock, rounds=1)[limit]) > LONG_S:
                 break
-            usual = _time(partial(run, num_tokens), counts, clock)
-            fewest = next(count for count in counts if usual[count] <= GAIN * min(usual.values()))
+            found = _time(partial(run, num_tokens), counts, clock)
+            fewest = next(count for count in counts if _suffices(count, found))
             if fewest == limit:
                 break
             steps.append((num_tokens, fewest))
@@ -78,6 +78,11 @@ def _set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _suffices(count: int, found: Mapping[int, Sequence[float]]) -> bool:
+    """More threads than ``count`` are not worth it, by the seconds of passes."""
+    return all(min(found[count]) <= GAIN * median(seconds) for more, seconds in found.items() if more > count)
+
+
 def _powers(limit: int) -> list[int]:
     """1, 2, 4, ... below ``limit``."""
     return [1 << bit for bit in range((limit - 1).bit_length())]
@@ -85,8 +90,8 @@ def _powers(limit: int) -> list[int]:
 
 def _time(
     run: Callable[[], object], counts: Sequence[int], clock: Callable[[], float], rounds: int = ROUNDS
-) -> dict[int, float]:
-    """Seconds of a pass by number of threads: at least one round, and no more than the budget allows."""
+) -> dict[int, list[float]]:
+    """Seconds of passes by number of threads: at least one round, and no more than the budget allows."""
     found: dict[int, list[float]] = {count: [] for count in counts}
     end = clock() + BUDGET_S
     for turn in range(rounds):
@@ -98,4 +103,4 @@ def _time(
                 begin = clock()
                 run()
                 found[count].append(clock() - begin)
-    return {count: median(seconds) for count, seconds in found.items()}
+    return found

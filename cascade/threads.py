@@ -18,7 +18,7 @@ SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take
 ROUNDS = 5
 BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
 GAIN = 1.1  # times faster at least that more threads must be
-LONG_S = 0.1  # a pass that takes so long with all threads computes far more than its threads meet
+LONG_S = 0.1  # what a thread computes in a pass that is worth all threads: far longer than they take to meet
 
 
 class Threads:
@@ -43,7 +43,8 @@ class Threads:
         counts = [*_powers(limit), limit]
         steps: list[tuple[int, int]] = []
         for num_tokens in SIZES if limit > 1 else ():
-            if min(_time(partial(run, num_tokens), [limit], clock, rounds=1)[limit]) > LONG_S:
+            [alone] = _time(partial(run, num_tokens), [1], clock, rounds=1)[1]
+            if alone > LONG_S * limit:
                 break
             found = _time(partial(run, num_tokens), counts, clock)
             fewest = next(count for count in counts if _suffices(count, found))

@@ -62,7 +62,7 @@ def test_a_large_model_is_not_timed() -> None:
     machine = Machine(work_s=5 * LONG_S, meet_s=0.0)
     found = machine.find(4)
     assert [found.count(n) for n in (1, 512)] == [4, 4]
-    assert machine.sizes == [1, 1]
+    assert machine.sizes == [1, 1], "once to begin, and once by the clock"
 
 
 def test_one_thread_needs_no_timing() -> None:

@@ -3,10 +3,10 @@
     make bench-engine
 
 The embedded full model and one grown from it to 200 M parameters, each in float32 and bfloat16: one request against
-``generate``; passes of a few tokens; 16 requests of different lengths against Transformers' continuous batching and against a
-padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and of each the
-best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave behind.
-OMP_NUM_THREADS is honoured. The last line is one JSON document.
+``generate``; passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching
+and against a padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and
+of each the best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave
+behind. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import asyncio
@@ -38,7 +38,15 @@ DTYPES = ("float32", "bfloat16")
 REPEATS = 3
 NEW_TOKENS = 48
 PASS_SIZES = (1, 2, 4, 8)
-BATCH = [(8 + 37 * i % 120, 8 + 29 * i % 64) for i in range(16)]  # tokens of prompts and of answers
+EVEN = [(8 + 37 * i % 120, 8 + 29 * i % 64) for i in range(16)]  # tokens of prompts and of answers, evenly spread
+# Chat traffic: sixteen equally likely lengths of Azure's conversation trace of 2023, 19,366 requests (Patel et al., Splitwise,
+# ISCA 2024; the mean answer is 41 % of the longest, as it is of sixteen drawn at random), made shorter for a CPU.
+CHAT_PROMPTS = (165, 206, 374, 391, 401, 412, 818, 1001, 1037, 1067, 1100, 1147, 1312, 1770, 3018, 4089)
+CHAT_ANSWERS = (33, 53, 68, 81, 89, 95, 104, 118, 141, 171, 223, 389, 397, 411, 427, 502)
+SHORTER = 16
+CHAT = [(CHAT_PROMPTS[5 * i % 16] // SHORTER, CHAT_ANSWERS[7 * i % 16] // SHORTER) for i in range(16)]  # hardly correlated
+Batch = list[tuple[int, int]]
+BATCHES: dict[str, Batch] = {"batch16": EVEN, "chat16": CHAT}
 PREFIX = 1000
 POSITIONS = 2048  # of context: the embedded models have 1,024, and rotary ones can be asked for more
 LARGE = 10**8  # parameters of a model whose batches run once
@@ -61,6 +69,24 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+class Others:
+    """The share of the machine's processors that other programs take from now on: beside them nothing can be measured."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Seconds on all processors: altogether, in use, in use by this process."""
+        times = [int(part) / os.sysconf("SC_CLK_TCK") for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        used, own = sum(times) - times[3] - times[4], os.times()
+        return sum(times), used, own.user + own.system
+
+    def share(self) -> float:
+        whole, used, own = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        return max(0.0, used - own) / whole if whole else 0.0
+
+
 def load(source: str, dtype: str) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     network.config.max_position_embeddings = POSITIONS
@@ -78,8 +104,8 @@ def generate(network: PreTrainedModel, prompts: list[list[int]], n: int) -> torc
     return out[:, longest:]
 
 
-def generate_batch(network: PreTrainedModel) -> float:
-    """Seconds of BATCH by the manager behind Transformers' ``generate_batch``, which is started before the clock is."""
+def generate_batch(network: PreTrainedModel, requests: Batch) -> float:
+    """Seconds of a batch by the manager behind Transformers' ``generate_batch``, which is started before the clock is."""
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
     before = network.config._attn_implementation
     try:
@@ -88,9 +114,9 @@ def generate_batch(network: PreTrainedModel) -> float:
             while manager.get_result(timeout=1) is None:
                 pass
             begin = time.perf_counter()
-            for seed, (prompt, answer) in enumerate(BATCH):
+            for seed, (prompt, answer) in enumerate(requests):
                 manager.add_request(tokens(prompt, seed), max_new_tokens=answer)
-            left = len(BATCH)
+            left = len(requests)
             while left:
                 result = manager.get_result(timeout=1)
                 left -= result is not None and result.is_finished()
@@ -101,9 +127,9 @@ def generate_batch(network: PreTrainedModel) -> float:
         network.set_attn_implementation(before)
 
 
-async def batch(cascade: Cascade) -> None:
+async def serve(cascade: Cascade, requests: Batch) -> None:
     """The same requests by a tier."""
-    work = (cascade.agenerate(tokens(prompt, seed), params(answer)) for seed, (prompt, answer) in enumerate(BATCH))
+    work = (cascade.agenerate(tokens(prompt, seed), params(answer)) for seed, (prompt, answer) in enumerate(requests))
     await asyncio.gather(*work)
 
 
@@ -135,23 +161,24 @@ def passes(model: Model) -> dict[str, Any]:
     return {"pass_ms": {n: round(s * 1e3, 2) for n, s in best.items()}, "pass_8_vs_2": round(best[8] / best[2], 3)}
 
 
-def batching(network: PreTrainedModel, cascade: Cascade) -> dict[str, Any]:
-    """Tokens per second of BATCH; in a padded batch the longest answer is everyone's, and only what is wanted counts."""
-    wanted = sum(answer for _, answer in BATCH)
-    longest = max(answer for _, answer in BATCH)
-    prompts = [tokens(prompt, seed) for seed, (prompt, _) in enumerate(BATCH)]
+def batching(network: PreTrainedModel, cascade: Cascade, name: str) -> dict[str, Any]:
+    """Tokens per second of a batch; in a padded one the longest answer is everyone's, and only what is wanted counts."""
+    requests = BATCHES[name]
+    wanted = sum(answer for _, answer in requests)
+    longest = max(answer for _, answer in requests)
+    prompts = [tokens(prompt, seed) for seed, (prompt, _) in enumerate(requests)]
     padded, continuous, ours = [], [], []
     for _ in range(2 if network.num_parameters() < LARGE else 1):
         padded.append(seconds(lambda: generate(network, prompts, longest)))
-        continuous.append(generate_batch(network))
+        continuous.append(generate_batch(network, requests))
         cascade.tiers[0].memory.pool.clear()  # no prompt is known
-        ours.append(seconds(lambda: asyncio.run(batch(cascade))))
+        ours.append(seconds(lambda: asyncio.run(serve(cascade, requests))))
     return {
-        "padded_generate_tokens_per_s": round(wanted / min(padded), 1),
-        "generate_batch_tokens_per_s": round(wanted / min(continuous), 1),
-        "tier_batch16_tokens_per_s": round(wanted / min(ours), 1),
-        "batch16_vs_padded_generate": round(min(padded) / min(ours), 3),
-        "batch16_vs_generate_batch": round(min(continuous) / min(ours), 3),
+        f"padded_generate_{name}_tokens_per_s": round(wanted / min(padded), 1),
+        f"generate_batch_{name}_tokens_per_s": round(wanted / min(continuous), 1),
+        f"tier_{name}_tokens_per_s": round(wanted / min(ours), 1),
+        f"{name}_vs_padded_generate": round(min(padded) / min(ours), 3),
+        f"{name}_vs_generate_batch": round(min(continuous) / min(ours), 3),
     }
 
 
@@ -186,17 +213,20 @@ def held(cascade: Cascade, model: Model) -> dict[str, Any]:
 
 def compare(source: str, dtype: str) -> dict[str, Any]:
     """Everything about one model in one dtype."""
-    network, model = load(source, dtype), Model(load(source, dtype))
+    network, model, others = load(source, dtype), Model(load(source, dtype)), Others()
     with Cascade([model], Tokenizer.from_pretrained(source)) as cascade:
         generate(network, [tokens(16, 9)], 4)
         cascade.generate(tokens(16, 9), params(4))
         return {
             "parameters": model.num_parameters,
+            "threads_up_to": dict(model.threads.steps),  # tokens of a pass; larger ones take all
             **decoding(network, cascade),
             **passes(model),
-            **batching(network, cascade),
+            **batching(network, cascade, "batch16"),
+            **batching(network, cascade, "chat16"),
             **prefix(cascade),
             **held(cascade, model),
+            "taken_by_others": round(others.share(), 3),
         }
 
 
@@ -237,11 +267,12 @@ def main() -> None:
 
 def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
     """The JSON document, to a file named by the threads and to the last line of standard output; the worst ratios count."""
-    low = ("decode_vs_generate", "batch16_vs_generate_batch", "batch16_vs_padded_generate")
+    low = ("decode_vs_generate", *(f"{name}_vs_{other}" for name in BATCHES for other in ("generate_batch", "padded_generate")))
     high = ("prefix_ttft", "pass_8_vs_2", "cache_vs_tokens")
     document = {
         "ratios": {name: min(found[name] for found in models.values()) for name in low}
         | {name: max(found[name] for found in models.values()) for name in high},
+        "taken_by_others": max(found["taken_by_others"] for found in models.values()),  # of all processors
         "models": models,
         "short_requests": short,
         "prefix_tokens": PREFIX,

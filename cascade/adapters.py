@@ -28,17 +28,30 @@ class AdaptedModel(Model):
         for name, source in adapters.items():
             self._load(name, source)
         self._active: str | None = None
-        self._switch("")
+        self.switch("")
 
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
         own: list[list[int]] = [[] for _ in rows]
         for name in dict.fromkeys(row.params.adapter for row in rows):
-            self._switch(name)
+            self.switch(name)
             places = [place for place, row in enumerate(rows) if row.params.adapter == name]
             for place, tokens in zip(places, super().run([rows[place] for place in places]), strict=True):
                 own[place] = tokens
         return own
+
+    def switch(self, name: str) -> None:
+        """Let the next forward follow an adapter."""
+        if name == self._active:
+            return
+        if name and name not in self.adapters:
+            raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self.adapters)}")
+        if name:
+            self._network.enable_adapters()
+            self._network.set_adapter(name)
+        else:
+            self._network.disable_adapters()
+        self._active = name
 
     def _load(self, name: str, source: str) -> None:
         try:
@@ -55,15 +68,3 @@ class AdaptedModel(Model):
             self._take_path()
         except ModelError as error:
             raise ModelError(f"The adapter {name!r} of {source!r} cannot be served: {error}") from error.__cause__
-
-    def _switch(self, name: str) -> None:
-        if name == self._active:
-            return
-        if name and name not in self.adapters:
-            raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self.adapters)}")
-        if name:
-            self._network.enable_adapters()
-            self._network.set_adapter(name)
-        else:
-            self._network.disable_adapters()
-        self._active = name

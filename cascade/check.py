@@ -82,18 +82,18 @@ def verify(config: CascadeConfig) -> None:
 
 def _need(tier: TierConfig) -> Need:
     engine = tier.engine_kwargs
+    ranks = engine.tensor_parallel_size
     try:
         found = anatomy(
             tier.model_loading_config.source,
             dtype=engine.dtype,
-            quantization=engine.quantization,
+            quantization=engine.quantization if ranks == 1 else None,  # ranks quantise their shares once they hold them
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
     except ModelError as error:
         raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
     device, size = _device(tier)
-    ranks = engine.tensor_parallel_size
     return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, device, size)
 
 

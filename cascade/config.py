@@ -24,7 +24,7 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
-SINGLE_RANK = ("quantization", "lora_modules")  # engine options for one rank alone
+SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 
@@ -56,6 +56,20 @@ class ModelLoadingConfig(Section):
         return source
 
 
+def sharing_problem(ranks: int, quantization: str | None, adapters: Mapping[str, str]) -> str | None:
+    """Why ``ranks`` cannot share a model that is held like this; ``None`` if they can."""
+    if ranks == 1 or quantization is None:
+        return None
+    if quantization != SHARED_QUANTIZATION:
+        return (
+            f"tensor_parallel_size is {ranks}, which quantization {quantization} cannot be combined with: "
+            f"take {SHARED_QUANTIZATION}, or one rank"
+        )
+    if adapters:
+        return f"tensor_parallel_size is {ranks}, which takes quantization or lora_modules, not both; remove one"
+    return None
+
+
 class EngineKwargs(Section):
     """How a replica runs its model."""
 
@@ -80,11 +94,8 @@ class EngineKwargs(Section):
 
     @model_validator(mode="after")
     def _shared_plainly(self) -> Self:
-        odd = next((name for name in SINGLE_RANK if getattr(self, name)), None)
-        if self.tensor_parallel_size > 1 and odd:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, which {odd} cannot be combined with; remove one"
-            )
+        if problem := sharing_problem(self.tensor_parallel_size, self.quantization, self.lora_modules):
+            raise ValueError(problem)
         if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
             raise ValueError(
                 f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks has a device of its own: "

@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 from cascade.checkpoint import DTYPES, anatomy, reason
 from cascade.devices import GIB, default_device, free_bytes
 from cascade.errors import ModelError
-from cascade.quantization import quantizer
+from cascade.quantization import quantize_shares, quantizer
 
 
 def load(
@@ -32,9 +32,10 @@ def load(
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     place = _device(source, device)
     chosen = DTYPES[dtype] if dtype else None
-    options: dict[str, Any] = {"quantization_config": quantizer(quantization, place, chosen)} if quantization else {}
+    config = quantizer(quantization, place, chosen) if quantization else None
+    options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
     known = {"revision": revision, "trust_remote_code": trust_remote_code}
-    _check_room(source, place, ranks, dtype=dtype, quantization=quantization, **known)
+    _check_room(source, place, ranks, dtype=dtype, quantization=quantization if ranks == 1 else None, **known)
     if ranks > 1:
         _check_rank(source, place)
         options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
@@ -50,6 +51,8 @@ def load(
         raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
     if missing := sorted(report["missing_keys"]):  # Transformers made them up
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    if quantization and ranks > 1:
+        quantize_shares(network, quantization)
     return network
 
 

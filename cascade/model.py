@@ -22,9 +22,11 @@ from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
 from cascade.scorer import Row
 from cascade.shaping import report, shape
+from cascade.threads import Threads
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
+SCORED = 16  # own tokens of a pass that is timed, at most
 
 
 class Model:
@@ -40,12 +42,14 @@ class Model:
         gpu_memory_utilization: float = 0.9,
         attention: Attention | None = None,
         capture: Capture | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
         room for, see `cascade.budget`. ``attention`` is the best for the device unless it is given; models do not share one.
-        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU.
+        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU. Passes on a CPU take ``num_threads``;
+        without a number, as many of those PyTorch may use as they are worth, see `cascade.threads`.
         """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
@@ -63,6 +67,7 @@ class Model:
         room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         self.cache_tokens: int = self._attention.hold(room)
         self._pass = self._captured(capture) if self.captures else self._score
+        self.threads: Threads = self._counted(num_threads)
 
     @classmethod
     def from_pretrained(
@@ -76,10 +81,11 @@ class Model:
         quantization: str | None = None,
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        num_threads: int | None = None,
     ) -> Self:
         """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`.
 
-        ``quantization`` is one of `cascade.quantization.METHODS`, see `cascade.loading.load`.
+        ``quantization`` is one of `cascade.quantization.METHODS`, see `cascade.loading.load`; the rest is for the model itself.
         """
         network = load(
             source,
@@ -89,7 +95,8 @@ class Model:
             trust_remote_code=trust_remote_code,
             quantization=quantization,
         )
-        return cls(network, cache_tokens=cache_tokens, gpu_memory_utilization=gpu_memory_utilization)
+        memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
+        return cls(network, num_threads=num_threads, **memory)
 
     @property
     def vocab_size(self) -> int:
@@ -129,7 +136,21 @@ class Model:
 
     def run(self, rows: Sequence[Row]) -> list[list[int]]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
-        return self._pass(rows)
+        with self.threads.use(sum(len(row.tokens) for row in rows)):
+            return self._pass(rows)
+
+    def _counted(self, num_threads: int | None) -> Threads:
+        """How many threads passes get."""
+        if num_threads is not None or self.device.type != "cpu":
+            return Threads(num_threads or torch.get_num_threads())
+        return Threads.find(self._try, torch.get_num_threads())
+
+    def _try(self, num_tokens: int) -> None:
+        """A pass, to time it."""
+        tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
+        cache = self.new_cache()
+        self._pass([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
+        cache.free()
 
     def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[list[int]]]:
         """How passes are run: by graphs where there is one, if the device and the model have any."""

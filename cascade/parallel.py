@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # as torch.distributed has them
 from transformers import PreTrainedModel
 
+from cascade.adapters import AdaptedModel
 from cascade.attention import Contiguous
 from cascade.checkpoint import rank_problem, reason
+from cascade.config import sharing_problem
 from cascade.errors import ModelError
 from cascade.kv import Cache
 from cascade.loading import load
@@ -40,6 +42,7 @@ class Order:
 
     changes: tuple[tuple[int, ...], ...]  # since the last pass: (cache,) was freed, (cache, source, positions) copied
     rows: tuple[tuple[int, int, tuple[int, ...], int], ...]  # cache, start, tokens, num_own
+    adapter: str  # that all of them follow
 
 
 class RankCache(Cache):
@@ -86,24 +89,26 @@ class LeadingModel(Model):
         self._num_caches = 0
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
-        super().__init__(network, attention=Contiguous(), **options)  # the ranks repeat what the leader does with its stores
+        # the ranks repeat what the leader does with its stores, and time nothing: that would be no common number of passes
+        super().__init__(network, attention=Contiguous(), num_threads=torch.get_num_threads(), **options)
         self._changes.clear()
         self._wire = Wire()
 
     @classmethod
-    def launch(cls, source: str, ranks: int, **options: Any) -> Self:
+    def launch(cls, source: str, ranks: int, *, adapters: Mapping[str, str] = {}, **options: Any) -> "LeadingModel":
         """Start ``ranks - 1`` processes on this machine and lead them; ``options`` are those of `cascade.loading.load`.
 
-        Raises `ModelError`. A process leads one model.
+        ``adapters`` are for `cascade.adapters.AdaptedModel`. Raises `ModelError`. A process leads one model.
         """
-        check_ranks(source, ranks, **options)
+        check_ranks(source, ranks, adapters=adapters, **options)
         store, address = rendezvous("127.0.0.1", ranks)
         command = [sys.executable, "-m", "cascade.parallel", address, str(ranks)]
         followers = [
-            subprocess.Popen([*command, str(rank), json.dumps({"source": source, **options})]) for rank in range(1, ranks)
+            subprocess.Popen([*command, str(rank), json.dumps({"source": source, "adapters": dict(adapters), **options})])
+            for rank in range(1, ranks)
         ]
         try:
-            model = cls.lead(store, ranks, source, **options)
+            model = cls.lead(store, ranks, source, adapters=adapters, **options)
         except BaseException:
             _end(followers)
             raise
@@ -111,11 +116,21 @@ class LeadingModel(Model):
         return model
 
     @classmethod
-    def lead(cls, store: Store, ranks: int, source: str, *, memory: Mapping[str, Any] = {}, **options: Any) -> Self:
+    def lead(
+        cls,
+        store: Store,
+        ranks: int,
+        source: str,
+        *,
+        adapters: Mapping[str, str] = {},
+        memory: Mapping[str, Any] = {},
+        **options: Any,
+    ) -> "LeadingModel":
         """Join as rank 0 and load; returns when all ranks have loaded. ``memory`` is what `Model` takes for its caches."""
         _join(store, 0, ranks)
         try:
-            return cls(load(source, ranks=ranks, **options), **memory)
+            network = load(source, ranks=ranks, **options)
+            return AdaptedLeadingModel(network, adapters=adapters, **memory) if adapters else cls(network, **memory)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -139,7 +154,7 @@ class LeadingModel(Model):
         changes, told = tuple(self._changes), tuple((r.cache.number, r.start, tuple(r.tokens), r.num_own) for r in rows)
         self._changes.clear()
         try:
-            self._wire.send(Order(changes, told))
+            self._wire.send(Order(changes, told, rows[0].params.adapter))
             return super().logits(rows)
         except Exception as error:  # of torch or the network
             self._fallen = reason(error)
@@ -156,11 +171,17 @@ class LeadingModel(Model):
         _end(self._followers)
 
 
-def follow(address: str, rank: int, ranks: int, source: str, **options: Any) -> None:
+class AdaptedLeadingModel(LeadingModel, AdaptedModel):
+    """A model with adapters whose other ranks follow; their weights are shared out like those they add to."""
+
+
+def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mapping[str, str] = {}, **options: Any) -> None:
     """Be one of the other ranks, until the leader closes or anything fails."""
     host, _, port = address.rpartition(":")
     _join(TCPStore(host, int(port), ranks, is_master=False, timeout=START_TIMEOUT), rank, ranks)
-    model = Model(load(source, ranks=ranks, **options), attention=Contiguous())
+    network = load(source, ranks=ranks, **options)
+    own: dict[str, Any] = {"attention": Contiguous(), "num_threads": torch.get_num_threads()}
+    model = AdaptedModel(network, adapters, **own) if adapters else Model(network, **own)
     caches: dict[int, Cache] = {}
     wire = Wire()
     while (order := wire.receive()) is not None:
@@ -169,6 +190,8 @@ def follow(address: str, rank: int, ranks: int, source: str, **options: Any) -> 
         rows = [
             Row(caches.setdefault(number, Cache()), start, tokens, own, PARAMS) for number, start, tokens, own in order.rows
         ]
+        if isinstance(model, AdaptedModel):
+            model.switch(order.adapter)
         model.logits(rows)
     dist.destroy_process_group()
 
@@ -181,8 +204,10 @@ def _change(caches: dict[int, Cache], number: int, source: int | None = None, po
         caches.setdefault(number, Cache()).take(caches.setdefault(source, Cache()), positions)
 
 
-def check_ranks(source: str, ranks: int, **options: Any) -> None:
+def check_ranks(source: str, ranks: int, *, adapters: Mapping[str, str] = {}, **options: Any) -> None:
     """Raise `ModelError` if ``ranks`` cannot share the model of ``source``."""
+    if problem := sharing_problem(ranks, options.get("quantization"), adapters):
+        raise ModelError(problem)
     known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     if problem := rank_problem(source, ranks, **known):
         raise ModelError(problem)

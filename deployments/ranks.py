@@ -21,9 +21,10 @@ class Ranks:
         engine = config.engine_kwargs
         self._size = engine.tensor_parallel_size
         self._source = config.model_loading_config.source
+        self._adapters = engine.lora_modules
         self._options = _options(engine)
         self._memory = {"cache_tokens": engine.cache_tokens, "gpu_memory_utilization": engine.gpu_memory_utilization}
-        check_ranks(self._source, self._size, **self._options)
+        check_ranks(self._source, self._size, adapters=self._adapters, **self._options)
         self._store, address = rendezvous(ray.util.get_node_ip_address(), self._size)
         self._actors = [_actor(rank) for rank in range(1, self._size)]
         self.pids: list[int] = ray.get([actor.pid.remote() for actor in self._actors])
@@ -34,7 +35,8 @@ class Ranks:
 
     def lead(self) -> LeadingModel:
         """Load this replica's share; returns when all ranks have loaded."""
-        return LeadingModel.lead(self._store, self._size, self._source, memory=self._memory, **self._options)
+        options = {"adapters": self._adapters, "memory": self._memory, **self._options}
+        return LeadingModel.lead(self._store, self._size, self._source, **options)
 
     def check(self) -> None:
         """Raise `ModelError` if one of the other ranks is over."""
@@ -55,8 +57,9 @@ class Rank:
 
     def follow(self, address: str, rank: int, ranks: int, source: str, engine: dict[str, Any], options: dict[str, Any]) -> None:
         """Take part until the leader closes; ``engine`` is the tier's."""
-        bind_threads(EngineKwargs.model_validate(engine))
-        follow(address, rank, ranks, source, **options)
+        known = EngineKwargs.model_validate(engine)
+        bind_threads(known)
+        follow(address, rank, ranks, source, adapters=known.lora_modules, **options)
 
 
 def bind_threads(engine: EngineKwargs) -> None:
@@ -96,4 +99,5 @@ def _options(engine: EngineKwargs) -> dict[str, Any]:
         "device": engine.device,
         "revision": engine.revision,
         "trust_remote_code": engine.trust_remote_code,
+        "quantization": engine.quantization,
     }

@@ -134,11 +134,12 @@ def _load(config: TierConfig) -> Model:
         trust_remote_code=engine.trust_remote_code,
         quantization=engine.quantization,
     )
-    memory: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "num_threads": engine.num_threads,
     }
-    return AdaptedModel(network, engine.lora_modules, **memory) if engine.lora_modules else Model(network, **memory)
+    return AdaptedModel(network, engine.lora_modules, **options) if engine.lora_modules else Model(network, **options)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

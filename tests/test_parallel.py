@@ -9,26 +9,32 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
+from peft import LoraConfig, get_peft_model
 
 from cascade import ModelError, family
 from cascade.loading import load
 from cascade.parallel import LeadingModel, check_ranks
 
 LEADER = """
-import json, os, signal, sys, time, warnings
+import asyncio, json, os, signal, sys, time, warnings
 warnings.simplefilter("ignore")
 import torch
 torch.set_num_threads(1)
 from cascade import Cascade, SamplingParams, Speculation, Unavailable, family
+from cascade.adapters import AdaptedModel
+from cascade.loading import load
 from cascade.model import Model
 from cascade.parallel import LeadingModel
+from cascade.scorer import Row
 from cascade.tokenizer import Tokenizer
 
 source, ranks, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+method = "int8" if job == "int8" else None
 
 def main():
-    shared = LeadingModel.launch(source, ranks, dtype="float32", device=None if torch.cuda.is_available() else "cpu")
-    alone = Model.from_pretrained(source, dtype="float32", device="cpu")
+    device = None if torch.cuda.is_available() else "cpu"
+    shared = LeadingModel.launch(source, ranks, dtype="float32", device=device, quantization=method)
+    alone = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
     drafter = Model.from_pretrained(source, dtype="bfloat16", device="cpu")
     tokenizer = Tokenizer.from_pretrained(family.paths()[0])
     prompts = [[5, 9, 2, 44, 17], list(range(3, 60)), list(range(3, 58)) + [7, 7]] * 2  # with beginnings in common
@@ -48,14 +54,37 @@ def main():
             params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
             texts.append([[list(c.token_ids) for c in one.generate(prompts, params)] for one in (cascade, single)])
         first = cascade.generate(prompts[1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    params = SamplingParams(temperature=0, seed=0)
+    found = [model.logits([Row(model.new_cache(), 0, prompts[1], 57, params)]) for model in (shared, alone)]
     shared.close()
     print(json.dumps({
+        "error": (found[0] - found[1]).abs().max().item(),
         "same": [pair[0] == pair[1] for pair in texts],
         "again": list(first.token_ids) == texts[0][0][1],
         "ended": [f.returncode for f in shared._followers],
     }))
 
-main()
+def adapt():
+    adapters = {name: f"{source}/../{name}" for name in ("red", "blue")}
+    shared = LeadingModel.launch(source, ranks, dtype="float32", adapters=adapters)
+    alone = AdaptedModel(load(source, dtype="float32", device=str(shared.device)), adapters)
+    tokenizer, prompts = Tokenizer.from_pretrained(family.paths()[0]), [[5, 9, 2, 44, 17], list(range(3, 60))]
+
+    async def write(cascade):
+        names = ("red", "", "blue")  # at once, so that they share passes
+        asked = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, adapter=name) for name in names]
+        done = await asyncio.gather(*(cascade.agenerate(prompts, params) for params in asked))
+        return [[list(text.token_ids) for text in texts] for texts in done]
+
+    texts = []
+    for model in (shared, alone):
+        with Cascade([model], tokenizer) as cascade:
+            texts.append(asyncio.run(write(cascade)))
+    shared.close()
+    different, ended = len(set(map(str, texts[1]))), [follower.returncode for follower in shared._followers]
+    print(json.dumps({"same": texts[0] == texts[1], "different": different, "ended": ended}))
+
+adapt() if job == "adapt" else main()
 """
 
 
@@ -82,6 +111,33 @@ def test_ranks_write_what_one_would(folder: Path, name: str, ranks: int) -> None
     assert said["same"] == [True, True]
     assert said["again"]
     assert said["ended"] == [0] * (ranks - 1)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 4), ("mixtral", 2)])
+def test_ranks_share_quantised_weights(folder: Path, name: str, ranks: int) -> None:
+    """Guards shares against scales of their own: layers that are split along their input would hold other numbers."""
+    build(name, num_key_value_heads=4).save_pretrained(folder)
+    said = leader(folder, ranks, "int8")
+    assert said["same"] == [True, True]
+    assert said["error"] < 1e-4, "rounding of sums alone; scales of their own make it 0.05"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+def test_ranks_share_adapters(folder: Path) -> None:
+    """Guards adapters against ranks that add the whole of one, or another one, to their share of a layer."""
+    build("llama", num_key_value_heads=4).save_pretrained(folder)
+    for seed, name in enumerate(("red", "blue")):
+        network: Any = build("llama", num_key_value_heads=4)
+        torch.manual_seed(seed)
+        adapted = get_peft_model(network, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]))
+        for key, weight in adapted.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(weight, std=0.4)
+        adapted.save_pretrained(folder.parent / name)
+    said = leader(folder, 2, "adapt")
+    assert said["same"]
+    assert said["different"] == 3
+    assert said["ended"] == [0]
 
 
 def test_a_lost_rank_ends_the_model(folder: Path) -> None:

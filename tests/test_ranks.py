@@ -79,8 +79,8 @@ def test_ranks_have_bundles_of_their_own() -> None:
     ("values", "words"),
     [
         (config(3), "The model of tier full cannot be shared: tensor_parallel_size is 3, which does not divide"),
-        (config(2, quantization="int8"), "tensor_parallel_size is 2, which quantization cannot be combined with"),
-        (config(2, lora_modules={"red": "x"}), "which lora_modules cannot be combined with"),
+        (config(2, quantization="nf4"), "tensor_parallel_size is 2, which quantization nf4 cannot be combined with: take int8"),
+        (config(2, quantization="int8", lora_modules={"red": "x"}), "takes quantization or lora_modules, not both"),
         (config(2, device="cuda:1"), "device is 'cuda:1', but each of 2 ranks has a device of its own: say cpu or cuda"),
         (config(0), r"tensor_parallel_size is 0"),
     ],

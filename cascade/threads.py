@@ -1,0 +1,106 @@
+"""How many CPU threads a pass is worth, found out when a model is loaded.
+
+Threads have to meet several hundred times in a pass. What a small pass computes in between may be less than the meeting costs:
+then more threads make it slower, and take cores from the other tiers.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Self
+
+import torch
+
+SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take all threads
+ROUNDS = 5
+BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
+GAIN = 1.1  # times faster at least that more threads must be
+LONG_S = 0.1  # what a thread computes in a pass that is worth all threads: far longer than they take to meet
+
+
+class Threads:
+    """The threads of passes by their number of tokens.
+
+    PyTorch's setting belongs to the calling thread, and is put back after each pass. (A thread that computes for the first time
+    while a pass runs begins with that pass's number.)
+    """
+
+    def __init__(self, limit: int, steps: Sequence[tuple[int, int]] = ()) -> None:
+        """``limit`` for all passes, or for those that are larger than all ``steps``: tokens, increasing, and threads."""
+        self.limit = limit
+        self.steps = tuple(steps)
+
+    @classmethod
+    def find(cls, run: Callable[[int], object], limit: int, clock: Callable[[], float] = time.perf_counter) -> Self:
+        """Time passes ``run(num_tokens)`` with 1, 2, 4, ... and ``limit`` threads: the fewest that are not slower.
+
+        Sizes go up until all threads are worth it. More threads must usually be faster than fewer are at best: on a busy
+        machine those that wait for each other lose far more than they win on a quiet one.
+        """
+        counts = [*_powers(limit), limit]
+        steps: list[tuple[int, int]] = []
+        for num_tokens in SIZES if limit > 1 else ():
+            if min(_time(partial(run, num_tokens), [1], clock, rounds=2)[1]) > LONG_S * limit:
+                break
+            found = _time(partial(run, num_tokens), counts, clock)
+            fewest = next(count for count in counts if _suffices(count, found))
+            if fewest == limit:
+                break
+            steps.append((num_tokens, fewest))
+            counts = [count for count in counts if count >= fewest]  # a larger pass is not worth fewer
+        return cls(limit, steps)
+
+    def count(self, num_tokens: int) -> int:
+        """Threads of a pass."""
+        place = bisect_left(self.steps, (num_tokens, 0))
+        return self.steps[place][1] if place < len(self.steps) else self.limit
+
+    @contextmanager
+    def use(self, num_tokens: int) -> Iterator[None]:
+        """Give the calling thread what a pass is worth."""
+        with _set(self.count(num_tokens)):
+            yield
+
+
+@contextmanager
+def _set(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _suffices(count: int, found: Mapping[int, Sequence[float]]) -> bool:
+    """More threads than ``count`` are not worth it, by the seconds of passes."""
+    return all(min(found[count]) <= GAIN * median(seconds) for more, seconds in found.items() if more > count)
+
+
+def _powers(limit: int) -> list[int]:
+    """1, 2, 4, ... below ``limit``."""
+    return [1 << bit for bit in range((limit - 1).bit_length())]
+
+
+def _time(
+    run: Callable[[], object], counts: Sequence[int], clock: Callable[[], float], rounds: int = ROUNDS
+) -> dict[int, list[float]]:
+    """Seconds of passes by number of threads: at least one round, and no more than the budget allows."""
+    found: dict[int, list[float]] = {count: [] for count in counts}
+    end = clock() + BUDGET_S
+    for turn in range(rounds):
+        for count in counts:
+            if turn and clock() > end:
+                break
+            with _set(count):
+                run()  # threads that were not there are made now
+                begin = clock()
+                run()
+                found[count].append(clock() - begin)
+    return found

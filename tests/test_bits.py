@@ -110,16 +110,6 @@ def test_any_pieces_give_the_same_bits(rng: random.Random, dtype: str) -> None:
     assert torch.equal(in_pieces(model, tokens, rng), whole(model, tokens))
 
 
-def test_bits_do_not_depend_on_threads() -> None:
-    """Guards replicas with other numbers of threads, and passes that take more or fewer of them."""
-    for dtype in ("float32", "bfloat16"):
-        tokens, here = text(0, 4000), torch.get_num_threads()
-        expected = whole(embedded(dtype), tokens)
-        torch.set_num_threads(3 - here)
-        assert torch.equal(whole(embedded(dtype), tokens), expected)
-        torch.set_num_threads(here)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5])
 def test_bfloat16_texts_do_not_depend_on_tiers_or_companions(temperature: float) -> None:
     """Guards the first promise in bfloat16: the full model's text, whoever drafts and whoever shares its passes."""

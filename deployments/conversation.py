@@ -69,6 +69,11 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024)] | None = None
     tool_call_id: CallId | None = None
+    # in answers of OpenAI's own client that are sent back as they came; they say nothing
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -29,9 +29,10 @@ TOOLS: Any = [WEATHER, STOP]
 SAID = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>',
     "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}]',
+    "mistral11": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}',
     "llama3": '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}',
 }
-FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("llama3", True)]
+FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("mistral11", True), ("llama3", True)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: f"{family[0]}-{'tokens' if family[1] else 'spelled'}")
@@ -160,6 +161,7 @@ def test_one_call_or_several(served: tuple[House, str]) -> None:
     two = {
         "hermes": f"{first}\n{first}",
         "mistral": first[:-1] + ", " + first[first.index("{") :],
+        "mistral11": first + first,
         "llama3": f"{first}; {first}",
     }[name]
     several, _ = create(house, two, tools=TOOLS, temperature=0)
@@ -193,7 +195,7 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
 def test_cut_calls_say_so(served: tuple[House, str]) -> None:
     """Guards `max_tokens` within a call: `length`, never `tool_calls`."""
     house, name = served
-    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=22)
+    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=10)
     assert choice.finish_reason == joined(pieces)[2] == "length"
 
 

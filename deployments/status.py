@@ -78,9 +78,14 @@ class Refusal:
         return (*headers, ("www-authenticate", "Bearer")) if self.status.http == 401 else headers
 
 
+def status_of(error: Exception) -> Status:
+    """Its row of the table."""
+    return next(status for status in STATUSES if isinstance(error, status.kind))
+
+
 def refusal(error: Exception) -> Refusal:
     """What to tell a client of ``error``: never more than one sentence. What is our own fault goes to the log."""
-    status = next(status for status in STATUSES if isinstance(error, status.kind))
+    status = status_of(error)
     if status.kind is Exception:
         log.error("A request failed", exc_info=error)
         return Refusal(status, UNKNOWN_FAILURE)

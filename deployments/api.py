@@ -134,6 +134,8 @@ class Api:
         app.get("/", include_in_schema=False, **open_)(self.page)
         app.get("/metrics", include_in_schema=False, **open_)(self.metrics)
         app.get("/health", responses={503: RESPONSES[503]}, **open_)(self.health)
+        for path, answer in (("/", self.page), ("/health", self.health)):  # as load balancers ask
+            app.head(path, include_in_schema=False, **open_)(answer)
         app.get("/v1/models", **keyed)(self.models)
         app.get("/v1/models/{name:path}", **keyed)(self.describe_model)
         app.post("/tokenize", **keyed)(self.tokenize)

@@ -161,6 +161,10 @@ class ResponseFormat(Body):
 
     @property
     def structured(self) -> Structured | None:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise InvalidRequest(
+                f"response_format has a json_schema and the type {self.type!r}: say 'json_schema' or leave it out"
+            )
         if self.type == "text":
             return None
         if self.type == "json_object":

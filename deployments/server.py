@@ -19,9 +19,10 @@ from ray.serve.exceptions import RayServeException
 
 from cascade.client import SECURE
 from cascade.config import CascadeConfig, ListenConfig
-from cascade.errors import ConfigError
+from cascade.errors import ConfigError, ModelError
 from deployments.access import Access
 from deployments.app import build, parse
+from deployments.capacity import shortage
 from deployments.tls import check, check_door
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Server:
             application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
         server = cls(parsed, listen, owns_ray=not joins)
         try:
+            server._check_room()
             serve.start(
                 # clients come to the router's own servers; a cluster's other applications may need proxies
                 proxy_location=ProxyLocation.EveryNode if joins else ProxyLocation.Disabled,
@@ -83,10 +85,22 @@ class Server:
                 logging_config={"enable_access_log": False, "log_level": "WARNING"},
             )
             serve.run(application, name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:  # a replica that does not come up, with its traceback
+            server.stop()
+            log.debug("The tiers did not start", exc_info=error)
+            raise ModelError(f"The tiers did not start: {_cause(error)}") from error
         except BaseException:
             server.stop()
             raise
         return server
+
+    def _check_room(self) -> None:
+        """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
+        problem = shortage(self.config, ray.cluster_resources())
+        if problem and self._owns_ray:
+            raise ConfigError(problem)
+        if problem:
+            log.warning("%s. Waiting for it", problem)
 
     def wait(self) -> None:
         """Until Ctrl-C or a request to terminate."""
@@ -153,6 +167,13 @@ def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None
         update = {"deployment_config": deployment.model_copy(update={"ray_actor_options": actor})}
         router = router.model_copy(update=update)
     return config.model_copy(update={"router": router})
+
+
+def _cause(error: Exception) -> str:
+    """The last line of a traceback in its text, which says what was wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
+    return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
 
 
 def free_port() -> int:

@@ -31,6 +31,7 @@ APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
+CONNECT_S = 10.0
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 
@@ -86,9 +87,9 @@ class Server:
             )
             serve.run(application, name=APPLICATION, route_prefix="/")
         except RuntimeError as error:  # a replica that does not come up, with its traceback
+            cause = _cause(error)
             server.stop()
-            log.debug("The tiers did not start", exc_info=error)
-            raise ModelError(f"The tiers did not start: {_cause(error)}") from error
+            raise ModelError(f"The tiers did not start: {cause}") from error
         except BaseException:
             server.stop()
             raise
@@ -170,8 +171,12 @@ def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None
 
 
 def _cause(error: Exception) -> str:
-    """The last line of a traceback in its text, which says what was wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
+    text = str(error)
+    with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
+        states = serve.status().applications[APPLICATION].deployments.items()
+        text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
     return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
 
@@ -190,6 +195,18 @@ def _cluster() -> str:
     return "" if address == "local" else address
 
 
+def _check_cluster(address: str) -> None:
+    """Raise `ConfigError` if nobody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:  # such as auto, or ray://HOST:PORT
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({reason}): start it, or unset it") from None
+
+
 def _node() -> str:
     """Address of this machine, as its cluster knows it."""
     address: str = ray.util.get_node_ip_address()
@@ -202,6 +219,7 @@ def _start_ray() -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
+        _check_cluster(address)
         ray.init(address=address, **options)
         return
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}

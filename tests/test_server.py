@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from cascade.cli import main, usage
 from cascade.config import CascadeConfig
 from cascade.errors import ConfigError, ModelError
 from deployments import server as module
@@ -34,7 +36,13 @@ class Ray:
 
 @pytest.mark.parametrize(
     ("address", "initialized", "owned"),
-    [("", False, True), ("local", False, True), ("10.0.0.1:6379", False, False), ("", True, False), ("auto", True, False)],
+    [
+        ("", False, True),
+        ("local", False, True),
+        ("ray://10.0.0.1:10001", False, False),
+        ("", True, False),
+        ("auto", True, False),
+    ],
 )
 def test_joined_clusters_keep_their_applications(
     monkeypatch: pytest.MonkeyPatch, address: str, initialized: bool, owned: bool
@@ -128,3 +136,32 @@ def test_failed_replicas_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ModelError, match=r"^The tiers did not start: the model cannot be used: why$"):
         Server.start(port=0)
     assert fake.calls[-1] == "shutdown"
+
+
+def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards RAY_ADDRESS with a cluster that is gone: Ray tried for minutes and filled the screen."""
+    fake = Ray(False)
+    address = f"127.0.0.1:{module.free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', where no cluster answers"):
+        Server.start(port=0)
+    assert fake.calls == []
+
+
+class Stub:
+    """A server that is up at once."""
+
+    tiers, address, url, model = ("full",), "127.0.0.1:9000", "http://127.0.0.1:8000", "a-model-with-a-name-of-some-length"
+
+    def wait(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy."""
+    monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
+    monkeypatch.setenv("COLUMNS", "40")
+    said = CliRunner().invoke(main, ["serve"]).output
+    assert usage(Stub.address, Stub.url, Stub.model) in said

@@ -149,6 +149,10 @@ def test_strict_functions_are_held_to_their_schema(served: tuple[House, str]) ->
     [call] = strict.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), CITY)
     assert joined(pieces)[1][0][2] == call.function.arguments
+    if name == "llama3":  # Guards against a special token before the call, which made words of it that nobody held to anything
+        tagged, _ = create(house, "<|python_tag|>" + wrong, tools=tools, temperature=0)
+        [call] = tagged.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), CITY)
     for said in ("No call at all: 5 < 6 {x}.", ""):
         words, _ = create(house, said, tools=tools, temperature=0)
         assert (words.message.content, words.finish_reason) == (said, "stop")

@@ -62,7 +62,7 @@ def serve(config: Path | None, host: str | None, port: int | None, http_port: in
     try:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")
-        console.print(usage(server.address, server.url, server.model), markup=False)
+        console.print(usage(server.address, server.url, server.model), markup=False, soft_wrap=True)  # to be copied
         server.wait()
     finally:
         with console.status("Shutting down"):

@@ -194,7 +194,9 @@ class RouterConfig(Section):
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
     spare_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # a full replica is held for the next request; 0: never
-    tool_format: Literal["hermes", "mistral", "llama3", "json"] | None = None  # of calls; what the chat template writes
+    tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = (
+        None  # of calls; what the chat template writes
+    )
     listen: ListenConfig | None = None  # Ray Serve's proxies alone unless given; `cascade serve` gives it
     access: AccessConfig = AccessConfig()
     limits: RequestLimits = RequestLimits()

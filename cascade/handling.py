@@ -6,6 +6,16 @@ from cascade.errors import InvalidRequest
 
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
+HALF_CHARACTER = "it has half a character (a lone surrogate), which is no text: leave it out"
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be sent: a lone surrogate, which JSON can spell, cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +35,7 @@ class Handling:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
             shown = f"{len(self.cache_salt)} characters long" if isinstance(self.cache_salt, str) else repr(self.cache_salt)
             raise InvalidRequest(f"cache_salt is {shown}: it must be a string of at most {MAX_SALT_CHARS} characters")
+        if not is_text(self.cache_salt):
+            raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {HALF_CHARACTER}")
         if not isinstance(self.watch, bool):
             raise InvalidRequest(f"watch is {self.watch!r}: it must be true or false")

@@ -37,6 +37,7 @@ from deployments.openai import (
 )
 from deployments.reply import Echo, Form
 from deployments.status import mistake, refusal
+from deployments.template import Style
 from deployments.tools import Plan, Toolbox
 
 PAGE = Path(__file__).with_name("page.html")
@@ -133,6 +134,8 @@ class Api:
         app.get("/", include_in_schema=False, **open_)(self.page)
         app.get("/metrics", include_in_schema=False, **open_)(self.metrics)
         app.get("/health", responses={503: RESPONSES[503]}, **open_)(self.health)
+        for path, answer in (("/", self.page), ("/health", self.health)):  # as load balancers ask
+            app.head(path, include_in_schema=False, **open_)(answer)
         app.get("/v1/models", **keyed)(self.models)
         app.get("/v1/models/{name:path}", **keyed)(self.describe_model)
         app.post("/tokenize", **keyed)(self.tokenize)
@@ -175,7 +178,7 @@ class Api:
         if body.tools is not None and body.messages is None:
             raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._encode_chat(body.messages, body.tools)
+            ids = await self._encode_chat(body.messages, body.tools, body.style)
         else:
             ids = await self._encode(body.prompt or "")
         return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
@@ -198,7 +201,7 @@ class Api:
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         plan = self._toolbox.plan(body)
-        ids = await self._encode_chat(body.messages, body.tools if plan.shown else None)
+        ids = await self._encode_chat(body.messages, body.tools if plan.shown else None, body.style)
         room = self._engine.max_model_len - len(ids)
         most = self._front.limits.max_tokens or room
         params = body.params(body.limit or max(1, min(room, most)))
@@ -278,14 +281,16 @@ class Api:
         tokenizer = self._engine.tokenizer
         return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
 
-    async def _encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None) -> list[int]:
+    async def _encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         said = turns(messages)
         shown = None if tools is None else [tool.plain for tool in tools]
         num_chars = sum(len(message.text) for message in messages)
         num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
         self._check_length(num_chars)
         encode = self._toolbox.template.encode
-        return encode(said, shown) if num_chars < LONG_PROMPT else await asyncio.to_thread(encode, said, shown)
+        if num_chars < LONG_PROMPT:
+            return encode(said, shown, style)
+        return await asyncio.to_thread(encode, said, shown, style)
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""

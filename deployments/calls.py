@@ -11,6 +11,8 @@ from typing import Any
 from cascade.answer import Chunk
 
 LETTERS = string.ascii_letters + string.digits
+CALL_ID = "[CALL_ID]"  # which some models write between name and arguments
+MAX_NAME_CHARS = 128  # of a function, and what may stand between it and its arguments
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 OUTSIDE = re.compile(r'[{}\[\]"]')
 INSIDE = re.compile(r'\\.|"', re.DOTALL)
@@ -18,7 +20,10 @@ INSIDE = re.compile(r'\\.|"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How models of a family write calls: JSON objects with the ``name`` of a function and its arguments as ``key``."""
+    """How models of a family write calls: JSON objects with the ``name`` of a function and its arguments as ``key``.
+
+    With ``named`` they are a bare name, this mark, and a JSON object of arguments.
+    """
 
     name: str
     begin: str = ""  # before calls; "" where the whole text is calls or none is
@@ -26,6 +31,7 @@ class ToolFormat:
     listed: bool = False  # the calls stand in one JSON list
     again: str = ""  # between two calls that are neither listed nor begun anew
     key: str = "arguments"
+    named: str = ""
     id_len: int = 24  # letters and digits of the ids of calls, some templates want just so many
     id_prefix: str = "call_"
 
@@ -120,7 +126,7 @@ class Reader:
             self._say(words)
             at += len(begin)
             self._call, self._rest = self._rest[len(words) : at], self._rest[at:]
-            return self._enter(self._first if self._form.listed else self._head)
+            return self._enter(self._first if self._form.listed else self._name if self._form.named else self._head)
         kept = 0 if self._ended else _overlap(self._rest, begin)
         words = self._rest[: len(self._rest) - kept]
         if self._ended and self._num_calls:
@@ -134,7 +140,7 @@ class Reader:
     def _whole(self) -> bool:
         """Where nothing marks calls: they are all of the text, or there are none."""
         begun = self._said or bool(self._num_calls)
-        if not begun and self._rest.lstrip().startswith("{"):
+        if not self._said and self._rest.lstrip().startswith("{"):
             return self._enter(self._head)
         blank = not self._said and not self._rest.strip()  # before anything, or behind calls
         if not blank or (self._ended and not begun):
@@ -167,7 +173,7 @@ class Reader:
         self._num_scanned = end
         if not whole:
             return self._no_call() if self._ended else False
-        call = _parsed(self._rest[blank:end])
+        call = _parsed(self._rest[blank:end], bare=bool(self._form.begin))
         if call is None or call[0] not in self._functions:
             return self._no_call()
         self._begin(call[0])
@@ -175,11 +181,27 @@ class Reader:
         self._rest = self._rest[end:]
         return self._enter(self._behind)
 
+    def _name(self) -> bool:
+        """The bare name of a call, up to the bracket of its arguments."""
+        mark = self._form.named
+        name, marked, rest = self._rest.partition(mark)
+        if not marked or not rest.strip():
+            possible = len(name) <= MAX_NAME_CHARS and not self._ended
+            return False if possible else self._no_call()
+        name = name.partition(CALL_ID)[0].strip()
+        if name not in self._functions or not rest.lstrip().startswith("{"):
+            return self._no_call()
+        self._begin(name)
+        self._rest = rest.lstrip()
+        return self._enter(self._arguments)
+
     def _arguments(self) -> bool:
         end, whole = self._scanner.scan(self._rest)
         self._add(self._rest[:end])
         self._rest = self._rest[end:]
-        return self._enter(self._tail, depth=1) if whole else False
+        if not whole:
+            return False
+        return self._enter(self._behind) if self._form.named else self._enter(self._tail, depth=1)
 
     def _tail(self) -> bool:
         """The rest of the object behind the arguments."""
@@ -234,12 +256,13 @@ class Reader:
             call["function"]["arguments"] += arguments
 
 
-def _parsed(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call in any order; ``None`` if it is none."""
+def _parsed(text: str, *, bare: bool) -> tuple[str, str] | None:
+    """Name and arguments of a call in any order; ``None`` if it is none. If ``bare`` a name alone will do."""
     try:
         call = json.loads(text)
         name = call["name"]
-        given = call["arguments"] if "arguments" in call else call["parameters"]
+        given = call["arguments"] if "arguments" in call else call.get("parameters") if bare else call["parameters"]
+        given = {} if given is None and bare else given
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, KeyError, RecursionError):
         return None

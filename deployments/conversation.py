@@ -8,6 +8,8 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from cascade.handling import HALF_CHARACTER, is_text
+
 Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -43,6 +45,8 @@ class CalledFunction(Body):
             parsed = None
         if not isinstance(parsed, dict):
             raise ValueError("it must be the text of a JSON object")
+        if not is_text(json.dumps(parsed, ensure_ascii=False)):
+            raise ValueError(HALF_CHARACTER)
         return value
 
     @property
@@ -69,6 +73,11 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024)] | None = None
     tool_call_id: CallId | None = None
+    # in answers of OpenAI's own client that are sent back as they came; they say nothing
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -1,5 +1,6 @@
 """What every request passes before it reaches a tier, by whatever protocol it came: keys, limits, places, counters."""
 
+import asyncio
 import contextlib
 import re
 import time
@@ -8,12 +9,13 @@ from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
 from cascade.config import CascadeConfig
-from cascade.errors import InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest
 from cascade.messages import Open
 from cascade.tier import mint
 from deployments.access import Access, Account
 from deployments.gate import Gate, Life
 from deployments.meters import Meters
+from deployments.status import status_of
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -85,8 +87,11 @@ class Front:
                         self.meters.completed(chunk.completion)
                     yield chunk
                     last = time.monotonic()
-        except GeneratorExit:
-            outcome = outcome if outcome != "failed" else "left"
+        except (GeneratorExit, asyncio.CancelledError):  # behind the last piece it is over anyway
+            outcome = "left" if outcome == "failed" else outcome
+            raise
+        except CascadeError as error:
+            outcome = status_of(error).code
             raise
         finally:
             self.meters.ended(outcome, opening.prompt_len, num_tokens)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cascade.errors import DeadlineExceeded, TooLarge
+from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
+from cascade.handling import HALF_CHARACTER
 from cascade.tier import mint
 from deployments.front import REQUEST_ID, Front
 from deployments.status import Refusal, refusal
@@ -19,6 +21,8 @@ from deployments.status import Refusal, refusal
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json"})  # to all, whatever keys there are
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
 
 T = TypeVar("T")
 
@@ -48,6 +52,7 @@ class Guard:
                 said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
                 state["account"] = self._access.account(said)
             body = await self._body(scope, receive)
+            check_text(body)
             state["since"] = time.monotonic()
             await self._application(scope, replay(body, receive), answer.send)
         except ClientLeft:
@@ -154,6 +159,18 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def check_text(body: bytes) -> None:
+    """Raise `InvalidRequest` if a string in it is no text; whatever else is wrong with it, the application says."""
+    if not SURROGATE.search(body):
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"The body cannot be taken: {HALF_CHARACTER}") from None
+    except (ValueError, RecursionError):
+        return
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

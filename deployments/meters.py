@@ -21,7 +21,9 @@ class Meters:
     def __init__(self, gate: Gate, names: Sequence[str]) -> None:
         self._registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry, "namespace": "cascade"}
-        self._answers = Counter("answers", "Answers that ended, by how.", ["outcome"], **made)
+        self._answers = Counter(
+            "answers", "Answers that ended, by how: a finish reason, an error's code, left.", ["outcome"], **made
+        )
         self._refused = Counter("refused", "Requests that were refused, by the error's code.", ["code"], **made)
         self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
         self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)

@@ -9,6 +9,7 @@ from cascade.errors import InvalidRequest
 from cascade.handling import Handling
 from cascade.params import MAX_STOPS, SamplingParams, Speculation, Structured
 from deployments.conversation import Body, Messages, Text, ToolChoice, Tools, check_results
+from deployments.template import Style
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 
@@ -160,6 +161,10 @@ class ResponseFormat(Body):
 
     @property
     def structured(self) -> Structured | None:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise InvalidRequest(
+                f"response_format has a json_schema and the type {self.type!r}: say 'json_schema' or leave it out"
+            )
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -170,7 +175,30 @@ class ResponseFormat(Body):
         return Structured(json_schema=schema) if schema else Structured(json_object=True)
 
 
-class ChatBody(SamplingBody):
+class StyleBody(Body):
+    """How a conversation becomes a prompt; named as in vLLM."""
+
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
+    add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
+    continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
+
+    @property
+    def style(self) -> Style:
+        goes_on = bool(self.continue_final_message)
+        return Style(self.chat_template_kwargs or {}, self.add_generation_prompt is not False and not goes_on, goes_on)
+
+    def check_style(self, messages: Messages) -> None:
+        """Raise `ValueError` if there is nothing to go on with."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message are both true: leave one out")
+        last = messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text.strip():
+            raise ValueError("continue_final_message is true: the last message must be the assistant's, words without calls")
+
+
+class ChatBody(SamplingBody, StyleBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -186,6 +214,7 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _answers_calls(self) -> Self:
         check_results(self.messages)
+        self.check_style(self.messages)
         return self
 
     @property
@@ -228,13 +257,21 @@ class ChatBody(SamplingBody):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeBody(Body):
+class TokenizeBody(StyleBody):
     """POST /tokenize: a prompt or a conversation."""
 
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.messages is not None:
+            self.check_style(self.messages)
+        elif self.style != Style():
+            raise ValueError("fields that say how messages become a prompt are given without messages: leave them out")
+        return self
 
 
 class DetokenizeBody(Body):

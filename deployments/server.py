@@ -19,9 +19,10 @@ from ray.serve.exceptions import RayServeException
 
 from cascade.client import SECURE
 from cascade.config import CascadeConfig, ListenConfig
-from cascade.errors import ConfigError
+from cascade.errors import ConfigError, ModelError
 from deployments.access import Access
 from deployments.app import build, parse
+from deployments.capacity import shortage
 from deployments.tls import check, check_door
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
+CONNECT_S = 10.0
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 
@@ -76,6 +78,7 @@ class Server:
             application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
         server = cls(parsed, listen, owns_ray=not joins)
         try:
+            server._check_room()
             serve.start(
                 # clients come to the router's own servers; a cluster's other applications may need proxies
                 proxy_location=ProxyLocation.EveryNode if joins else ProxyLocation.Disabled,
@@ -83,10 +86,22 @@ class Server:
                 logging_config={"enable_access_log": False, "log_level": "WARNING"},
             )
             serve.run(application, name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:  # a replica that does not come up, with its traceback
+            cause = _cause(error)
+            server.stop()
+            raise ModelError(f"The tiers did not start: {cause}") from error
         except BaseException:
             server.stop()
             raise
         return server
+
+    def _check_room(self) -> None:
+        """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
+        problem = shortage(self.config, ray.cluster_resources())
+        if problem and self._owns_ray:
+            raise ConfigError(problem)
+        if problem:
+            log.warning("%s. Waiting for it", problem)
 
     def wait(self) -> None:
         """Until Ctrl-C or a request to terminate."""
@@ -155,6 +170,17 @@ def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None
     return config.model_copy(update={"router": router})
 
 
+def _cause(error: Exception) -> str:
+    """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
+    text = str(error)
+    with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
+        states = serve.status().applications[APPLICATION].deployments.items()
+        text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
+    return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
@@ -169,6 +195,18 @@ def _cluster() -> str:
     return "" if address == "local" else address
 
 
+def _check_cluster(address: str) -> None:
+    """Raise `ConfigError` if nobody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:  # such as auto, or ray://HOST:PORT
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({reason}): start it, or unset it") from None
+
+
 def _node() -> str:
     """Address of this machine, as its cluster knows it."""
     address: str = ray.util.get_node_ip_address()
@@ -181,6 +219,7 @@ def _start_ray() -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
+        _check_cluster(address)
         ray.init(address=address, **options)
         return
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}

@@ -25,6 +25,7 @@ from cascade.errors import (
 log = logging.getLogger(__name__)
 
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
 
@@ -78,9 +79,14 @@ class Refusal:
         return (*headers, ("www-authenticate", "Bearer")) if self.status.http == 401 else headers
 
 
+def status_of(error: Exception) -> Status:
+    """Its row of the table."""
+    return next(status for status in STATUSES if isinstance(error, status.kind))
+
+
 def refusal(error: Exception) -> Refusal:
     """What to tell a client of ``error``: never more than one sentence. What is our own fault goes to the log."""
-    status = next(status for status in STATUSES if isinstance(error, status.kind))
+    status = status_of(error)
     if status.kind is Exception:
         log.error("A request failed", exc_info=error)
         return Refusal(status, UNKNOWN_FAILURE)
@@ -88,15 +94,28 @@ def refusal(error: Exception) -> Refusal:
     return Refusal(status, str(error), retry_after_s)
 
 
+def _likeliest(errors: Sequence[Any]) -> Any:
+    """Of a value that may be of several kinds there is an error for each kind: the one of the kind that was meant."""
+    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    return next((error for error in same if not error["type"].endswith("_type")), errors[0])
+
+
 def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
     """The first thing that is wrong with a body: its field, and one sentence that never repeats a long value."""
-    first = errors[0]
+    first = _likeliest(errors)
     if first["type"] == "json_invalid":
         return None, "The body is not JSON"
-    path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    if first["type"] == "model_attributes_type" and len(first["loc"]) == 1:
+        return None, "The body is no JSON object: send one, with the header Content-Type: application/json"
     said = first["msg"].removeprefix("Value error, ")
-    path = path[:1] if len(first["loc"]) > 2 and isinstance(first["loc"][2], str) and "[" in first["loc"][2] else path
-    where = ".".join(map(str, path))[:60] or "The body"
+    kind, *path = first["loc"]
+    if kind == "header":
+        where = "-".join(part.capitalize() for part in str(path[0]).split("-"))
+    else:  # kinds of values that a union takes stand in the path too
+        where = ".".join(
+            str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in PLAIN_KINDS)
+        )
+        where = where[:60] or "The body"
     if first["type"] == "extra_forbidden":
         return where, f"{where} is not a known field: leave it out or mend its spelling"
     if first["type"] == "missing":

@@ -13,10 +13,11 @@ from cascade.errors import InvalidRequest
 from cascade.grammar import JSON_OPTIONS
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
 from cascade.tokenizer import Tokenizer
-from deployments.calls import Reader, ToolFormat
-from deployments.chat import PROBE_NAME, ChatTemplate
+from deployments.calls import CALL_ID, Reader, ToolFormat
+from deployments.chat import ChatTemplate
 from deployments.conversation import FunctionBody
 from deployments.openai import ChatBody
+from deployments.template import PROBE_NAME
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
 
@@ -26,6 +27,7 @@ FORMATS = {
     for form in (
         ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # NousResearch's Hermes, Qwen 2.5 and 3
         ToolFormat("mistral", "[TOOL_CALLS]", listed=True, id_len=9, id_prefix=""),  # up to the tokenizers of version 7
+        ToolFormat("mistral11", "[TOOL_CALLS]", named="[ARGS]", id_len=9, id_prefix=""),  # from 11 on
         ToolFormat("llama3", again=";", key="parameters"),
         JSON,
     )
@@ -96,7 +98,7 @@ class Toolbox:
 
     def _hidden(self, form: ToolFormat) -> dict[int, str]:
         """Marks of the format that decoding leaves out: special tokens."""
-        marks = (form.begin, form.end)
+        marks = (form.begin, form.end, form.named, CALL_ID if form.named else "")
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     # grammars
@@ -115,19 +117,27 @@ class Toolbox:
         more = f"{{0,{MAX_CALLS - 1}}}"
         if form.listed:
             calls = '" "? "[" call ' + (f'(", " call){more} "]"' if several else '"]"')
+        elif form.named:
+            calls = "call" + (f" ({begin} call){more}" if several else "")
         elif form.begin:
             calls = rf'"\n" call "\n" {end}' + (rf' ("\n" {begin} "\n" call "\n" {end}){more}' if several else "")
         else:
             calls = "call" + (f' ("{form.again} " call){more}' if several else "")
         rules += [f"calls: {calls}", "call: " + " | ".join(f"call_{index}" for index in functions)]
         for index, function in functions.items():
-            head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
             schema = {**schemas.get(index, {"type": "object"}), "x-guidance": JSON_OPTIONS}
-            rules += [f'call_{index}: {json.dumps(head)} args_{index} "}}"', f"args_{index}: %json {json.dumps(schema)}"]
+            rules += [self._call(index, form, function.name), f"args_{index}: %json {json.dumps(schema)}"]
         text = "\n".join(rules)
         if len(text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(f"tools need a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken")
         return Structured(grammar=text)
+
+    def _call(self, index: int, form: ToolFormat, name: str) -> str:
+        """The rule of a call of one function."""
+        if form.named:
+            return f"call_{index}: {json.dumps(name)} {self._mark(form.named)} args_{index}"
+        head = f'{{"name": {json.dumps(name)}, "{form.key}": '
+        return f'call_{index}: {json.dumps(head)} args_{index} "}}"'
 
     def _words(self, form: ToolFormat) -> list[str]:
         """Rules for words without the mark of calls, special tokens among them, and then calls or none.
@@ -136,9 +146,10 @@ class Toolbox:
         """
         kept = [id for id, one in self._added.items() if one.content != form.begin and id not in self._tokenizer.end_ids]
         other = f"<[{_ranges(kept)}]>" if kept else ""
+        if not form.begin:  # special tokens before a bracket do not make words of it: decoding leaves them out
+            text, unseen = (f"{other}* (FIRST ({other} WORDS?)*)?", f"{other}* ") if kept else ("FIRST?", "")
+            return [f"start: {text} | {unseen}calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
         text = f"FIRST? ({other} WORDS?)*" if kept else "FIRST?"
-        if not form.begin:
-            return [f"start: {text} | calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
         mark = re.escape(form.begin).replace("/", r"\/")
         free = f"/(?s:.+)/ & ~/(?s:.*{mark}.*)/"
         rules = [f"FIRST: {free}", f"WORDS: {free}"]
@@ -174,6 +185,9 @@ def _ranges(ids: Sequence[int]) -> str:
 def _writes(form: ToolFormat, written: str) -> bool:
     """Whether a call as the template writes it is of this format."""
     name, arguments = rf'"name": ?"{PROBE_NAME}"', rf'"{form.key}": ?\{{"a": ?1\}}'
+    if form.named:
+        between = rf"({re.escape(CALL_ID)}\w+)?"
+        return re.search(re.escape(form.begin) + PROBE_NAME + between + re.escape(form.named) + r"\{", written) is not None
     call = rf"\{{\s*({name}, ?{arguments}|{arguments}, ?{name})"
     if form.begin:
         return re.search(re.escape(form.begin) + r"\s*" + (r"\[" if form.listed else "") + call, written) is not None

@@ -27,6 +27,7 @@ EACH = "{% for call in message.tool_calls %}"
 CALLS = {
     "hermes": EACH + "\n<tool_call>\n" + ARGUMENTS + "\n</tool_call>{% endfor %}",
     "mistral": "[TOOL_CALLS] [" + EACH + ARGUMENTS + "{{ ', ' if not loop.last }}{% endfor %}]",
+    "mistral11": EACH + "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}",
     "llama3": EACH + PARAMETERS + "{% endfor %}",
     "json": EACH + ARGUMENTS + "{{ '; ' if not loop.last }}{% endfor %}",
     "strange": EACH + "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>{% endfor %}",
@@ -47,7 +48,8 @@ def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
     backend.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
     if marks:
         backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
-        backend.add_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)], special_tokens=True)
+        special = [AddedToken(mark, special=True, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")]
+        backend.add_tokens(special, special_tokens=True)
     backend.chat_template = template(format)
     backend.eos_token = "<|end|>"
     backend.save_pretrained(folder)

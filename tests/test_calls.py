@@ -54,6 +54,33 @@ CALLED: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {  # format, te
         [("add", {"a": 1}), ("add", {})],
     ),
     "no list": ("mistral", "[TOOL_CALLS]add{}", "[TOOL_CALLS]add{}", []),
+    "a bare name": (
+        "mistral11",
+        'I look. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS] {"b": "}"} ',
+        "I look.",
+        [("add", {"a": 1}), ("get_weather", {"b": "}"})],
+    ),
+    "a bare name of nobody": ("mistral11", "[TOOL_CALLS]nobody[ARGS]{}", "[TOOL_CALLS]nobody[ARGS]{}", []),
+    "a list where names are bare": ("mistral11", '[TOOL_CALLS][{"name": "add"}]', '[TOOL_CALLS][{"name": "add"}]', []),
+    "no arguments": (
+        "hermes",
+        '<tool_call>\n{"name": "add"}\n</tool_call><tool_call>{"name": "add", "arguments": null}</tool_call>',
+        "",
+        [("add", {}), ("add", {})],
+    ),
+    "a line for each": (
+        "llama3",
+        '{"name": "add", "parameters": {"a": 1}}\n{"type": "function", "name": "add", "parameters": {"a": 2}}',
+        "",
+        [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    "words behind a call": (
+        "llama3",
+        '{"name": "add", "parameters": {}} and {"name": "add", "parameters": {}}',
+        ' and {"name": "add", "parameters": {}}',
+        [("add", {})],
+    ),
+    "a name without arguments is no call": ("llama3", '{"name": "add"}', '{"name": "add"}', []),
     "parameters": ("llama3", ' {"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
     "two in a row": (
         "llama3",
@@ -119,7 +146,8 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_cut_calls_are_not_finished(form: str) -> None:
     """Guards `finish_reason`: text that was cut within a call does not pass for one, and the rest of it is not lost."""
     begin = FORMATS[form].begin + ("[" if FORMATS[form].listed else "")
-    text = f'{begin}{{"name": "add", "{FORMATS[form].key}": {{"a": [1, 2'
+    call = f"add{named}" if (named := FORMATS[form].named) else f'{{"name": "add", "{FORMATS[form].key}": '
+    text = f'{begin}{call}{{"a": [1, 2'
     choice = message(form, chunks(text, []))
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, 2'
@@ -138,7 +166,24 @@ def test_hidden_marks_are_put_back() -> None:
 def test_nothing_breaks_a_reader(form: str) -> None:
     """Guards against models that write nonsense: no error, and without a call nothing is lost."""
     dice = random.Random(1)
-    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "{", "}", '"', "\\", ",", ";", " ", "\n", ":"]
+    marks = [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        ",",
+        ";",
+        " ",
+        "\n",
+        ":",
+    ]
     words = [*marks, '"name"', '"arguments"', '"parameters"', '"add"', '"x"', "add", "{}", '{"name": "add", ']
     for _ in range(3000):
         text = "".join(dice.choices(words, k=dice.randrange(20)))

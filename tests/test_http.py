@@ -181,7 +181,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "empty ids": ("/v1/completions", {"prompt": [[]]}, 400, "empty"),
     "id out of range": ("/v1/completions", {"prompt": [VOCAB]}, 400, f"Token id {VOCAB}"),
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
-    "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "prompt"),
+    "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
     "string for number": ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens is '5'"),
     "max_tokens 0": ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
     "max_tokens absurd": ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "1000000000"),

@@ -1,8 +1,13 @@
 """Every answer says what happened between the tiers, and the server when nothing does."""
 
 import asyncio
+import http.client
+import json
 import logging
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import pytest
 from doors import House, house
@@ -104,3 +109,36 @@ def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypa
     assert seconds >= slow_s
     answer = ask(served, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4})[2]
     assert answer["choices"][0]["cascade"]["first_token_s"] >= slow_s
+
+
+def test_answers_count_as_they_ended() -> None:
+    """Guards operators: clients that left, aborted or had a deadline counted as failures of the server."""
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with house(pass_s=0.01) as built:
+        status, _, _ = ask(built, "/v1/completions", body, X_Request_Timeout_Seconds="0.2")
+        assert status in (200, 504)
+        address = urlsplit(built.url)
+        for rounds in range(2):  # over HTTP and gRPC
+            if rounds:
+                with Client(built.grpc) as client:
+                    stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
+                    next(stream)
+                    stream.close()
+            else:
+                connection = http.client.HTTPConnection(address.netloc, timeout=30)
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                connection.getresponse().read(10)
+                connection.close()
+            built.settle()
+        with Client(built.grpc, timeout_s=30) as client, ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, built, "/v1/completions", body, X_Request_Id="to-end")
+            while not (ended := built.router.front.abort(built.router.front.access.account(None), "to-end")):
+                time.sleep(0.01)
+            asked.result(30)
+            client.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert ended == 1
+        built.settle()
+        lines = ask(built, "/metrics")[2].decode().splitlines()
+    said = {line for line in lines if line.startswith("cascade_answers_total")}
+    ends = {"deadline_exceeded": 1, "left": 2, "aborted": 1, "length": 1}
+    assert said == {f'cascade_answers_total{{outcome="{end}"}} {count}.0' for end, count in ends.items()}

@@ -3,8 +3,13 @@
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from cascade.cli import main, usage
+from cascade.config import CascadeConfig
+from cascade.errors import ConfigError, ModelError
 from deployments import server as module
+from deployments.capacity import shortage
 from deployments.server import Server
 
 
@@ -18,6 +23,9 @@ class Ray:
     def is_initialized(self) -> bool:
         return self.initialized
 
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> None:
             self.calls.append(name)
@@ -28,7 +36,13 @@ class Ray:
 
 @pytest.mark.parametrize(
     ("address", "initialized", "owned"),
-    [("", False, True), ("local", False, True), ("10.0.0.1:6379", False, False), ("", True, False), ("auto", True, False)],
+    [
+        ("", False, True),
+        ("local", False, True),
+        ("ray://10.0.0.1:10001", False, False),
+        ("", True, False),
+        ("auto", True, False),
+    ],
 )
 def test_joined_clusters_keep_their_applications(
     monkeypatch: pytest.MonkeyPatch, address: str, initialized: bool, owned: bool
@@ -44,3 +58,110 @@ def test_joined_clusters_keep_their_applications(
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()
     assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])
+
+
+def asking(**full: Any) -> CascadeConfig:
+    """The embedded family, whose full tier asks for this."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for section, changes in full.items():
+        values["tiers"][-1][section] = changes | (
+            {"max_ongoing_requests": 256} if section == "deployment_config" else {"tensor_parallel_size": 2}
+        )
+    return CascadeConfig.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (asking(deployment_config={"ray_actor_options": {"num_gpus": 1}, "num_replicas": 3}), "ask for 3 GPU (full 3)"),
+        (asking(deployment_config={"ray_actor_options": {"num_cpus": 4}}), "ask for 5 CPU (tiny 0.5, medium 0.5, full 4)"),
+        (asking(deployment_config={"autoscaling_config": {"min_replicas": 4}}), "ask for 5 CPU"),
+        (asking(deployment_config={"ray_actor_options": {"resources": {"disk": 2}}}), "ask for 2 disk (full 2)"),
+        (asking(engine_kwargs={"device": "cuda"}, deployment_config={"ray_actor_options": {"num_gpus": 1}}), "2 GPU (full 2)"),
+    ],
+    ids=["gpus", "cpus", "autoscaled", "custom", "ranks"],
+)
+def test_what_is_not_there_is_said(config: CascadeConfig, words: str) -> None:
+    """Guards machines without the GPUs of the configuration: Ray Serve waited for them without end and without a word."""
+    problem = shortage(config, {"CPU": 4.0, "GPU": 1.0})
+    assert problem is not None
+    assert words in problem
+    assert shortage(config, {"CPU": 16.0, "GPU": 8.0, "disk": 2.0}) is None
+
+
+def test_named_accelerators_are_looked_for() -> None:
+    """Guards accelerator_type, which Ray takes for a resource that other GPUs do not have."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["accelerator_type"] = "H100"
+    config = CascadeConfig.parse(values)
+    assert "accelerator_type:H100 (full 0.001)" in str(shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:L4": 1.0}))
+    assert shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0}) is None
+
+
+@pytest.mark.parametrize("address", ["", "auto"])
+def test_servers_do_not_wait_for_what_cannot_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
+) -> None:
+    """Guards the start: on this machine alone it ends with a sentence and leaves nothing; a cluster may grow, so it goes on."""
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
+    config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
+    if address:
+        with Server.start(config, port=0):
+            assert "The tiers ask for 2 GPU (full 2) and Ray has 0 of it" in caplog.text
+        return
+    with pytest.raises(ConfigError, match="The tiers ask for 2 GPU"):
+        Server.start(config, port=0)
+    assert fake.calls == ["init", "delete", "shutdown"]
+
+
+def test_failed_replicas_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the command line against the traceback of a replica that cannot start: its last line is what is wrong."""
+
+    def run(*args: Any, **options: Any) -> None:
+        raise RuntimeError(
+            "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
+        )
+
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(fake, "run", run, raising=False)
+    with pytest.raises(ModelError, match=r"^The tiers did not start: the model cannot be used: why$"):
+        Server.start(port=0)
+    assert fake.calls[-1] == "shutdown"
+
+
+def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards RAY_ADDRESS with a cluster that is gone: Ray tried for minutes and filled the screen."""
+    fake = Ray(False)
+    address = f"127.0.0.1:{module.free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', where no cluster answers"):
+        Server.start(port=0)
+    assert fake.calls == []
+
+
+class Stub:
+    """A server that is up at once."""
+
+    tiers, address, url, model = ("full",), "127.0.0.1:9000", "http://127.0.0.1:8000", "a-model-with-a-name-of-some-length"
+
+    def wait(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy."""
+    monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
+    monkeypatch.setenv("COLUMNS", "40")
+    said = CliRunner().invoke(main, ["serve"]).output
+    assert usage(Stub.address, Stub.url, Stub.model) in said

@@ -29,9 +29,10 @@ TOOLS: Any = [WEATHER, STOP]
 SAID = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>',
     "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}]',
+    "mistral11": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}',
     "llama3": '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}',
 }
-FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("llama3", True)]
+FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("mistral11", True), ("llama3", True)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: f"{family[0]}-{'tokens' if family[1] else 'spelled'}")
@@ -148,6 +149,10 @@ def test_strict_functions_are_held_to_their_schema(served: tuple[House, str]) ->
     [call] = strict.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), CITY)
     assert joined(pieces)[1][0][2] == call.function.arguments
+    if name == "llama3":  # Guards against a special token before the call, which made words of it that nobody held to anything
+        tagged, _ = create(house, "<|python_tag|>" + wrong, tools=tools, temperature=0)
+        [call] = tagged.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), CITY)
     for said in ("No call at all: 5 < 6 {x}.", ""):
         words, _ = create(house, said, tools=tools, temperature=0)
         assert (words.message.content, words.finish_reason) == (said, "stop")
@@ -160,6 +165,7 @@ def test_one_call_or_several(served: tuple[House, str]) -> None:
     two = {
         "hermes": f"{first}\n{first}",
         "mistral": first[:-1] + ", " + first[first.index("{") :],
+        "mistral11": first + first,
         "llama3": f"{first}; {first}",
     }[name]
     several, _ = create(house, two, tools=TOOLS, temperature=0)
@@ -193,7 +199,7 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
 def test_cut_calls_say_so(served: tuple[House, str]) -> None:
     """Guards `max_tokens` within a call: `length`, never `tool_calls`."""
     house, name = served
-    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=22)
+    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=10)
     assert choice.finish_reason == joined(pieces)[2] == "length"
 
 

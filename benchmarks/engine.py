@@ -1,4 +1,4 @@
-"""One tier alone against Transformers on the same weights, threads and process.
+"""One tier alone against Transformers on the same weights and threads, each in a process of its own.
 
     make bench-engine
 
@@ -16,20 +16,23 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from benchmarks import reference
+from benchmarks.rival import generate, generate_batch, hold, load, quiet
 from cascade import family
 from cascade.local import Cascade
 from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+from cascade.threads import apart
 from cascade.tokenizer import Tokenizer
 
 WORK = Path(__file__).parent / ".work"
@@ -48,7 +51,6 @@ CHAT = [(CHAT_PROMPTS[5 * i % 16] // SHORTER, CHAT_ANSWERS[7 * i % 16] // SHORTE
 Batch = list[tuple[int, int]]
 BATCHES: dict[str, Batch] = {"batch16": EVEN, "chat16": CHAT}
 PREFIX = 1000
-POSITIONS = 2048  # of context: the embedded models have 1,024, and rotary ones can be asked for more
 LARGE = 10**8  # parameters of a model whose batches run once
 SHORT_REQUESTS = 10_000
 console = Console(stderr=True)
@@ -72,59 +74,19 @@ def seconds(work: Callable[[], object]) -> float:
 class Others:
     """The share of the machine's processors that other programs take from now on: beside them nothing can be measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, rival: Executor) -> None:
+        self._rival = rival
         self._before = self._read()
 
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        """Seconds on all processors: altogether, in use, in use by this process."""
+    def _read(self) -> tuple[float, float, float]:
+        """Seconds on all processors: altogether, in use, in use by this process and the other."""
         times = [int(part) / os.sysconf("SC_CLK_TCK") for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        used, own = sum(times) - times[3] - times[4], os.times()
-        return sum(times), used, own.user + own.system
+        used = sum(times) - times[3] - times[4]
+        return sum(times), used, time.process_time() + self._rival.submit(time.process_time).result()
 
     def share(self) -> float:
         whole, used, own = (after - before for after, before in zip(self._read(), self._before, strict=True))
         return max(0.0, used - own) / whole if whole else 0.0
-
-
-def load(source: str, dtype: str) -> PreTrainedModel:
-    network = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
-    network.config.max_position_embeddings = POSITIONS
-    return network
-
-
-def generate(network: PreTrainedModel, prompts: list[list[int]], n: int) -> torch.Tensor:
-    """Transformers' greedy ``generate`` of exactly ``n`` tokens behind prompts padded to the longest."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out: torch.Tensor = network.generate(
-        ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
-    )
-    return out[:, longest:]
-
-
-def generate_batch(network: PreTrainedModel, requests: Batch) -> float:
-    """Seconds of a batch by the manager behind Transformers' ``generate_batch``, which is started before the clock is."""
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
-    before = network.config._attn_implementation
-    try:
-        with network.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
-            manager.add_request(tokens(8, 99), max_new_tokens=2)
-            while manager.get_result(timeout=1) is None:
-                pass
-            begin = time.perf_counter()
-            for seed, (prompt, answer) in enumerate(requests):
-                manager.add_request(tokens(prompt, seed), max_new_tokens=answer)
-            left = len(requests)
-            while left:
-                result = manager.get_result(timeout=1)
-                left -= result is not None and result.is_finished()
-                if not manager.is_running():
-                    raise RuntimeError("Transformers' continuous batching stopped")
-            return time.perf_counter() - begin
-    finally:
-        network.set_attn_implementation(before)
 
 
 async def serve(cascade: Cascade, requests: Batch) -> None:
@@ -133,18 +95,19 @@ async def serve(cascade: Cascade, requests: Batch) -> None:
     await asyncio.gather(*work)
 
 
-def decoding(network: PreTrainedModel, cascade: Cascade) -> dict[str, Any]:
+def decoding(rival: Executor, cascade: Cascade) -> dict[str, Any]:
     """Tokens per second of one request, its prompt of 16 tokens included."""
     prompt, theirs, ours = tokens(16, 0), [], []
     for _ in range(REPEATS):
-        theirs.append(seconds(lambda: generate(network, [prompt], NEW_TOKENS)))
+        spent, said = rival.submit(generate, [prompt], NEW_TOKENS).result()
+        theirs.append(spent)
         ours.append(seconds(lambda: cascade.generate(prompt, params(NEW_TOKENS))))
     text = cascade.generate(prompt, params(NEW_TOKENS)).token_ids
     return {
         "generate_tokens_per_s": round(NEW_TOKENS / min(theirs), 1),
         "tier_tokens_per_s": round(NEW_TOKENS / min(ours), 1),
         "decode_vs_generate": round(min(theirs) / min(ours), 3),
-        "same_tokens": generate(network, [prompt], NEW_TOKENS)[0].tolist() == list(text),
+        "same_tokens": said[0] == list(text),
     }
 
 
@@ -161,16 +124,17 @@ def passes(model: Model) -> dict[str, Any]:
     return {"pass_ms": {n: round(s * 1e3, 2) for n, s in best.items()}, "pass_8_vs_2": round(best[8] / best[2], 3)}
 
 
-def batching(network: PreTrainedModel, cascade: Cascade, name: str) -> dict[str, Any]:
+def batching(rival: Executor, cascade: Cascade, name: str, repeats: int) -> dict[str, Any]:
     """Tokens per second of a batch; in a padded one the longest answer is everyone's, and only what is wanted counts."""
     requests = BATCHES[name]
     wanted = sum(answer for _, answer in requests)
     longest = max(answer for _, answer in requests)
     prompts = [tokens(prompt, seed) for seed, (prompt, _) in enumerate(requests)]
     padded, continuous, ours = [], [], []
-    for _ in range(2 if network.num_parameters() < LARGE else 1):
-        padded.append(seconds(lambda: generate(network, prompts, longest)))
-        continuous.append(generate_batch(network, requests))
+    for _ in range(repeats):
+        padded.append(rival.submit(generate, prompts, longest).result()[0])
+        asked = [(prompt, answer) for prompt, (_, answer) in zip(prompts, requests, strict=True)]
+        continuous.append(rival.submit(generate_batch, asked).result())
         cascade.tiers[0].memory.pool.clear()  # no prompt is known
         ours.append(seconds(lambda: asyncio.run(serve(cascade, requests))))
     return {
@@ -213,17 +177,20 @@ def held(cascade: Cascade, model: Model) -> dict[str, Any]:
 
 def compare(source: str, dtype: str) -> dict[str, Any]:
     """Everything about one model in one dtype."""
-    network, model, others = load(source, dtype), Model(load(source, dtype)), Others()
-    with Cascade([model], Tokenizer.from_pretrained(source)) as cascade:
-        generate(network, [tokens(16, 9)], 4)
+    model, tokenizer = apart(lambda: Model(load(source, dtype))), Tokenizer.from_pretrained(source)
+    repeats = 2 if model.num_parameters < LARGE else 1
+    with (
+        ProcessPoolExecutor(1, get_context("spawn"), hold, (source, dtype)) as rival,
+        Cascade([model], tokenizer) as cascade,
+    ):
+        others = Others(rival)
         cascade.generate(tokens(16, 9), params(4))
         return {
             "parameters": model.num_parameters,
             "threads_up_to": dict(model.threads.steps),  # tokens of a pass; larger ones take all
-            **decoding(network, cascade),
-            **passes(model),
-            **batching(network, cascade, "batch16"),
-            **batching(network, cascade, "chat16"),
+            **decoding(rival, cascade),
+            **batching(rival, cascade, "batch16", repeats),
+            **batching(rival, cascade, "chat16", repeats),
             **prefix(cascade),
             **held(cascade, model),
             "taken_by_others": round(others.share(), 3),
@@ -251,15 +218,15 @@ def endurance() -> dict[str, Any]:
 
 
 def main() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     grown = WORK / "full-200m"
     reference.grow_full(grown)
     models: dict[str, dict[str, Any]] = {}
     for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
         for dtype in DTYPES:
             begin = time.perf_counter()
-            models[f"{name} {dtype}"] = found = compare(source, dtype)
+            found = apart(lambda source=source, dtype=dtype: passes(Model(load(source, dtype)))) | compare(source, dtype)
+            models[f"{name} {dtype}"] = found
             gc.collect()
             console.print(f"[bold]{name} {dtype}[/] {time.perf_counter() - begin:.0f} s", found)
     report(models, endurance())

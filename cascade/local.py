@@ -5,8 +5,9 @@ import contextlib
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, overload
 
 from cascade.answer import Answer, Chunk, Completion, check_prompt
 from cascade.chain import join
@@ -18,6 +19,7 @@ from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
 from cascade.planner import Policy
 from cascade.scorer import Scorer
+from cascade.threads import apart
 from cascade.tier import Tier, mint
 from cascade.tokenizer import Tokenizer
 
@@ -98,8 +100,9 @@ class Cascade:
                 raise ConfigError(
                     f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
                 )
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         loaded = [
-            Model.from_pretrained(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, quantization=method)
+            apart(partial(Model.from_pretrained, source, quantization=method, **options))
             for source, method in zip(models, methods, strict=True)
         ]
         return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)

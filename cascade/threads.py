@@ -7,10 +7,12 @@ then more threads make it slower, and take cores from the other tiers.
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Self
+from threading import Thread
+from typing import Self, TypeVar
 
 import torch
 
@@ -19,6 +21,27 @@ ROUNDS = 5
 BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
 GAIN = 1.1  # times faster at least that more threads must be
 LONG_S = 0.1  # what a thread computes in a pass that is worth all threads: far longer than they take to meet
+
+
+T = TypeVar("T")
+
+
+def apart(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, done in a thread that ends with it.
+
+    OpenMP keeps helpers for each thread that has computed. Where these are more than the cores, all of them sleep whenever they
+    wait for each other, and every pass of the tier's own thread pays for helpers that a thread which loaded its model has left.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="apart", daemon=True).start()  # a daemon: Ctrl-C does not wait for a model to load
+    return outcome.result()
 
 
 class Threads:

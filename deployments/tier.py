@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import ray.util
 from ray.serve.handle import DeploymentHandle
@@ -16,6 +17,7 @@ from cascade.grammar import Grammars
 from cascade.loading import load
 from cascade.model import Model
 from cascade.profile import measure
+from cascade.threads import apart
 from cascade.tier import Tier
 from cascade.tokenizer import Tokenizer
 from deployments.downlink import Downlink
@@ -24,6 +26,7 @@ from deployments.ranks import Ranks, bind_threads
 from deployments.spare import Lessor
 from deployments.tls import check
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # how often is looked after ranks that load
@@ -48,7 +51,7 @@ class TierReplica:
         bind_threads(engine)
         self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
         self._model = await _start(self._config, self._ranks)
-        self._profile = await asyncio.to_thread(measure, self._model, max_tokens=engine.max_pass_tokens)
+        self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         self._tier = Tier(
             self._config.name,
@@ -113,11 +116,16 @@ def lessor(handle: DeploymentHandle) -> Lessor:
     return lambda session: streaming.lease.remote(session)
 
 
+async def _apart(work: Callable[[], T]) -> T:
+    """`cascade.threads.apart`, beside the event loop."""
+    return await asyncio.to_thread(apart, work)
+
+
 async def _start(config: TierConfig, ranks: Ranks | None) -> Model:
     """The model; raises `ModelError`, at once when one of several ranks cannot load its share."""
     if ranks is None:
-        return await asyncio.to_thread(_load, config)
-    leading = asyncio.create_task(asyncio.to_thread(ranks.lead))
+        return await _apart(partial(_load, config))
+    leading = asyncio.create_task(_apart(ranks.lead))
     while not leading.done():
         ranks.check()
         await asyncio.wait([leading], timeout=WATCH_S)

@@ -1,16 +1,18 @@
 """CPU threads of a pass: the fewest that are not slower, and never another text."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from architectures import build
 
-from cascade import family
+from cascade import ModelError, family
 from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.threads import LONG_S, Threads
+from cascade.threads import LONG_S, Threads, apart
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 
@@ -106,3 +108,30 @@ def test_logits_do_not_depend_on_threads(dtype: str, shape: str) -> None:
             found.append(model.logits(batch))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_a_thread_that_ends_leaves_no_helpers() -> None:
+    """Guards passes against OpenMP's helpers of the thread that loaded the model: with more of them than cores all sleep."""
+    program = """if True:
+        import os, torch
+        from cascade.threads import apart
+        torch.set_num_threads(2)
+        running = lambda: len(os.listdir("/proc/self/task"))
+        before = running()
+        assert apart(lambda: float(torch.ones(1000, 1000).sum())) == 1e6
+        while running() > before:  # for ever, if they stay
+            pass
+        float(torch.ones(1000, 1000).sum())
+        assert running() == before + 1
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_what_fails_apart_fails_here() -> None:
+    """Guards the sentence that says why a model cannot be loaded."""
+    with pytest.raises(ModelError, match="no such model"):
+        apart(lambda: _fail("no such model"))
+
+
+def _fail(sentence: str) -> None:
+    raise ModelError(sentence)

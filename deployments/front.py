@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
 from cascade.config import CascadeConfig
-from cascade.errors import CascadeError, InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest, TooLarge
 from cascade.messages import Open
 from cascade.tier import mint
 from deployments.access import Access, Account
@@ -55,6 +55,12 @@ class Front:
                 yield call
             finally:
                 self._calls.discard(call)
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
+        most = self.limits.max_prompt_chars
+        if num_chars > most:
+            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
     def abort(self, account: Account, id: str) -> int:
         """End the requests of ``account`` with this id; how many there were."""

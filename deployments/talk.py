@@ -45,7 +45,7 @@ class Talk:
             finish=None if end is None else finish(end, reason(end, reader)),
             prompt=prompt(chunk),
             lanes=map(encode_lane, chunk.lanes),
-            text="" if reader is None else chunk.text,
+            text=None if reader is None else chunk.text,
         )
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteChatResponse:
@@ -58,7 +58,7 @@ class Talk:
             tokens=all_tokens(chunks),
             finish=finish(end, why),
             prompt=prompt(chunks[0]),
-            text="" if self._reader is None else end.text,
+            text=None if self._reader is None else end.text,
         )
 
 

@@ -98,7 +98,7 @@ class Client:
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             try:
                 for response in call:
-                    yield pieces.take(response, response.text)
+                    yield pieces.take(response)
                 pieces.check()
             finally:
                 call.cancel()
@@ -199,7 +199,7 @@ class AsyncClient:
             call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
             try:
                 async for response in call:
-                    yield pieces.take(response, response.text)
+                    yield pieces.take(response)
                 pieces.check()
             finally:
                 call.cancel()

@@ -53,8 +53,9 @@ class Pieces:
         if not self._complete:
             raise Unavailable("The server ended the stream before the text was complete")
 
-    def take(self, response: pb.GenerateResponse | pb.ChatResponse, text: str) -> Chunk:
-        """One more response, which brings this text."""
+    def take(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
+        """One more response; ``text`` is what it brings, if that is not its own."""
+        text = response.text if text is None else text
         self._text.append(text)
         self._tokens += response.tokens
         self._prompt += response.prompt

@@ -118,6 +118,8 @@ def encode_chat(
     handling, given = handling or Handling(), _given(options)
     choice, values = given.get("tool_choice"), given.get("chat_template_kwargs")
     try:
+        if isinstance(messages, str | bytes):
+            raise TypeError("messages are a list, such as [{'role': 'user', 'content': 'Hello'}]")
         return pb.ChatRequest(
             messages=map(_message, messages),
             sampling=None if params is None else encode_sampling(params),

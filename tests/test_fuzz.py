@@ -177,7 +177,11 @@ def test_wild_messages_are_refused(served: House) -> None:
 
         @seed(5)
         @settings(max_examples=300, **QUIET)
-        @given(st.binary(max_size=120), st.sampled_from(["Complete", "Describe", "Abort", "Nothing"]), st.booleans())
+        @given(
+            st.binary(max_size=120),
+            st.sampled_from(["Complete", "CompleteChat", "Describe", "Abort", "Nothing"]),
+            st.booleans(),
+        )
         def run(noise: bytes, method: str, prefixed: bool) -> None:
             data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
             call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)

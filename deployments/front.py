@@ -20,6 +20,13 @@ from deployments.status import status_of
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
+def request_id(given: str) -> str:
+    """The name that a client gave its request; raises `InvalidRequest` if it is not fit for headers and logs."""
+    if not REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    return given
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One request while it is served."""
@@ -45,9 +52,7 @@ class Front:
         self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
     ) -> Iterator[Call]:
         """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
-        if id is not None and not REQUEST_ID.fullmatch(id):
-            raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
-        call = Call(id or mint(), account, Life.of(timeout_s), since)
+        call = Call(mint() if id is None else request_id(id), account, Life.of(timeout_s), since)
         call.life.check()
         with account.admitted(num_answers), self.gate.admitted(num_answers):
             self._calls.add(call)

@@ -58,7 +58,7 @@ class Passes:
         return self._broken < MAX_PASS_FAILURES
 
     def run(self, batch: list[tuple[Seat, Work]]) -> list[Own]:
-        """Of each row."""
+        """Own tokens of each row, or why it has none."""
         now = time.monotonic()
         for seat, work in batch:
             if work.num_own:

@@ -169,9 +169,8 @@ class Tier:
         rows: list[tuple[Seat, Work, int]] = []
         for (seat, work), tokens in zip(batch, own, strict=True):
             if not isinstance(tokens, list):
-                self._fail(
-                    seat, f"a pass of tier {self.name} failed" if tokens is None else str(tokens), fault=tokens is not None
-                )
+                reason = f"a pass of tier {self.name} failed" if tokens is None else str(tokens)
+                self._fail(seat, reason, fault=tokens is not None)
                 continue
             seat.since = now
             commit = seat.session.advance(work, tokens[: work.num_own])

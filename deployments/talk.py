@@ -14,7 +14,7 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.wire import encode_lane
 from deployments.assistant import Assistant, Task
 from deployments.calls import Delta, Reader, read, reason
-from deployments.conversation import MAX_MESSAGES, Conversation, parsed_object
+from deployments.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from deployments.requests import all_tokens, ending, finish, parse_sampling, prompt, refuse_unknown, tokens
 from deployments.status import mistake
 
@@ -68,7 +68,7 @@ def conversation(request: pb.ChatRequest) -> Conversation:
     said: dict[str, Any] = {name: getattr(request, name) for name in PLAIN if request.HasField(name)}
     said["messages"] = [_message(message) for message in request.messages[: MAX_MESSAGES + 1]]
     if request.tools:
-        said["tools"] = [_tool(index, tool.function) for index, tool in enumerate(request.tools)]
+        said["tools"] = [_tool(index, tool.function) for index, tool in enumerate(request.tools[: MAX_TOOLS + 1])]
     if request.HasField("tool_choice"):
         said["tool_choice"] = _choice(request.tool_choice)
     if request.HasField("chat_template_kwargs"):

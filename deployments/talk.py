@@ -1,9 +1,9 @@
 """Conversations over gRPC: in the words that HTTP has for them, and the answers back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from deployments.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, pars
 from deployments.requests import all_tokens, ending, finish, parse_sampling, prompt, refuse_unknown, tokens
 from deployments.status import mistake
 
+T = TypeVar("T")
 PLAIN = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")  # the same in both protocols
 
 
@@ -66,9 +67,9 @@ def conversation(request: pb.ChatRequest) -> Conversation:
     """What is said and may be called; raises `InvalidRequest`, with the sentences that HTTP clients get."""
     _refuse_unknown(request, "the request")
     said: dict[str, Any] = {name: getattr(request, name) for name in PLAIN if request.HasField(name)}
-    said["messages"] = [_message(message) for message in request.messages[: MAX_MESSAGES + 1]]
+    said["messages"] = _listed(_message, request.messages, MAX_MESSAGES)
     if request.tools:
-        said["tools"] = [_tool(index, tool.function) for index, tool in enumerate(request.tools[: MAX_TOOLS + 1])]
+        said["tools"] = _listed(_tool, list(enumerate(request.tools)), MAX_TOOLS)
     if request.HasField("tool_choice"):
         said["tool_choice"] = _choice(request.tool_choice)
     if request.HasField("chat_template_kwargs"):
@@ -78,6 +79,11 @@ def conversation(request: pb.ChatRequest) -> Conversation:
     except ValidationError as error:
         placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         raise InvalidRequest(mistake(placed, "The request")[1]) from None
+
+
+def _listed(word: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
+    """Everything in other words; of a list that is too long only its length will be looked at."""
+    return [word(one) for one in given[:most]] + [None] * (len(given) - most)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
@@ -91,7 +97,8 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     return said
 
 
-def _tool(index: int, function: pb.Function) -> dict[str, Any]:
+def _tool(numbered: tuple[int, pb.Tool]) -> dict[str, Any]:
+    index, function = numbered[0], numbered[1].function
     said: dict[str, Any] = {"name": function.name}
     said |= {name: getattr(function, name) for name in ("description", "strict") if function.HasField(name)}
     if function.HasField("parameters"):

@@ -6,14 +6,13 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, get_args
+from typing import Self, TypeAlias, Unpack
 
 import grpc
 
-from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, Undrafted
+from cascade.answer import Chunk, Completion
 from cascade.errors import (
     Aborted,
     CascadeError,
@@ -27,15 +26,15 @@ from cascade.errors import (
     Unavailable,
 )
 from cascade.handling import Handling
-from cascade.messages import Edge, Logprobs, origin
 from cascade.params import SamplingParams, Speculation
+from cascade.received import Pieces, ServerInfo, completion_of, server_info
+from cascade.talk import ChatOptions, Said, Turn, TurnPiece, TurnPieces, encode_chat, turn_of
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from cascade.wire import decode_lane, encode_sampling
+from cascade.wire import encode_sampling, encode_speculation
 
 Prompt: TypeAlias = str | Sequence[int]
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
-REASONS: tuple[Undrafted, ...] = get_args(Undrafted)
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -47,32 +46,6 @@ ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.FAILED_PRECONDITION: ModelError,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TierInfo:
-    """One tier of a server; ``sessions`` are those of the replica that answered."""
-
-    name: str
-    model: str
-    replicas: int
-    sessions: int
-    context_len: int
-    vocab_size: int
-    parameters: int
-    device: str
-    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens, seconds; the points of a `cascade.scenario.PassCost`
-    context_s: float = 0.0  # added to a pass for each position that its sessions hold
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What a server serves; tiers bottom to top."""
-
-    tiers: tuple[TierInfo, ...]
-    max_model_len: int
-    window: int
-    version: str
 
 
 class Client:
@@ -109,7 +82,7 @@ class Client:
         with errors():
             request = encode_request(prompt, params, speculation, handling)
             response = self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
-            return _completion(response.text, response.tokens, response.finish, response.prompt)
+            return completion_of(response.text, response.tokens, response.finish, response.prompt)
 
     def stream(
         self,
@@ -130,10 +103,46 @@ class Client:
             finally:
                 call.cancel()
 
+    def chat(
+        self,
+        messages: Said,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Turn:
+        """The assistant's whole next turn behind ``messages``, which are as OpenAI's clients have them.
+
+        Without ``params`` it may be as long as the context has room for.
+        """
+        with errors():
+            request = encode_chat(messages, params, speculation, handling, options)
+            return turn_of(self._stub.CompleteChat(request, timeout=self._timeout_s, metadata=self._metadata))
+
+    def stream_chat(
+        self,
+        messages: Said,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[TurnPiece]:
+        """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
+        pieces = TurnPieces()
+        with errors():
+            request = encode_chat(messages, params, speculation, handling, options)
+            call = self._stub.Chat(request, timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                for response in call:
+                    yield pieces.take(response)
+                pieces.check()
+            finally:
+                call.cancel()
+
     def describe(self) -> ServerInfo:
         """What is served."""
         with errors():
-            return _server_info(self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
+            return server_info(self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
 
     def close(self) -> None:
         self._channel.close()
@@ -174,7 +183,7 @@ class AsyncClient:
         with errors():
             request = encode_request(prompt, params, speculation, handling)
             response = await self._stub.Complete(request, timeout=self._timeout_s, metadata=self._metadata)
-            return _completion(response.text, response.tokens, response.finish, response.prompt)
+            return completion_of(response.text, response.tokens, response.finish, response.prompt)
 
     async def stream(
         self,
@@ -195,10 +204,46 @@ class AsyncClient:
             finally:
                 call.cancel()
 
+    async def chat(
+        self,
+        messages: Said,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Turn:
+        """The assistant's whole next turn behind ``messages``, which are as OpenAI's clients have them.
+
+        Without ``params`` it may be as long as the context has room for.
+        """
+        with errors():
+            request = encode_chat(messages, params, speculation, handling, options)
+            return turn_of(await self._stub.CompleteChat(request, timeout=self._timeout_s, metadata=self._metadata))
+
+    async def stream_chat(
+        self,
+        messages: Said,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[TurnPiece]:
+        """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
+        pieces = TurnPieces()
+        with errors():
+            request = encode_chat(messages, params, speculation, handling, options)
+            call = self._stub.Chat(request, timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                async for response in call:
+                    yield pieces.take(response)
+                pieces.check()
+            finally:
+                call.cancel()
+
     async def describe(self) -> ServerInfo:
         """What is served."""
         with errors():
-            return _server_info(await self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
+            return server_info(await self._stub.Describe(pb.DescribeRequest(), timeout=30, metadata=self._metadata))
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -210,36 +255,6 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-class Pieces:
-    """Turns responses of a stream into chunks, the last of which brings the completion."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._tokens: list[pb.Token] = []
-        self._prompt: list[pb.PromptToken] = []
-        self._complete = False
-
-    def check(self) -> None:
-        """Raise `Unavailable` if the stream has ended before its text."""
-        if not self._complete:
-            raise Unavailable("The server ended the stream before the text was complete")
-
-    def take(self, response: pb.GenerateResponse) -> Chunk:
-        """One more response."""
-        self._text.append(response.text)
-        self._tokens += response.tokens
-        self._prompt += response.prompt
-        completion = None
-        if response.HasField("finish"):
-            completion = _completion("".join(self._text), self._tokens, response.finish, self._prompt)
-            self._complete = True
-        ids = tuple(token.id for token in response.tokens)
-        ends = tuple(token.end for token in response.tokens)
-        origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
-        prompt, lanes = _prompt(response.prompt), tuple(map(decode_lane, response.lanes))
-        return Chunk(response.text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes)
 
 
 @contextlib.contextmanager
@@ -259,7 +274,6 @@ def encode_request(
 ) -> pb.GenerateRequest:
     """The request on the wire; raises `InvalidRequest` for what the protocol cannot say."""
     params, speculation, handling = params or SamplingParams(), speculation or Speculation(), handling or Handling()
-    mode = "off" if speculation.tiers == () else speculation.mode
     try:
         if prompt is None or isinstance(prompt, bytes):  # protobuf would take them for token ids
             raise TypeError(f"a prompt is a string or token ids, not {type(prompt).__name__}")
@@ -267,66 +281,13 @@ def encode_request(
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
             sampling=encode_sampling(params),
-            speculation=pb.Speculation(
-                mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule
-            ),
+            speculation=encode_speculation(speculation),
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             watch=handling.watch,
         )
     except (ValueError, TypeError, UnicodeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None
-
-
-def _completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, prompt: Sequence[pb.PromptToken]) -> Completion:
-    edges = tuple(map(_edge, finish.edges))
-    reason: FinishReason = "length" if finish.reason == "length" else "stop"
-    first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
-    why = next((why for why in REASONS if why == finish.undrafted), None)  # a newer server may know more
-    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, why)
-    ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
-    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt(prompt))
-
-
-def _edge(e: pb.Edge) -> Edge:
-    positions = tuple(e.accepted_by_position)
-    return Edge(e.drafter, e.verifier, e.passes, e.proposed, e.accepted, e.emitted, e.waited_s, positions)
-
-
-def _origins(tokens: Sequence[pb.Token]) -> bytes:
-    return bytes(origin(token.level, token.corrected) for token in tokens)
-
-
-def _prompt(tokens: Sequence[pb.PromptToken]) -> tuple[PromptToken, ...]:
-    return tuple(
-        PromptToken(one.id, one.logprob if one.HasField("logprob") else None, tuple((top.id, top.logprob) for top in one.top))
-        for one in tokens
-    )
-
-
-def _logprobs(tokens: Sequence[pb.Token]) -> tuple[Logprobs, ...]:
-    """One a token if the request asked for them."""
-    said = [token for token in tokens if token.HasField("logprob")]
-    return tuple(Logprobs(token.logprob, tuple((top.id, top.logprob) for top in token.top)) for token in said)
-
-
-def _server_info(response: pb.DescribeResponse) -> ServerInfo:
-    tiers = tuple(
-        TierInfo(
-            t.name,
-            t.model,
-            t.replicas,
-            t.sessions,
-            t.context_len,
-            t.vocab_size,
-            t.parameters,
-            t.device,
-            tuple((point.tokens, point.seconds) for point in t.pass_cost),
-            t.context_s,
-        )
-        for t in response.tiers
-    )
-    return ServerInfo(tiers, response.max_model_len, response.window, response.version)
 
 
 def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCredentials | None]:

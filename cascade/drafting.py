@@ -20,6 +20,7 @@ class Drafted(Protocol):
     chain: Chain  # tiers below that it shall use now
     using: Chain  # tiers below that it was opened with
     settling: int  # passes to come that say nothing about them yet
+    alone: bool  # it is too much for the tiers below
 
 
 S = TypeVar("S", bound=Drafted)
@@ -91,7 +92,10 @@ class Drafters(Generic[S]):
             seat.settling = 0
             self._health.works(drafter)
             return None
-        self._health.failed(message.tier or drafter, now)
+        if message.fault:  # others may draft there, this one nowhere
+            seat.alone, seat.chain = True, ()
+        else:
+            self._health.failed(message.tier or drafter, now)
         self.leave(seat)
         self.draft(seat, now)
         return drafter, message.reason
@@ -119,8 +123,8 @@ class Drafters(Generic[S]):
     def _plan(self, seat: S, num_sessions: int) -> None:
         session = seat.session
         allowed = session.opening.chain
-        if not session.opening.adaptive or not allowed:
-            seat.chain = allowed
+        if seat.alone or not session.opening.adaptive or not allowed:
+            seat.chain = () if seat.alone else allowed
             return
         seat.chain = self._planner.chain(allowed, num_sessions)
         session.spared = "" if seat.chain else self._planner.spared(allowed, num_sessions)

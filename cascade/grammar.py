@@ -101,7 +101,7 @@ class Matcher:
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
         """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
 
-        Behind a guess that is not allowed everything is: nobody will ask for it. Raises `RuntimeError` if the grammar takes
+        Behind a guess that is not allowed everything is: nobody will ask for it. Raises `InvalidRequest` if the grammar takes
         more work than a step may.
         """
         machine = self._machine
@@ -121,7 +121,8 @@ class Matcher:
 
     def _check(self) -> None:
         if self._machine.is_error():
-            raise RuntimeError(f"the grammar cannot be followed: {_one_line(self._machine.get_error())}")
+            reason = _one_line(self._machine.get_error())
+            raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
 
 
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:

@@ -288,7 +288,7 @@ class _Call:
         if answer is None:
             return []
         if isinstance(message, Failed):
-            raise Unavailable(f"The full tier failed: {message.reason}")
+            raise InvalidRequest(message.reason) if message.fault else Unavailable(f"The full tier failed: {message.reason}")
         chunk, commit = answer.take(message)
         if answer.finished:
             del self._answers[message.session]

@@ -133,6 +133,7 @@ class Failed:
     session: str
     reason: str
     tier: str = ""  # that failed, if known
+    fault: bool = False  # the request is to blame: it would fail on every replica of that tier
 
 
 Message = Open | Commit | Close | Proposal | Failed

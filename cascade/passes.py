@@ -4,7 +4,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
 from cascade.profile import Profile
 from cascade.schedule import Costs
@@ -13,6 +15,9 @@ from cascade.seat import Seat
 from cascade.session import Work
 
 log = logging.getLogger(__name__)
+
+# own tokens of a row; None if it cannot be scored, an error if that is the request's own fault
+Own: TypeAlias = list[int] | InvalidRequest | None
 
 SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
@@ -52,8 +57,8 @@ class Passes:
         """The model works."""
         return self._broken < MAX_PASS_FAILURES
 
-    def run(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None]:
-        """Own tokens of each row, None for a row that cannot be scored."""
+    def run(self, batch: list[tuple[Seat, Work]]) -> list[Own]:
+        """Own tokens of each row, or why it has none."""
         now = time.monotonic()
         for seat, work in batch:
             if work.num_own:
@@ -63,11 +68,11 @@ class Passes:
             # a row that breaks its pass must not harm the others; scoring a row twice gives the same
             own = [self._rescue(*row) for row in batch]
             self._broken = 0 if any(own) or self._sings() else self._broken + 1
-            if len(batch) > 1 and None not in own:  # no row is bad: together they were too many
+            if len(batch) > 1 and all(isinstance(one, list) for one in own):  # no row is bad: together they were too many
                 self._shrink(sum(len(work.tokens) for _, work in batch) // 2)
         return own
 
-    def _rescue(self, seat: Seat, work: Work) -> list[int] | None:
+    def _rescue(self, seat: Seat, work: Work) -> Own:
         """Own tokens of a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
         own = self._score([(seat, work)])
         size = len(work.tokens) // 2
@@ -86,14 +91,15 @@ class Passes:
         self.max_tokens = max(SMALL_PASS, min(self.max_tokens, num_tokens))
         log.warning("Passes of tier %s are too large for its memory: they take %d tokens now", self._tier, self.max_tokens)
 
-    def _score(self, batch: list[tuple[Seat, Work]]) -> list[list[int] | None] | None:
-        """Own tokens of each row in one pass, None if the pass fails."""
+    def _score(self, batch: list[tuple[Seat, Work]]) -> list[Own] | None:
+        """One pass, None if it fails for another reason than the fault of its only row."""
         rows = [_row(seat, work) for seat, work in batch]
         begin = time.monotonic()
         try:
-            own: list[list[int] | None] = [
-                o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)
-            ]
+            own = [o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)]
+        except InvalidRequest as error:
+            log.info("A request is at fault for a failed pass of tier %s with %d rows: %s", self._tier, len(rows), error)
+            return [error] if len(batch) == 1 else None
         except Exception:
             log.exception("A pass of tier %s failed with %d rows", self._tier, len(rows))
             self.stats.failures += 1
@@ -101,7 +107,7 @@ class Passes:
         self._account(batch, own, time.monotonic() - begin)
         if sum(len(row.tokens) for row in rows) >= self.max_tokens:
             self.max_tokens = min(self._most_tokens, self.max_tokens + 1)
-        return own
+        return list(own)
 
     def _sings(self) -> bool:
         """Whether the model still scores a row that nothing can be wrong with: a canary."""
@@ -115,9 +121,9 @@ class Passes:
             cache.free()
         return True
 
-    def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int] | None], seconds: float) -> None:
+    def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int]], seconds: float) -> None:
         num_tokens = sum(len(work.tokens) for _, work in batch)
-        extra = [len(tokens or ()) - work.num_own for (_, work), tokens in zip(batch, own, strict=True)]
+        extra = [len(tokens) - work.num_own for (_, work), tokens in zip(batch, own, strict=True)]
         passes = 1 + max(extra)  # in one launch
         stats = self.stats
         stats.passes += passes

@@ -28,6 +28,7 @@ class Seat:
     chain: tuple[str, ...] = ()  # tiers below that it shall use now
     using: tuple[str, ...] = ()  # tiers below that it was opened with
     settling: int = 0  # passes to come that say nothing about them yet
+    alone: bool = False  # it is too much for the tiers below
     told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
 
     @property

@@ -72,6 +72,7 @@ class _Seat:
     chain: Chain = ()  # tiers below that it shall use now
     using: Chain = ()  # tiers below that it was opened with
     settling: int = 0  # passes to come that say nothing about them yet
+    alone: bool = False  # it is too much for the tiers below
 
 
 class Node:

@@ -19,7 +19,7 @@ from cascade.drafting import Drafters
 from cascade.errors import InvalidRequest
 from cascade.memory import RETRY_S, Memory
 from cascade.messages import Close, Commit, Failed, Link, Message, Open, Proposal
-from cascade.passes import Passes, TierStats
+from cascade.passes import Own, Passes, TierStats
 from cascade.planner import Planner, Policy
 from cascade.profile import Profile
 from cascade.schedule import schedule
@@ -161,15 +161,16 @@ class Tier:
         batch, again_at = schedule(able, self._policy, self._passes.costs, self._passes.max_tokens, now)
         return batch, _earlier(_earlier(wake_at, again_at), now + RETRY_S if waiting else None)
 
-    def _advance(self, batch: list[tuple[Seat, Work]], own: list[list[int] | None]) -> None:
+    def _advance(self, batch: list[tuple[Seat, Work]], own: Sequence[Own]) -> None:
         """Sessions take their own tokens; messages go out."""
         now = time.monotonic()
         seconds = now - max(self._last_pass_at, min(seat.since for seat, _ in batch))
         self._last_pass_at = now
         rows: list[tuple[Seat, Work, int]] = []
         for (seat, work), tokens in zip(batch, own, strict=True):
-            if tokens is None:
-                self._fail(seat, f"a pass of tier {self.name} failed")
+            if not isinstance(tokens, list):
+                reason = f"a pass of tier {self.name} failed" if tokens is None else str(tokens)
+                self._fail(seat, reason, fault=tokens is not None)
                 continue
             seat.since = now
             commit = seat.session.advance(work, tokens[: work.num_own])
@@ -295,9 +296,9 @@ class Tier:
         del self._seats[seat.session.opening.session]
         self.memory.leave(seat, spoilt=spoilt)
 
-    def _fail(self, seat: Seat, reason: str) -> None:
+    def _fail(self, seat: Seat, reason: str, *, fault: bool = False) -> None:
         self._leave(seat, spoilt=True)
-        self._out[seat.up].append(Failed(seat.session.opening.session, reason, self.name))
+        self._out[seat.up].append(Failed(seat.session.opening.session, reason, self.name, fault))
 
     def _up(self, seat: Seat, proposal: Proposal | None) -> None:
         if proposal is not None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cascade.messages import Lane
-from cascade.params import SamplingParams, Structured
+from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 
 NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `pb.Sampling`
@@ -55,6 +55,12 @@ def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
         structured=decode_structured(sampling.structured) if sampling.HasField("structured") else None,
         **chosen,
     )
+
+
+def encode_speculation(speculation: Speculation) -> pb.Speculation:
+    """How drafts may be used; raises `ValueError` for what the protocol cannot say."""
+    mode = "off" if speculation.tiers == () else speculation.mode
+    return pb.Speculation(mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule)
 
 
 def encode_structured(structured: Structured) -> pb.Structured:

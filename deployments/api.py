@@ -16,13 +16,13 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from cascade.answer import Chunk
-from cascade.errors import CascadeError, InvalidRequest, NotFound, TooLarge, Unavailable
+from cascade.errors import CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.handling import Handling
 from cascade.messages import Open
 from cascade.params import MAX_SEED, SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
+from deployments.assistant import LONG_PROMPT, Assistant
 from deployments.calls import Reader
-from deployments.conversation import ChatMessage, ToolBody, turns
 from deployments.front import Call, Front
 from deployments.guard import Events, Guard, attended
 from deployments.merge import gathered, merged, streamed
@@ -37,8 +37,6 @@ from deployments.openai import (
 )
 from deployments.reply import Echo, Form
 from deployments.status import mistake, refusal
-from deployments.template import Style
-from deployments.tools import Plan, Toolbox
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
@@ -51,7 +49,6 @@ PAGE_POLICY = "; ".join(
         "base-uri 'none'",
     )
 )
-LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # for the schema; `Guard` asks for the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
@@ -95,7 +92,7 @@ class Engine(Protocol):
     front: Front
     tokenizer: Tokenizer
     max_model_len: int
-    tool_format: str | None
+    assistant: Assistant
 
     @property
     def model(self) -> str: ...
@@ -119,7 +116,6 @@ class Api:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._front = engine.front
-        self._toolbox = Toolbox(engine.tokenizer, engine.tool_format)
 
     def application(self) -> FastAPI:
         """The ASGI application."""
@@ -178,7 +174,7 @@ class Api:
         if body.tools is not None and body.messages is None:
             raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._encode_chat(body.messages, body.tools, body.style)
+            ids = await self._engine.assistant.encode(body.messages, body.tools, body.style)
         else:
             ids = await self._encode(body.prompt or "")
         return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
@@ -200,29 +196,8 @@ class Api:
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
-        plan = self._toolbox.plan(body)
-        ids = await self._encode_chat(body.messages, body.tools if plan.shown else None, body.style)
-        room = self._engine.max_model_len - len(ids)
-        most = self._front.limits.max_tokens or room
-        params = body.params(body.limit or max(1, min(room, most)))
-        params = await self._held_to(plan, params)
-        return await self._answer("chat", body, params, [ids], [Echo()], request, timeout_s, plan.reader)
-
-    async def _held_to(self, plan: Plan, params: SamplingParams) -> SamplingParams:
-        """``params`` that make the text calls of tools; raises `InvalidRequest`."""
-        if plan.structured is None:
-            return params
-        if params.structured is not None:
-            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out")
-        if params.ignore_eos:
-            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end")
-        for index, schema in plan.schemas.items():
-            try:
-                await self._engine.check(replace(params, structured=schema))
-            except InvalidRequest as error:
-                where = f"tools.{index}.function.parameters"
-                raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
-        return replace(params, structured=plan.structured)
+        task = await self._engine.assistant.task(body, lambda room: body.params(body.limit or room))
+        return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
     async def _answer(
         self,
@@ -277,20 +252,9 @@ class Api:
         return prompts
 
     async def _encode(self, text: str) -> list[int]:
-        self._check_length(len(text))
+        self._front.check_length(len(text))
         tokenizer = self._engine.tokenizer
         return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
-
-    async def _encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
-        said = turns(messages)
-        shown = None if tools is None else [tool.plain for tool in tools]
-        num_chars = sum(len(message.text) for message in messages)
-        num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
-        self._check_length(num_chars)
-        encode = self._toolbox.template.encode
-        if num_chars < LONG_PROMPT:
-            return encode(said, shown, style)
-        return await asyncio.to_thread(encode, said, shown, style)
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
@@ -310,11 +274,6 @@ class Api:
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""
         return str(self._engine.tokenizer.backend.decode([token], skip_special_tokens=False))
-
-    def _check_length(self, num_chars: int) -> None:
-        most = self._front.limits.max_prompt_chars
-        if num_chars > most:
-            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._engine.model:

@@ -4,11 +4,11 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cascade.answer import Chunk
+from cascade.answer import Chunk, Completion
 
 LETTERS = string.ascii_letters + string.digits
 CALL_ID = "[CALL_ID]"  # which some models write between name and arguments
@@ -50,6 +50,15 @@ class Delta:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.calls)
+
+    def add(self, piece: "Delta") -> None:
+        """What the next piece of the same answer says."""
+        self.content += piece.content
+        for index, call in piece.calls.items():
+            if index in self.calls:
+                self.calls[index]["function"]["arguments"] += call["function"]["arguments"]
+            else:
+                self.calls[index] = call
 
     @property
     def body(self) -> dict[str, Any]:
@@ -254,6 +263,22 @@ class Reader:
             index = self._num_calls - 1
             call = self._delta.calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
             call["function"]["arguments"] += arguments
+
+
+def read(chunks: Iterable[Chunk], completion: Completion, reader: Reader | None) -> tuple[Delta, str]:
+    """What a whole answer says and calls, and why it ended; without a reader it calls nothing."""
+    if reader is None:
+        return Delta(completion.text), completion.finish_reason
+    said = Delta()
+    for chunk in chunks:
+        said.add(reader.take(chunk))
+    return said, reason(completion, reader)
+
+
+def reason(completion: Completion, reader: Reader | None) -> str:
+    """Why an answer ended: calls that were cut are none."""
+    called = reader is not None and reader.finished and completion.finish_reason == "stop"
+    return "tool_calls" if called else completion.finish_reason
 
 
 def _parsed(text: str, *, bare: bool) -> tuple[str, str] | None:

@@ -27,8 +27,8 @@ def _encode(message: Message) -> pb.Message:
             return pb.Message(session=session, proposal=_encode_proposal(message))
         case Close():
             return pb.Message(session=session, close=pb.Close())
-        case Failed(_, reason, tier):
-            return pb.Message(session=session, failed=pb.Failed(reason=reason, tier=tier))
+        case Failed(_, reason, tier, fault):
+            return pb.Message(session=session, failed=pb.Failed(reason=reason, tier=tier, fault=fault))
         case Open():
             return pb.Message(session=session, open=_encode_open(message))
 
@@ -91,7 +91,7 @@ def _decode(message: pb.Message) -> Message:
         case "close":
             return Close(session)
         case "failed":
-            return Failed(session, message.failed.reason, message.failed.tier)
+            return Failed(session, message.failed.reason, message.failed.tier, message.failed.fault)
         case "open":
             return _decode_open(session, message.open)
     raise ValueError("a message has no kind")

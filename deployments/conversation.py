@@ -8,13 +8,30 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from cascade.errors import InvalidRequest
 from cascade.handling import HALF_CHARACTER, is_text
+from deployments.template import Style
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_TOOLS = 128
+MAX_MESSAGES = 4096
+
+
+def parsed_object(text: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is; raises `ValueError`."""
+    try:
+        parsed = json.loads(text)
+        shown = json.dumps(parsed, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        parsed, shown = None, ""
+    if not isinstance(parsed, dict):
+        raise ValueError("it must be the text of a JSON object")
+    if not is_text(shown):
+        raise ValueError(HALF_CHARACTER)
+    return parsed
 
 
 class Body(BaseModel):
@@ -39,14 +56,7 @@ class CalledFunction(Body):
     @field_validator("arguments")
     @classmethod
     def _is_object(cls, value: str) -> str:
-        try:
-            parsed = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise ValueError("it must be the text of a JSON object")
-        if not is_text(json.dumps(parsed, ensure_ascii=False)):
-            raise ValueError(HALF_CHARACTER)
+        parsed_object(value or "{}")
         return value
 
     @property
@@ -168,8 +178,66 @@ class NamedChoice(Body):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[ToolBody], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class StyleBody(Body):
+    """How a conversation becomes a prompt; named as in vLLM."""
+
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
+    add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
+    continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
+
+    @property
+    def style(self) -> Style:
+        goes_on = bool(self.continue_final_message)
+        return Style(self.chat_template_kwargs or {}, self.add_generation_prompt is not False and not goes_on, goes_on)
+
+    def check_style(self, messages: Messages) -> None:
+        """Raise `ValueError` if there is nothing to go on with."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message are both true: leave one out")
+        last = messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text.strip():
+            raise ValueError("continue_final_message is true: the last message must be the assistant's, words without calls")
+
+
+class Conversation(StyleBody):
+    """What is said so far, and what the assistant may call; whatever protocol it comes by."""
+
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _answers_calls(self) -> Self:
+        check_results(self.messages)
+        self.check_style(self.messages)
+        return self
+
+    @property
+    def chosen_tool(self) -> ToolChoice:
+        """The choice, or the one that is meant where nothing is said; raises `InvalidRequest`."""
+        choice = self.tool_choice
+        if self.tools is None:
+            odd = "tool_choice" if choice not in (None, "none") else "parallel_tool_calls"
+            if choice not in (None, "none") or self.parallel_tool_calls is not None:
+                raise InvalidRequest(f"{odd} is given without tools: add tools, or leave it out")
+            return "none"
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidRequest(f"tools have two functions named {twice!r}: give each its own name")
+        if choice is None or isinstance(choice, str):
+            return choice or "auto"
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(f"tool_choice names {name!r}: tools have {', '.join(names)[:200]}")
+        return choice
 
 
 def check_results(messages: Sequence[ChatMessage]) -> None:

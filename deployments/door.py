@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -38,6 +38,8 @@ class Service(Protocol):
 
     def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]: ...
     async def Complete(self, request: pb.GenerateRequest, grpc_context: Any) -> pb.CompleteResponse: ...
+    def Chat(self, request: pb.ChatRequest, grpc_context: Any) -> AsyncIterator[pb.ChatResponse]: ...
+    async def CompleteChat(self, request: pb.ChatRequest, grpc_context: Any) -> pb.CompleteChatResponse: ...
     async def Abort(self, request: pb.AbortRequest, grpc_context: Any) -> pb.AbortResponse: ...
     async def Describe(self, request: pb.DescribeRequest, grpc_context: Any) -> pb.DescribeResponse: ...
 
@@ -144,15 +146,18 @@ class Servicer(serving_pb2_grpc.CascadeServicer):
         self._read_timeout_s = read_timeout_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with aborting(request, context):
-            responses: Any = self._service.Generate(request, context)
-            async with contextlib.aclosing(responses):
-                async for response in responses:
-                    await self._write(context, response)
+        await self._stream(self._service.Generate, request, context)
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.CompleteResponse:
         async with aborting(request, context):
             return await self._service.Complete(request, context)
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
+        await self._stream(self._service.Chat, request, context)
+
+    async def CompleteChat(self, request: pb.ChatRequest, context: Context) -> pb.CompleteChatResponse:
+        async with aborting(request, context):
+            return await self._service.CompleteChat(request, context)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         async with aborting(request, context):
@@ -162,7 +167,12 @@ class Servicer(serving_pb2_grpc.CascadeServicer):
         async with aborting(request, context):
             return await self._service.Describe(request, context)
 
-    async def _write(self, context: Context, response: pb.GenerateResponse) -> None:
+    async def _stream(self, method: Callable[[Any, Any], Any], request: object, context: Context) -> None:
+        async with aborting(request, context), contextlib.aclosing(method(request, context)) as responses:
+            async for response in responses:
+                await self._write(context, response)
+
+    async def _write(self, context: Context, response: pb.GenerateResponse | pb.ChatResponse) -> None:
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 await context.write(response)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
 from cascade.config import CascadeConfig
-from cascade.errors import CascadeError, InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest, TooLarge
 from cascade.messages import Open
 from cascade.tier import mint
 from deployments.access import Access, Account
@@ -18,6 +18,13 @@ from deployments.meters import Meters
 from deployments.status import status_of
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def request_id(given: str) -> str:
+    """The name that a client gave its request; raises `InvalidRequest` if it is not fit for headers and logs."""
+    if not REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    return given
 
 
 @dataclass(eq=False, slots=True)
@@ -45,9 +52,7 @@ class Front:
         self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
     ) -> Iterator[Call]:
         """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
-        if id is not None and not REQUEST_ID.fullmatch(id):
-            raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
-        call = Call(id or mint(), account, Life.of(timeout_s), since)
+        call = Call(mint() if id is None else request_id(id), account, Life.of(timeout_s), since)
         call.life.check()
         with account.admitted(num_answers), self.gate.admitted(num_answers):
             self._calls.add(call)
@@ -55,6 +60,12 @@ class Front:
                 yield call
             finally:
                 self._calls.discard(call)
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
+        most = self.limits.max_prompt_chars
+        if num_chars > most:
+            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
     def abort(self, account: Account, id: str) -> int:
         """End the requests of ``account`` with this id; how many there were."""

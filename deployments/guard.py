@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from cascade.handling import HALF_CHARACTER
 from cascade.tier import mint
-from deployments.front import REQUEST_ID, Front
+from deployments.front import Front, request_id
 from deployments.status import Refusal, refusal
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,13 @@ class Guard:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        answer = Sender(send, self._limits.read_timeout_s, _request_id(scope))
+        named = dict(scope["headers"]).get(b"x-request-id")
+        answer = Sender(send, self._limits.read_timeout_s, mint())
         state = scope.setdefault("state", {})
-        state["request_id"] = answer.request_id
         try:
+            if named is not None:
+                answer.request_id = request_id(named.decode("latin-1"))
+            state["request_id"] = answer.request_id
             if scope["path"] not in OPEN_PATHS:  # before the body is read
                 said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
                 state["account"] = self._access.account(said)
@@ -183,9 +186,3 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return first
-
-
-def _request_id(scope: Mapping[str, Any]) -> str:
-    """The client's own, if it is fit for a header; else a new one."""
-    said = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    return said if REQUEST_ID.fullmatch(said) else mint()

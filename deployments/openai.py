@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from cascade.errors import InvalidRequest
 from cascade.handling import Handling
 from cascade.params import MAX_STOPS, SamplingParams, Speculation, Structured
-from deployments.conversation import Body, Messages, Text, ToolChoice, Tools, check_results
+from deployments.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
 from deployments.template import Style
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
@@ -175,67 +175,14 @@ class ResponseFormat(Body):
         return Structured(json_schema=schema) if schema else Structured(json_object=True)
 
 
-class StyleBody(Body):
-    """How a conversation becomes a prompt; named as in vLLM."""
-
-    chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
-    add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
-    continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
-
-    @property
-    def style(self) -> Style:
-        goes_on = bool(self.continue_final_message)
-        return Style(self.chat_template_kwargs or {}, self.add_generation_prompt is not False and not goes_on, goes_on)
-
-    def check_style(self, messages: Messages) -> None:
-        """Raise `ValueError` if there is nothing to go on with."""
-        if not self.continue_final_message:
-            return
-        if self.add_generation_prompt:
-            raise ValueError("add_generation_prompt and continue_final_message are both true: leave one out")
-        last = messages[-1]
-        if last.role != "assistant" or last.tool_calls or not last.text.strip():
-            raise ValueError("continue_final_message is true: the last message must be the assistant's, words without calls")
-
-
-class ChatBody(SamplingBody, StyleBody):
+class ChatBody(SamplingBody, Conversation):
     """POST /v1/chat/completions."""
 
-    messages: Messages
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-
-    @model_validator(mode="after")
-    def _answers_calls(self) -> Self:
-        check_results(self.messages)
-        self.check_style(self.messages)
-        return self
-
-    @property
-    def chosen_tool(self) -> ToolChoice:
-        """The choice, or the one that is meant where nothing is said; raises `InvalidRequest`."""
-        choice = self.tool_choice
-        if self.tools is None:
-            odd = "tool_choice" if choice not in (None, "none") else "parallel_tool_calls"
-            if choice not in (None, "none") or self.parallel_tool_calls is not None:
-                raise InvalidRequest(f"{odd} is given without tools: add tools, or leave it out")
-            return "none"
-        names = [tool.function.name for tool in self.tools]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise InvalidRequest(f"tools have two functions named {twice!r}: give each its own name")
-        if choice is None or isinstance(choice, str):
-            return choice or "auto"
-        name = choice.function.name
-        if name not in names:
-            raise InvalidRequest(f"tool_choice names {name!r}: tools have {', '.join(names)[:200]}")
-        return choice
 
     def shaping(self) -> dict[str, Any]:
         chosen = super().shaping()

@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from cascade.errors import Unavailable
+from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from deployments.gate import Life
 
@@ -68,6 +68,6 @@ async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life)
         message = newer
     life.check()
     if isinstance(message, Failed):
-        raise SessionFailed(message.reason)
+        raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
     assert isinstance(message, Proposal)
     return message

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
-from deployments.calls import Delta, Reader
+from deployments.calls import Reader, read, reason
 from deployments.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -47,8 +47,8 @@ def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]
     completions = [_end(chunks) for chunks in answers]
     for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
         if form.kind == "chat":
-            reason, message = _message(form, answers[index], completion)
-            body: dict[str, Any] = {"message": message, "finish_reason": reason}
+            why, message = _message(form, answers[index], completion)
+            body: dict[str, Any] = {"message": message, "finish_reason": why}
         else:
             body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
         logprobs = _logprobs(form, answers[index], len(echo.text))
@@ -86,7 +86,7 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | No
         form,
         index,
         text,
-        None if end is None else _reason(end, reader),
+        None if end is None else reason(end, reader),
         {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
     )
 
@@ -131,27 +131,11 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
 
 def _message(form: Form, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
     """Why a whole answer ended, and what it says and calls."""
-    if form.reader is None:
-        return completion.finish_reason, {"role": "assistant", "content": completion.text}
-    reader, content, calls = form.reader(), "", Delta()
-    for chunk in chunks:
-        delta = reader.take(chunk)
-        content += delta.content
-        for index, call in delta.calls.items():
-            if index in calls.calls:
-                calls.calls[index]["function"]["arguments"] += call["function"]["arguments"]
-            else:
-                calls.calls[index] = call
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-    if calls:
-        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls.calls.values()]
-    return _reason(completion, reader), message
-
-
-def _reason(completion: Completion, reader: Reader | None) -> str:
-    """Why an answer ended: calls that were cut are none."""
-    called = reader is not None and reader.finished and completion.finish_reason == "stop"
-    return "tool_calls" if called else completion.finish_reason
+    said, why = read(chunks, completion, None if form.reader is None else form.reader())
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    if said.calls:
+        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]
+    return why, message
 
 
 def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:

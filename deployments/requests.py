@@ -1,6 +1,7 @@
 """Between the client's protocol and the library's words."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -12,7 +13,9 @@ from cascade.messages import origin_corrected, origin_level
 from cascade.params import SamplingParams, Speculation
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
-from cascade.wire import decode_sampling
+from cascade.wire import decode_sampling, encode_lane
+
+Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 MAX_PROMPT_CHARS = 4_000_000
 
@@ -31,15 +34,19 @@ def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(request.prompt)
 
 
-def parse_sampling(request: pb.GenerateRequest) -> SamplingParams:
-    """Sampling parameters, defaults where nothing is set; raises `InvalidRequest`."""
+def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
+    """Sampling parameters, defaults where nothing is set, ``room`` that of ``max_tokens``; raises `InvalidRequest`."""
     sampling = request.sampling
     refuse_unknown(sampling, "sampling")
     refuse_unknown(sampling.structured, "structured")
-    return decode_sampling(sampling)
+    if room is None or sampling.HasField("max_tokens"):
+        return decode_sampling(sampling)
+    roomy = pb.Sampling(max_tokens=room)
+    roomy.MergeFrom(sampling)
+    return decode_sampling(roomy)
 
 
-def parse_speculation(request: pb.GenerateRequest) -> Speculation:
+def parse_speculation(request: Asked) -> Speculation:
     """How drafts may be used; raises `InvalidRequest`."""
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
@@ -48,7 +55,7 @@ def parse_speculation(request: pb.GenerateRequest) -> Speculation:
     return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
 
 
-def parse_handling(request: pb.GenerateRequest) -> Handling:
+def parse_handling(request: Asked) -> Handling:
     """How it is treated beside others; raises `InvalidRequest`."""
     return Handling(request.priority, request.cache_salt, request.watch)
 
@@ -74,6 +81,14 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
     return tokens
 
 
+def all_tokens(chunks: Iterable[Chunk]) -> Iterator[pb.Token]:
+    """Tokens of all pieces of an answer."""
+    num_chars = 0
+    for chunk in chunks:
+        yield from tokens(chunk, num_chars)
+        num_chars += len(chunk.text)
+
+
 def prompt(chunk: Chunk) -> list[pb.PromptToken]:
     """Tokens of the prompt, with the first piece if they were asked for."""
     return [
@@ -82,8 +97,32 @@ def prompt(chunk: Chunk) -> list[pb.PromptToken]:
     ]
 
 
-def finish(completion: Completion) -> pb.Finish:
-    """How the answer ended, with the last message."""
+def response(chunk: Chunk) -> pb.GenerateResponse:
+    """One piece of an answer."""
+    return pb.GenerateResponse(
+        text=chunk.text,
+        tokens=tokens(chunk),
+        finish=None if chunk.completion is None else finish(chunk.completion),
+        prompt=prompt(chunk),
+        lanes=map(encode_lane, chunk.lanes),
+    )
+
+
+def whole(chunks: Sequence[Chunk]) -> pb.CompleteResponse:
+    """The answer of these pieces."""
+    end = ending(chunks)
+    return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
+
+
+def ending(chunks: Sequence[Chunk]) -> Completion:
+    """What the last piece of an answer brings."""
+    completion = chunks[-1].completion
+    assert completion is not None, "the last piece brings the completion"
+    return completion
+
+
+def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
+    """How the answer ended, with the last message; ``reason`` overrules the completion's own."""
     edges = [
         pb.Edge(
             drafter=edge.drafter,
@@ -99,7 +138,7 @@ def finish(completion: Completion) -> pb.Finish:
         for edge in completion.stats.edges
     ]
     return pb.Finish(
-        reason=completion.finish_reason,
+        reason=reason or completion.finish_reason,
         seed=completion.seed,
         prompt_tokens=completion.stats.prompt_tokens,
         completion_tokens=completion.stats.completion_tokens,

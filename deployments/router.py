@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from cascade.answer import Answer, Chunk, check_prompt
 from cascade.config import CascadeConfig
-from cascade.errors import InvalidRequest, TooLarge
+from cascade.errors import InvalidRequest
 from cascade.grammar import Grammars
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Message, Open
@@ -24,8 +24,8 @@ from cascade.params import SamplingParams, Speculation, check_adapter
 from cascade.tier import mint
 from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
-from cascade.wire import encode_lane
 from deployments.api import Api
+from deployments.assistant import LONG_PROMPT, Assistant
 from deployments.context import metadata, remaining_s, told
 from deployments.door import Door
 from deployments.downlink import Downlink
@@ -33,15 +33,15 @@ from deployments.front import Call, Front
 from deployments.gate import Life
 from deployments.patience import Patience, SessionFailed, heard
 from deployments.requests import (
-    finish,
     parse_handling,
     parse_input,
     parse_sampling,
     parse_speculation,
-    prompt,
     refuse_unknown,
-    tokens,
+    response,
+    whole,
 )
+from deployments.talk import Talk
 from deployments.tier import lessor
 from deployments.tls import check
 
@@ -55,7 +55,6 @@ OBSERVE_TIMEOUT_S = 1.0
 OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the meters
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
-LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
 
 
 class Router:
@@ -75,10 +74,10 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
-        self.tool_format: str | None = self._config.router.tool_format
         self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
+        self.assistant = Assistant(self.tokenizer, self._config.router.tool_format, self.front, self.max_model_len, self.check)
         if len(self._handles) > 1:
             self.front.meters.started(len(tiers) - 1)
         self._observe_at = 0.0
@@ -103,32 +102,34 @@ class Router:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
         with told(grpc_context):
-            async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
+            async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 async for chunk in chunks:
-                    end = None if chunk.completion is None else finish(chunk.completion)
-                    yield pb.GenerateResponse(
-                        text=chunk.text,
-                        tokens=tokens(chunk),
-                        finish=end,
-                        prompt=prompt(chunk),
-                        lanes=map(encode_lane, chunk.lanes),
-                    )
+                    yield response(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        response, num_chars = pb.CompleteResponse(), 0
         with told(grpc_context):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
-            async with contextlib.aclosing(self._asked(request, grpc_context)) as chunks:
+            async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
+                return whole([chunk async for chunk in chunks])
+
+    async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
+        """The assistant's next turn, piece by piece."""
+        with told(grpc_context):
+            talk = Talk(request)
+            async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 async for chunk in chunks:
-                    response.tokens.extend(tokens(chunk, num_chars))
-                    response.prompt.extend(prompt(chunk))
-                    num_chars += len(chunk.text)
-                    if chunk.completion is not None:
-                        response.text = chunk.completion.text
-                        response.finish.CopyFrom(finish(chunk.completion))
-        return response
+                    yield talk.piece(chunk)
+
+    async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
+        """The assistant's whole next turn."""
+        with told(grpc_context):
+            if request.watch:
+                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
+            talk = Talk(request)
+            async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
+                return talk.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key."""
@@ -208,11 +209,11 @@ class Router:
 
     # requests
 
-    async def _asked(self, request: pb.GenerateRequest, context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
-        """The answer to a gRPC request."""
+    async def _asked(self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
+        """The answer to a gRPC request, which ``admit`` checks."""
         since, said = time.monotonic(), metadata(context)
         account = self.front.access.account(said.get("authorization"))
-        opening = await self._admit(request)
+        opening = await admit()
         with self.front.call(account, said.get("request_id"), remaining_s(context), since=since) as call:
             async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
                 async for chunk in chunks:
@@ -257,9 +258,7 @@ class Router:
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
-        most = self.front.limits.max_prompt_chars
-        if len(request.prompt) > most:
-            raise TooLarge(f"The prompt has {len(request.prompt)} characters: at most {most} are tokenized")
+        self.front.check_length(len(request.prompt))
         params = parse_sampling(request)
         await self.check(params)
         speculation = parse_speculation(request)
@@ -269,6 +268,12 @@ class Router:
         else:
             ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
         return self.opening(ids, params, speculation, handling)
+
+    async def _admit_talk(self, talk: Talk) -> Open:
+        """The same for a conversation."""
+        task = await talk.task(self.assistant)
+        await self.check(task.params)
+        return self.opening(task.ids, task.params, parse_speculation(talk.request), parse_handling(talk.request))
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""

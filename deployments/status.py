@@ -100,8 +100,11 @@ def _likeliest(errors: Sequence[Any]) -> Any:
     return next((error for error in same if not error["type"].endswith("_type")), errors[0])
 
 
-def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
-    """The first thing that is wrong with a body: its field, and one sentence that never repeats a long value."""
+def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None, str]:
+    """The first thing that is wrong with a body: its field, and one sentence that never repeats a long value.
+
+    ``whole`` is what the body is called where no field of it is to blame.
+    """
     first = _likeliest(errors)
     if first["type"] == "json_invalid":
         return None, "The body is not JSON"
@@ -115,7 +118,7 @@ def mistake(errors: Sequence[Any]) -> tuple[str | None, str]:
         where = ".".join(
             str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in PLAIN_KINDS)
         )
-        where = where[:60] or "The body"
+        where = where[:60] or whole
     if first["type"] == "extra_forbidden":
         return where, f"{where} is not a known field: leave it out or mend its spelling"
     if first["type"] == "missing":

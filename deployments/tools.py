@@ -15,8 +15,7 @@ from cascade.params import MAX_GRAMMAR_CHARS, Structured
 from cascade.tokenizer import Tokenizer
 from deployments.calls import CALL_ID, Reader, ToolFormat
 from deployments.chat import ChatTemplate
-from deployments.conversation import FunctionBody
-from deployments.openai import ChatBody
+from deployments.conversation import Conversation, FunctionBody
 from deployments.template import PROBE_NAME
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
@@ -59,7 +58,7 @@ class Toolbox:
             return FORMATS[self._name]
         return next((form for form in FORMATS.values() if _writes(form, self.template.written_call)), None)
 
-    def plan(self, body: ChatBody) -> Plan:
+    def plan(self, body: Conversation) -> Plan:
         """Raises `InvalidRequest`."""
         choice = body.chosen_tool
         if choice == "none":

@@ -86,7 +86,9 @@ def test_no_key_no_answer(small: House, alice: Client) -> None:
     for path in ("/", "/health", "/metrics", "/openapi.json"):
         assert ask(small, path)[0] == 200
     with Client(small.grpc) as stranger:
-        for call in (lambda: stranger.generate("x"), lambda: list(stranger.stream("x")), stranger.describe):
+        said = [{"role": "user", "content": "x"}]
+        chats = (lambda: stranger.chat(said), lambda: list(stranger.stream_chat(said)))
+        for call in (lambda: stranger.generate("x"), lambda: list(stranger.stream("x")), stranger.describe, *chats):
             with pytest.raises(Unauthenticated, match="API key"):
                 call()
     assert alice.generate("x", SamplingParams(max_tokens=4)).token_ids

@@ -16,6 +16,7 @@ WORDS = {
     "openai_client.py": "",
     "tools.py": "get_weather {",
     "grpc_client.py": "tokens per full pass",
+    "grpc_chat.py": "get_weather {",
     "reflection.py": '"finish"',
     "curl.sh": "data: [DONE]",
 }

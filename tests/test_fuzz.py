@@ -19,6 +19,8 @@ from schemathesis import GenerationMode
 from test_http import PROMPT, expected
 
 from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 FIELDS = (
@@ -170,6 +172,55 @@ def test_broken_connections_are_survived(served: House) -> None:
     assert post(served, "/v1/completions", json.dumps(sound["/v1/completions"]).encode())[0] == 200
 
 
+line = st.text(max_size=20) | st.sampled_from(["user", "assistant", "tool", "c1", "f", "{}", "[", '{"type": "object"}', "auto"])
+call = st.builds(pb.ToolCall, id=line, function=st.builds(pb.CalledFunction, name=line, arguments=line))
+message = st.builds(
+    pb.ChatMessage,
+    role=st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | line,
+    content=st.none() | line,
+    name=st.none() | line,
+    tool_calls=st.lists(call, max_size=2),
+    tool_call_id=st.none() | line,
+)
+function = st.builds(
+    pb.Function, name=line, description=st.none() | line, parameters=st.none() | line, strict=st.none() | st.booleans()
+)
+conversations = st.builds(
+    pb.ChatRequest,
+    messages=st.lists(message, max_size=3) | st.just([pb.ChatMessage(role="user", content="x")]),
+    tools=st.lists(st.builds(pb.Tool, function=function), max_size=2),
+    tool_choice=st.none() | st.builds(pb.ToolChoice, mode=line) | st.builds(pb.ToolChoice, function=line),
+    parallel_tool_calls=st.none() | st.booleans(),
+    chat_template_kwargs=st.none() | line,
+    add_generation_prompt=st.none() | st.booleans(),
+    continue_final_message=st.none() | st.booleans(),
+)
+
+
+def test_wild_conversations_are_refused(served: House) -> None:
+    """Guards gRPC's conversations against words, calls and tools of every shape: answered, or refused with a sentence."""
+    ends: dict[grpc.StatusCode, int] = {}
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+
+        @seed(6)
+        @settings(max_examples=300, **QUIET)
+        @given(conversations, st.booleans())
+        def run(request: pb.ChatRequest, whole: bool) -> None:
+            request.sampling.max_tokens = 2
+            try:
+                assert stub.CompleteChat(request) if whole else list(stub.Chat(request))
+                code, words = grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details()
+                assert 0 < len(words) < 600
+            assert not {"Traceback", "class", "The server failed"} & set(words.split())
+            ends[code] = ends.get(code, 0) + 1
+
+        run()
+    assert set(ends) == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, ends
+
+
 def test_wild_messages_are_refused(served: House) -> None:
     """Guards gRPC against bytes of every kind: INVALID_ARGUMENT, and never the name of a class."""
     allowed = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
@@ -177,7 +228,11 @@ def test_wild_messages_are_refused(served: House) -> None:
 
         @seed(5)
         @settings(max_examples=300, **QUIET)
-        @given(st.binary(max_size=120), st.sampled_from(["Complete", "Describe", "Abort", "Nothing"]), st.booleans())
+        @given(
+            st.binary(max_size=120),
+            st.sampled_from(["Complete", "CompleteChat", "Describe", "Abort", "Nothing"]),
+            st.booleans(),
+        )
         def run(noise: bytes, method: str, prefixed: bool) -> None:
             data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
             call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)

@@ -14,6 +14,7 @@ from doors import VOCAB, House, house
 from openai import OpenAI
 
 from cascade.client import Client
+from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Speculation
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -264,11 +265,19 @@ def test_crowd_of_streams(served: House, client: OpenAI) -> None:
 
 
 def test_request_id_comes_back(served: House, client: OpenAI) -> None:
-    """Guards the thread between a client's log and ours; ids unfit for a header are replaced."""
+    """Guards the thread between a client's log and ours; ids unfit for a header are refused, as over gRPC."""
     _, headers, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 1}, X_Request_Id="mine-1")
     assert headers["x-request-id"] == "mine-1"
     assert answer["id"] == "cmpl-mine-1"
-    assert ask(served, "/health", X_Request_Id="not fit")[1]["x-request-id"] != "not fit"
+    for unfit in ("not fit", "", "x" * 129):
+        status, headers, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 1}, X_Request_Id=unfit)
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+        assert headers["x-request-id"] not in ("", unfit)
+        with Client(served.grpc) as other:
+            other._metadata += (("request_id", unfit),)
+            with pytest.raises(InvalidRequest) as caught:
+                other.generate("x", SamplingParams(max_tokens=1))
+        assert str(caught.value) == answer["error"]["message"]
 
 
 def test_half_a_request_is_given_up(served: House) -> None:

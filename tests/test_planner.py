@@ -137,6 +137,7 @@ class Seated:
     chain: Chain = ()
     using: Chain = ()
     settling: int = 0
+    alone: bool = False
 
 
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 from test_serve import PROMPT, settle
 
-from cascade import Cascade, SamplingParams, Speculation
+from cascade import Cascade, InvalidRequest, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
@@ -74,6 +74,17 @@ def test_clients_that_leave_free_every_tier(served: tuple[str, str]) -> None:
         stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
         stream.close()  # type: ignore[attr-defined]
+    settle()
+
+
+def test_conversations_pass_through(served: tuple[str, str], expected: str) -> None:
+    """Guards both calls for conversations behind Serve's proxy; a model without a template goes on behind the words."""
+    messages = [{"role": "user", "content": PROMPT}]
+    with Client(served[0]) as client:
+        assert client.chat(messages, PARAMS).content == expected
+        assert "".join(piece.content for piece in client.stream_chat(messages, PARAMS)) == expected
+        with pytest.raises(InvalidRequest, match="messages: list should have at least 1 item"):
+            client.chat([], PARAMS)
     settle()
 
 

@@ -122,9 +122,11 @@ class LinkEdge(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("reason", "tier")
+    __slots__ = ("reason", "tier", "fault")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     reason: str
     tier: str
-    def __init__(self, reason: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
+    fault: bool
+    def __init__(self, reason: _Optional[str] = ..., tier: _Optional[str] = ..., fault: _Optional[bool] = ...) -> None: ...

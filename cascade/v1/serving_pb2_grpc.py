@@ -45,6 +45,16 @@ class CascadeStub:
                 request_serializer=cascade_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=cascade_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/cascade.v1.Cascade/Chat',
+                request_serializer=cascade_dot_v1_dot_serving__pb2.ChatRequest.SerializeToString,
+                response_deserializer=cascade_dot_v1_dot_serving__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.CompleteChat = channel.unary_unary(
+                '/cascade.v1.Cascade/CompleteChat',
+                request_serializer=cascade_dot_v1_dot_serving__pb2.ChatRequest.SerializeToString,
+                response_deserializer=cascade_dot_v1_dot_serving__pb2.CompleteChatResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/cascade.v1.Cascade/Abort',
                 request_serializer=cascade_dot_v1_dot_serving__pb2.AbortRequest.SerializeToString,
@@ -70,6 +80,20 @@ class CascadeServicer:
 
     def Complete(self, request, context):
         """Go on with a prompt; the whole answer at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """The assistant's next turn in a conversation; it streams.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompleteChat(self, request, context):
+        """The assistant's next turn in a conversation; all of it at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +125,16 @@ def add_CascadeServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=cascade_dot_v1_dot_serving__pb2.GenerateRequest.FromString,
                     response_serializer=cascade_dot_v1_dot_serving__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=cascade_dot_v1_dot_serving__pb2.ChatRequest.FromString,
+                    response_serializer=cascade_dot_v1_dot_serving__pb2.ChatResponse.SerializeToString,
+            ),
+            'CompleteChat': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteChat,
+                    request_deserializer=cascade_dot_v1_dot_serving__pb2.ChatRequest.FromString,
+                    response_serializer=cascade_dot_v1_dot_serving__pb2.CompleteChatResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -168,6 +202,60 @@ class Cascade:
             '/cascade.v1.Cascade/Complete',
             cascade_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
             cascade_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cascade.v1.Cascade/Chat',
+            cascade_dot_v1_dot_serving__pb2.ChatRequest.SerializeToString,
+            cascade_dot_v1_dot_serving__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cascade.v1.Cascade/CompleteChat',
+            cascade_dot_v1_dot_serving__pb2.ChatRequest.SerializeToString,
+            cascade_dot_v1_dot_serving__pb2.CompleteChatResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,7 +45,7 @@ def small() -> Iterator[House]:
             max_running=2,
             max_waiting=2,
             limits=limits,
-            access={"keys_env": "DOOR_KEYS", "limits": {"bob": {"tokens_per_minute": 300}}},
+            access={"keys_env": "DOOR_KEYS", "limits": {"bob": {"tokens_per_minute": 60}}},
         ) as built:
             yield built
 
@@ -97,8 +97,8 @@ def test_no_key_no_answer(small: House, alice: Client) -> None:
 def test_rate_of_a_key_is_told(small: House) -> None:
     """Guards the others against a key that asks too much: 429 and when to come again, in both protocols."""
     with Client(small.grpc, api_key=BOB) as bob:
-        bob.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
-        with pytest.raises(Overloaded, match="300 tokens a minute"):
+        bob.generate(PROMPT, SamplingParams(max_tokens=160, ignore_eos=True))
+        with pytest.raises(Overloaded, match="60 tokens a minute"):
             bob.generate(PROMPT, SamplingParams(max_tokens=4))
     status, headers, answer = ask(small, "/v1/completions", {"prompt": "x"}, Authorization=f"Bearer {BOB}")
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")

@@ -5,6 +5,7 @@ import pytest
 CLUSTERS = {"test_cli", "test_proxy", "test_ranks", "test_serve", "test_server", "test_tls"}  # that start Ray
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file's tests stay together, for they share what it sets up; and there is one Ray at a time."""
     for item in items:

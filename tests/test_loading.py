@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.check import needs
 from cascade.checkpoint import INDEX, anatomy
-from cascade.cli import main
+from cascade.cli import console, main
 from cascade.config import CascadeConfig
 from cascade.model import Model
 from cascade.scorer import Row
@@ -127,7 +127,9 @@ def test_anatomy_refuses_what_cannot_be_served(name: str, tmp_path: Path) -> Non
 
 def checked(path: Path, values: Any) -> tuple[int, str]:
     path.write_text(yaml.safe_dump(values))
-    result = CliRunner().invoke(main, ["check", str(path)], env={"COLUMNS": "200"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "width", 200)
+        result = CliRunner().invoke(main, ["check", str(path)])
     return result.exit_code, result.output
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -26,6 +27,9 @@ SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
 def cascade() -> Iterator[Cascade]:
     with Cascade.demo() as cascade:
         yield cascade
+        deadline = time.monotonic() + 30  # the last one's tiers hear of its end a moment later
+        while any(tier.num_sessions for tier in cascade.tiers) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert [tier.num_sessions for tier in cascade.tiers] == [0, 0, 0]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
 

@@ -12,7 +12,7 @@ serve: $(VENV)/.installed          ## the same server, left running
 	$(BIN)/cascade serve
 
 test: $(VENV)/.installed-dev       ## all tests, in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

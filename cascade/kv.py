@@ -28,7 +28,7 @@ FAR = 4096  # a position to ask a mask about that names no size of its own
 
 
 class Cache:
-    """Keys and values of one session, per layer ``[kv_heads, capacity, head_dim]``; K and V may differ in size.
+    """Keys and values of one session, per layer ``[1, kv_heads, capacity, head_dim]``; K and V may differ in size.
 
     Storage is contiguous, so that attention reads it in place, and finite everywhere: what is behind the text is hidden from
     queries, and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
@@ -42,16 +42,16 @@ class Cache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[kv_heads, capacity, head_dim]``."""
+        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[1, kv_heads, capacity, head_dim]``."""
         length = key.shape[1]
         if start + length > self.capacity:
             self.reserve(room(start + length, self.capacity))
         pair = self._layers.get(layer)
         if pair is None:
-            pair = self._layers[layer] = _resized(key[:, :0], self.capacity), _resized(value[:, :0], self.capacity)
+            pair = self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
         keys, values = pair
-        keys.narrow(1, start, length).copy_(key)
-        values.narrow(1, start, length).copy_(value)
+        keys.narrow(2, start, length).copy_(key)
+        values.narrow(2, start, length).copy_(value)
         return pair
 
     @torch.inference_mode()
@@ -67,7 +67,7 @@ class Cache:
     def take(self, source: "Cache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
         for layer, (keys, values) in source._layers.items():
-            self.write(layer, 0, keys[:, :positions], values[:, :positions])
+            self.write(layer, 0, keys[0, :, :positions], values[0, :, :positions])
 
     @property
     def nbytes(self) -> int:
@@ -81,15 +81,16 @@ class Cache:
 
 
 def _resized(old: Tensor, capacity: int) -> Tensor:
-    new = old.new_zeros(old.shape[0], capacity, old.shape[2])
-    new[:, : old.shape[1]] = old
+    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+    new[:, :, : old.shape[2]] = old
     return new
 
 
 class Writable(Protocol):
     """Keys and values of one session that `attend` can use; see `Cache` and `cascade.paged.PagedCache`.
 
-    `write` returns whole tiles, with any finite numbers behind the text.
+    `write` stores ``[kv_heads, n, head_dim]`` and returns ``[1, kv_heads, m, head_dim]``: whole tiles, with any finite numbers
+    behind the text.
     """
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -130,9 +131,9 @@ class Span:
         return tiles
 
     def mask(self, tile: Tile, window: int | None, group: int, like: Tensor) -> Tensor:
-        """What is added to scores, ``[group * n, last - first]`` in the dtype of ``like``: 0, or -inf for what is hidden.
+        """What is added to scores, ``[n * group, last - first]`` in the dtype of ``like``: 0, or -inf for what is hidden.
 
-        Queries of a group's heads lie behind each other. One row for one query, whatever its group.
+        Heads of a query lie behind each other. One row for one query, whatever its group.
         """
         key = (tile, window, group)
         mask = self._masks.get(key)
@@ -142,7 +143,7 @@ class Span:
             hidden = mask.triu(at + 1)
             mask = hidden if window is None else hidden + mask.tril(at - window)
             if n > 1:
-                mask = F.pad(mask.repeat(group, 1), (0, 0, 0, -group * n % ROWS))
+                mask = F.pad(mask.repeat_interleave(group, dim=0), (0, 0, 0, -n * group % ROWS))
             if mask.numel() <= SHARED:
                 self._masks[key] = mask
         return mask
@@ -169,6 +170,7 @@ class Survey:
 class Scoring(NamedTuple):
     """How a layer makes weights of its scores; ``window`` is how many positions a query sees, itself included."""
 
+    group: int  # heads of queries that share one of keys
     window: int | None
     scaling: float | None
     softcap: float | None
@@ -197,53 +199,61 @@ def attend(
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scoring = Scoring(cascade_pass.windows[layer], scaling, softcap, s_aux)
-    spans = cascade_pass.spans
-    used = spans[-1].end
-    filled = query.shape[2] - used  # see `cascade.model.fill`
+    queries = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))
+    scoring = Scoring(queries.shape[2], cascade_pass.windows[layer], scaling, softcap, s_aux)
+    sizes = [span.end - span.begin for span in cascade_pass.spans]
+    if filled := query.shape[2] - sum(sizes):  # see `cascade.model.fill`
+        sizes.append(filled)
     # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
-    finite = (query, key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0))
-    parts = tuple(part[0, :, :used] if filled else part[0] for part in finite)
-    if len(spans) == 1:  # nothing to cut or to join
-        out = _row(spans[0], layer, parts, scoring)
-    else:
-        sizes = [span.end - span.begin for span in spans]
-        rows = zip(*(part.split(sizes, dim=1) for part in parts), strict=True)
-        out = torch.cat([_row(span, layer, row, scoring) for span, row in zip(spans, rows, strict=True)], dim=1)
+    finite = (part[0].nan_to_num(0.0, 0.0, 0.0).split(sizes, dim=1) for part in (key, value))
+    rows = zip(cascade_pass.spans, _by_row(queries, sizes), *finite, strict=False)  # places that are filled have no span
+    out = [_row(span, layer, row, scoring) for span, *row in rows]
     if filled:
-        out = F.pad(out, (0, 0, 0, filled))
-    return out.transpose(0, 1).contiguous()[None], None  # some models view it as it is
+        out.append(out[0].new_zeros(filled, *out[0].shape[1:]))
+    whole = torch.cat(out) if len(out) > 1 else out[0]
+    return whole.flatten(1, 2).contiguous()[None], None  # some models view it as it is
 
 
-def _row(span: Span, layer: int, row: tuple[Tensor, ...], scoring: Scoring) -> Tensor:
-    """Write one row's keys and values and attend over its session's, ``[heads, n, head_dim]``, tile by tile.
+def _by_row(queries: Tensor, sizes: list[int]) -> list[Tensor]:
+    """``[total_tokens, kv_heads, group, head_dim]``, cut. Groups of rows of one token are filled up, see `_tile`."""
+    rows = list(queries.split(sizes))
+    missing = -queries.shape[2] % ROWS
+    if missing and 1 in sizes:
+        single = F.pad(queries, (0, 0, 0, missing)).split(sizes)  # all at once
+        rows = [one if len(one) == 1 else row for one, row in zip(single, rows, strict=True)]
+    return rows
 
-    ``row`` are its query ``[heads, n, head_dim]``, key and value ``[kv_heads, n, head_dim]``.
+
+def _row(span: Span, layer: int, row: Sequence[Tensor], scoring: Scoring) -> Tensor:
+    """Write one row's keys and values and attend over its session's, ``[n, kv_heads, group, head_dim]``, tile by tile.
+
+    ``row`` are its query ``[n, kv_heads, group, head_dim]``, key and value ``[kv_heads, n, head_dim]``.
     """
     query, key, value = row
     keys, values = span.cache.write(layer, span.start, key, value)
     tiles = span.tiles(scoring.window)
     if len(tiles) == 1:
         return _tile(span, tiles[0], query, keys, values, scoring)
-    pieces = (_tile(span, tile, query[:, tile.begin : tile.end], keys, values, scoring) for tile in tiles)
-    return torch.cat(list(pieces), dim=1)
+    pieces = [_tile(span, tile, query[tile.begin : tile.end], keys, values, scoring) for tile in tiles]
+    return torch.cat(pieces)
 
 
 def _tile(span: Span, tile: Tile, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """``[heads, n, head_dim]`` against ``[kv_heads, capacity, head_dim]``."""
-    (heads, n, _), kv_heads = query.shape, keys.shape[0]
-    group = heads // kv_heads
+    """``[n, kv_heads, group, head_dim]`` against ``[1, kv_heads, capacity, head_dim]``."""
+    n, group = len(query), scoring.group
     # heads that share keys become queries of one head: nothing is copied for them
-    folded = query.reshape(1, kv_heads, group * n, -1)
-    if group * n % ROWS:  # kernels take the last one to three of many in another order, too
-        folded = F.pad(folded, (0, 0, 0, -group * n % ROWS))
-    key, value = keys[None, :, tile.first : tile.last], values[None, :, tile.first : tile.last]
+    folded = query if n == 1 else query.transpose(0, 1).flatten(1, 2)[None]
+    if missing := -folded.shape[2] % ROWS:  # kernels take the last one to three of many in another order, too
+        folded = F.pad(folded, (0, 0, 0, missing))
+    key, value = (part.narrow(2, tile.first, tile.last - tile.first) for part in (keys, values))
     mask = span.mask(tile, scoring.window, group, query)
     if scoring.softcap is None and scoring.sinks is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scaling)
     else:
         out = _written_out(folded, key, value, mask, scoring, n)
-    return out[0, :, : group * n].reshape(heads, n, -1)
+    if n == 1:
+        return out[:, :, :group]
+    return out[0, :, : n * group].view(len(out[0]), n, group, -1).transpose(0, 1)
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring, n: int) -> Tensor:
@@ -257,7 +267,7 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scorin
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores + mask
     if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype).reshape(kv_heads, -1, 1).expand(-1, -1, n).reshape(1, kv_heads, -1, 1)
+        sinks = scoring.sinks.to(scores.dtype).view(kv_heads, 1, -1).expand(-1, n, -1).reshape(1, kv_heads, -1, 1)
         scores = torch.cat([scores, F.pad(sinks, (0, 0, 0, rows - sinks.shape[2]))], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
     return weights @ value

@@ -16,7 +16,7 @@ from cascade.errors import ModelError
 from cascade.graphs import Capture, Graphs, Recorder
 from cascade.kv import SURVEY, Span, Survey
 from cascade.loading import load
-from cascade.packed import ROWS, pack
+from cascade.packed import ROWS, pack, watch
 from cascade.params import SamplingParams
 from cascade.quantization import nbytes
 from cascade.sampling import own_tokens
@@ -214,11 +214,12 @@ class Model:
             raise ModelError(problem)
         network.set_attn_implementation("eager")  # the one that every network has
         texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
-        expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        with watch(network) as together:
+            expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        self._fewest = ROWS if pack(network) else 1
+        self._fewest = ROWS if pack(network, together) else 1
         try:
             seen = self._survey()
             self._windows = seen.windows

@@ -167,7 +167,7 @@ class PagedCache:
         return [self.table[position // size] * size + position % size for position in range(start, end)]
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return copies of all positions, up to the end of their tile."""
+        """Store ``[kv_heads, n, head_dim]`` at ``start``; copies ``[1, kv_heads, m, head_dim]``, up to the end of the tile."""
         end = start + key.shape[1]
         self.prepare(start, end)
         if self._slots is None:
@@ -177,7 +177,7 @@ class PagedCache:
         for part, new in zip(self._blocks.layer(layer, key, value), (key, value), strict=True):
             positions = part.flatten(0, 1)
             positions.index_copy_(0, self._slots[start:end], new.transpose(0, 1))
-            found.append(positions.index_select(0, self._slots[: tiled(end)]).transpose(0, 1))
+            found.append(positions.index_select(0, self._slots[: tiled(end)]).transpose(0, 1)[None])
         return found[0], found[1]
 
     def free(self) -> None:

@@ -5,9 +5,9 @@ import torch
 from architectures import build
 from torch import nn
 
-from cascade import packed
+from cascade import packed, pages
 from cascade.model import Model
-from cascade.packed import PackedLinear, pack
+from cascade.packed import PackedLinear, pack, watch
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 
@@ -58,6 +58,74 @@ def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool) -> None:
     with torch.inference_mode():
         found = network(input)
     torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
+
+
+def _joined(network: nn.Module) -> dict[str, int]:
+    """By layer, how many are computed with it."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, PackedLinear)}
+    products = [layer.product for layer in layers.values()]
+    return {name: products.count(layer.product) for name, layer in layers.items()}
+
+
+def test_layers_with_one_input_are_one_product() -> None:
+    """Guards the fewest products a layer can do with: queries, keys and values are one, and so are both halves of an MLP."""
+    found = _joined(Model(build("llama"))._network)
+    names = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 1, "lm_head": 1}
+    assert {name.rsplit(".", 1)[-1]: count for name, count in found.items()} == names
+
+
+class Fork(nn.Module):
+    """Layers that have one input when they are watched, and anything else later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(512, 256), nn.Linear(512, 320)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(input), self.right(input)
+
+
+def test_joined_layers_need_no_partner() -> None:
+    """Guards mixtures, which do not use all layers in each pass: parts of another input, and inputs that are kept."""
+    network = Fork()
+    with watch(network) as groups:
+        network(torch.zeros(1, 512))
+    assert groups == [[network.left, network.right]]
+    plain = Fork()
+    plain.load_state_dict(network.state_dict())
+    assert pack(network, groups) == 2
+    assert _joined(network) == {"left": 2, "right": 2}
+    first, second = torch.randn(4, 512), torch.randn(9, 512)
+    with torch.inference_mode():
+        for side, input in (("right", first), ("left", second), ("left", second), ("right", first), ("right", second)):
+            found, expected = getattr(network, side)(input), getattr(plain, side)(input)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        network(first)
+    assert network.left.product._input is None  # type: ignore[union-attr]
+
+
+def test_unlike_layers_are_not_joined() -> None:
+    """Guards biases that only one of two has, layers that are used twice, and those of different modules."""
+    network = Fork()
+    network.right.bias = None  # type: ignore[assignment]
+    chain = nn.Sequential(nn.Sequential(network.left), nn.Sequential(network.right))
+    input = torch.zeros(1, 512)
+    with watch(chain) as groups:
+        chain[0](input), chain[1](input)
+    assert groups == [[network.left], [network.right]]
+    assert pack(network, [[network.left, network.right], [network.right, network.right]]) == 2
+    assert _joined(network) == {"left": 1, "right": 1}
+
+
+def test_large_pages_hold_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory that is moved, its neighbours, addresses that are nobody's, and systems without large pages."""
+    memory = torch.arange(3 * 2**20)
+    before = memory.clone()
+    assert 0 <= pages.collapse(memory.data_ptr(), memory.nbytes) <= memory.nbytes // 2**21 + 2
+    assert torch.equal(memory, before)
+    assert pages.collapse(0, 4096) == 0
+    monkeypatch.setattr(pages, "_page_size", lambda: 0)
+    assert pages.collapse(memory.data_ptr(), memory.nbytes) == 0
 
 
 def test_other_layers_are_left_alone() -> None:

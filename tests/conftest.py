@@ -7,7 +7,7 @@ CLUSTERS = {"test_cli", "test_proxy", "test_ranks", "test_serve", "test_server",
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay together, for they share what it sets up. There is one Ray at a time, which begins: it takes longest."""
+    """A file's tests stay together, for they share what it sets up. One Ray at a time begins: it takes longest."""
     items.sort(key=lambda item: item.path.stem not in CLUSTERS)
     for item in items:
         file = item.path.stem

@@ -85,7 +85,8 @@ class Fork(nn.Module):
         return self.left(input), self.right(input)
 
 
-def test_joined_layers_need_no_partner() -> None:
+@pytest.mark.parametrize(("large", "ordered"), [(1, 2), (2**22, 0)])
+def test_joined_layers_need_no_partner(large: int, ordered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards mixtures, which do not use all layers in each pass: parts of another input, and inputs that are kept."""
     network = Fork()
     with watch(network) as groups:
@@ -93,8 +94,10 @@ def test_joined_layers_need_no_partner() -> None:
     assert groups == [[network.left, network.right]]
     plain = Fork()
     plain.load_state_dict(network.state_dict())
-    assert pack(network, groups) == 2
+    monkeypatch.setattr(packed, "LARGE", large)
+    assert pack(network, groups) == ordered
     assert _joined(network) == {"left": 2, "right": 2}
+    assert all(torch.equal(one, other) for one, other in zip(network.parameters(), plain.parameters(), strict=True))
     first, second = torch.randn(4, 512), torch.randn(9, 512)
     with torch.inference_mode():
         for side, input in (("right", first), ("left", second), ("left", second), ("right", first), ("right", second)):

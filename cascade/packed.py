@@ -36,10 +36,11 @@ class Product:
     ``ordered`` has a copy of the weights in oneDNN's order; otherwise the layers' own become parts of one tensor.
     """
 
-    __slots__ = ("_bias", "_input", "_left", "_parts", "_sizes", "_times", "_weight")
+    __slots__ = ("_bias", "_input", "_left", "_out", "_parts", "_times", "_weight")
 
     def __init__(self, layers: Sequence[nn.Linear], ordered: bool) -> None:
-        self._sizes = [layer.out_features for layer in layers]
+        sizes = [layer.out_features for layer in layers]
+        self._parts = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]  # begin, length
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
         self._weight = torch.cat([layer.weight.data for layer in layers]) if len(layers) > 1 else layers[0].weight.data
@@ -49,23 +50,23 @@ class Product:
             collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
             self._times = _ordered
         else:
-            for layer, part in zip(layers, self._weight.split(self._sizes), strict=True):
+            for layer, part in zip(layers, self._weight.split(sizes), strict=True):
                 layer.weight.data = part
         self._input: Tensor | None = None
-        self._parts: Sequence[Tensor] = ()
+        self._out: Tensor | None = None
         self._left = 0  # layers that have not had their part
 
     def part(self, place: int, input: Tensor) -> Tensor:
         """What the layer at ``place`` makes of ``input``, ``[..., out_features]``; keeps no input once all have had theirs."""
-        if len(self._sizes) == 1:
+        if len(self._parts) == 1:
             return self._times(input, self._weight, self._bias)
-        if input is not self._input:
-            self._parts = self._times(input, self._weight, self._bias).split(self._sizes, -1)
-            self._input, self._left = input, len(self._sizes)
-        part = self._parts[place]
+        if input is not self._input or self._out is None:
+            self._out = self._times(input, self._weight, self._bias)
+            self._input, self._left = input, len(self._parts)
+        part = self._out.narrow(-1, *self._parts[place])
         self._left -= 1
         if not self._left:
-            self._input, self._parts = None, ()
+            self._input = self._out = None
         return part
 
 
@@ -119,6 +120,8 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
             hook.remove()
 
 
+@torch.inference_mode(False)  # the network stays one that others may use, too
+@torch.no_grad()
 def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +42,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None  # built when first asked for: up to a second with large vocabularies
-        self._compiled: OrderedDict[Structured, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # and a first token
         self._lock = threading.Lock()
 
     def check(self, structured: Structured) -> None:
@@ -51,19 +52,30 @@ class Grammars:
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
         with self._lock:
-            compiled = self._compiled.get(structured)
-            if compiled is None:
-                compiled = self._compile(structured)
-                self._compiled[structured] = compiled
+            if structured not in self._compiled:
+                fresh = self._compile(structured)
+                self._compiled[structured] = fresh, self._first(fresh)
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(structured)
-            return Matcher(compiled, partial(self._renew, structured, compiled))
+            compiled, first = self._compiled[structured]
+            return Matcher(compiled, first, partial(self._renew, structured, compiled))
+
+    def _first(self, compiled: LLMatcher) -> list[int]:
+        """A token that may begin the text, if one may."""
+        ends = self._tokenizer.end_ids
+        allowed = (
+            8 * place + bit
+            for place, byte in enumerate(compiled.deep_copy().compute_bitmask())
+            for bit in range(8)
+            if byte >> bit & 1
+        )
+        return list(islice((token for token in allowed if token not in ends), 1))
 
     def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
         """One that shares nothing with others, in place of a ``broken`` one, which nobody shall get again."""
         with self._lock:
-            if self._compiled.get(structured) is broken:
+            if structured in self._compiled and self._compiled[structured][0] is broken:
                 del self._compiled[structured]
             return self._compile(structured)
 
@@ -101,8 +113,9 @@ class Matcher:
     what breaks does so at this text, in any process, with and without drafts.
     """
 
-    def __init__(self, compiled: LLMatcher, renew: Callable[[], LLMatcher]) -> None:
+    def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
         self._compiled = compiled
+        self._first = first  # a token that the grammar allows at the beginning
         self._renew = renew
         self._machine = compiled.deep_copy()
         self._taken: list[int] = []  # of the output, by the machine
@@ -122,33 +135,46 @@ class Matcher:
         mask = self._follow(output)
         if mask is None:  # the tier above does not follow the grammar: guess what it likes
             return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
-        masks = [mask]
         if not guesses or not self._guesses:
-            return _unpack(masks, 1, vocab_size)
-        scout = self._machine.deep_copy()
+            return _unpack([mask], 1, vocab_size)
+        masks, num_rows = self._try(mask, guesses)
+        if self._broken:  # nobody knows from which mask on
+            return _unpack([mask], 1, vocab_size)
+        return _unpack(masks, num_rows, vocab_size)
+
+    def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
+        """Masks behind the output and behind each guess, and for how many of these positions there is something to say."""
+        masks, scout = [mask], self._machine.deep_copy()
         for guess in guesses:
             if scout.is_stopped() or not _has(masks[-1], guess):
-                return _unpack(masks, 1 + len(guesses), vocab_size)
+                return masks, 1 + len(guesses)
             if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
                 break
             mask = scout.compute_bitmask()
             if scout.is_error():
                 break
             masks.append(mask)
-        return _unpack(masks, len(masks), vocab_size)
+        return masks, len(masks)
 
     def _follow(self, output: Sequence[int]) -> bytes | None:
         """The mask behind ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
         self._go_back(output)
         mask = self._take(output[len(self._taken) :], MAX_STEP)
-        if self._machine.is_error() and self._guesses and _broken(self._compiled):
-            self._machine, self._taken, self._guesses = self._renew(), [], False
+        if self._guesses and self._broken:
+            self._compiled = self._renew()
+            self._machine, self._taken, self._guesses = self._compiled.deep_copy(), [], False
             mask = self._take(output, 1)
         self._num_same = len(self._taken)
-        if self._machine.is_error():
-            reason = _one_line(self._machine.get_error())
+        if self._machine.is_error() or self._broken:
+            reason = _one_line(self._machine.get_error()) or "the lexer has no fuel left"
             raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
         return mask if len(self._taken) == len(output) else None
+
+    @property
+    def _broken(self) -> bool:
+        """Whether one of the copies has broken the lexer of them all, which masks do not always tell."""
+        probe = self._compiled.deep_copy()
+        return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
 
     def _go_back(self, output: Sequence[int]) -> None:
         """Forget what is no longer the output's."""
@@ -171,13 +197,6 @@ class Matcher:
             if num_taken < len(step):
                 break
         return mask
-
-
-def _broken(compiled: LLMatcher) -> bool:
-    """Whether a copy has broken the lexer of them all."""
-    probe = compiled.deep_copy()
-    probe.compute_bitmask()
-    return probe.is_error()
 
 
 def _has(mask: bytes, token: int) -> bool:

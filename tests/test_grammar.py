@@ -284,6 +284,16 @@ def test_a_limit_behind_a_wrong_guess_changes_nothing(
     assert any("more work than a token may" in error for error in errors)
 
 
+def test_a_broken_lexer_is_given_to_nobody(tokenizer: Tokenizer) -> None:
+    """Guards all later requests with a grammar against one that broke its lexer and went."""
+    grammars = Grammars(tokenizer)
+    one, y, a = (tokenizer.encode(char)[-1] for char in "1ya")
+    expected = Grammars(tokenizer).matcher(LEXED).allowed([one], [], VOCAB)
+    assert len(grammars.matcher(LEXED).allowed([], [y, a, a], VOCAB)) == 1
+    for _ in range(2):
+        assert torch.equal(grammars.matcher(LEXED).allowed([one], [], VOCAB), expected)
+
+
 def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Guards against a mask that llguidance remembers by the length of a text alone: it let invalid texts through."""
     structured = Structured(grammar='start: "a" X Y W? | "b" X Z W?\nX: "(" | "["\nY: ")" | "="\nZ: ":" | "0"\nW: "1"')

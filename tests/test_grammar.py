@@ -308,38 +308,6 @@ def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer:
     assert torch.equal(corrected.allowed([b], [], VOCAB), expected)
 
 
-class Liar(Babbler):
-    """Drafts what no grammar survives."""
-
-    tokens: Sequence[int] = ()
-
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [[self.tokens[0], *self.tokens[1:] * row.num_own][: row.num_own] for row in rows]
-
-
-@pytest.mark.parametrize("structured", [LEXED, PARSED], ids=["lexer", "parser"])
-def test_requests_outlive_limits_behind_wrong_guesses(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, structured: Structured
-) -> None:
-    """Guards requests against guesses: what drafters say must not end one, nor one end where it would not alone."""
-    monkeypatch.setattr(module, "LIMITS", FEW)
-    x, y, a = (tokenizer.encode(char)[-1] for char in "xya")
-    liar = Liar()
-    liar.tokens = (y, a)
-    full = Model(build("llama", 3, vocab_size=VOCAB, max_position_embeddings=CONTEXT))
-    with Cascade([liar, full], tokenizer) as cascade:
-        for wanted, ends in ((x, True), (y, False)):
-            params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, logit_bias={wanted: 100.0}, structured=structured)
-            found = []
-            for drafts in (Speculation("off"), Speculation(tiers=("tiny",), window=4, schedule="lockstep")):
-                try:
-                    found.append(str(cascade.generate(PROMPT, params, drafts).token_ids))
-                except InvalidRequest as error:
-                    found.append(str(error))
-            assert found[0] == found[1]
-            assert ("more work" not in found[0]) == ends
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,13 +1,15 @@
 """What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions and grammars.
 
 The work is llguidance's (https://github.com/guidance-ai/llguidance): an Earley parser over a lazily built lexer. Nothing is
-precompiled per grammar, the fuel of every step is bounded, and a matcher rolls back, which guesses need.
+precompiled per grammar, the fuel of every step is bounded, and a matcher is copied in a microsecond, which guesses need.
 """
 
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # exists for type checkers only
 
 MAX_COMPILED = 256  # grammars remembered
+MAX_STEP = 32  # tokens that are taken with the fuel of one step
 # a space or a new line with its indentation: what models write, and no endless runs of blanks
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
 # a step that needs more than this, 10 to 20 ms, makes its request fail
@@ -39,7 +42,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None  # built when first asked for: up to a second with large vocabularies
-        self._compiled: OrderedDict[Structured, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # and a first token
         self._lock = threading.Lock()
 
     def check(self, structured: Structured) -> None:
@@ -49,14 +52,32 @@ class Grammars:
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
         with self._lock:
-            compiled = self._compiled.get(structured)
-            if compiled is None:
-                compiled = self._compile(structured)
-                self._compiled[structured] = compiled
+            if structured not in self._compiled:
+                fresh = self._compile(structured)
+                self._compiled[structured] = fresh, self._first(fresh)
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(structured)
-            return Matcher(compiled.deep_copy())
+            compiled, first = self._compiled[structured]
+            return Matcher(compiled, first, partial(self._renew, structured, compiled))
+
+    def _first(self, compiled: LLMatcher) -> list[int]:
+        """A token that may begin the text, if one may."""
+        ends = self._tokenizer.end_ids
+        allowed = (
+            8 * place + bit
+            for place, byte in enumerate(compiled.deep_copy().compute_bitmask())
+            for bit in range(8)
+            if byte >> bit & 1
+        )
+        return list(islice((token for token in allowed if token not in ends), 1))
+
+    def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
+        """One that shares nothing with others, in place of a ``broken`` one, which nobody shall get again."""
+        with self._lock:
+            if structured in self._compiled and self._compiled[structured][0] is broken:
+                del self._compiled[structured]
+            return self._compile(structured)
 
     def _compile(self, structured: Structured) -> LLMatcher:
         end_ids = sorted(self._tokenizer.end_ids)
@@ -85,44 +106,101 @@ class Grammars:
 
 
 class Matcher:
-    """Follows one text; see `cascade.history.Constraint`."""
+    """Follows one text; see `cascade.history.Constraint`.
 
-    def __init__(self, machine: LLMatcher) -> None:
-        self._machine = machine
-        self._num_tokens = 0  # of the output that the machine has taken
+    Guesses are tried on a copy, so that what breaks behind a wrong one breaks nothing else. Only the lexer is common to all
+    copies of what was compiled: where one of them breaks it, each goes on with a lexer of its own, and without guesses. Then
+    what breaks does so at this text, in any process, with and without drafts.
+    """
+
+    def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
+        self._compiled = compiled
+        self._first = first  # a token that the grammar allows at the beginning
+        self._renew = renew
+        self._machine = compiled.deep_copy()
+        self._taken: list[int] = []  # of the output, by the machine
+        self._num_same = 0  # of them that the output still has
+        self._guesses = True  # they may be tried
 
     def rewind(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` of the output."""
-        if self._num_tokens > num_tokens:
-            self._machine.rollback(self._num_tokens - num_tokens)
-            self._num_tokens = num_tokens
-            self._check()
+        """All but the first ``num_tokens`` of the output may be others now."""
+        self._num_same = min(self._num_same, num_tokens)
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
         """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
 
-        Behind a guess that is not allowed everything is: nobody will ask for it. Raises `InvalidRequest` if the grammar takes
-        more work than a step may.
+        Behind a guess that is not allowed everything is: nobody will ask for it. There are fewer rows if the grammar takes
+        more work behind a guess than a step may. Raises `InvalidRequest` if it does so behind the output.
         """
-        machine = self._machine
-        self._num_tokens += machine.try_consume_tokens(list(output[self._num_tokens :]))
-        self._check()
-        if self._num_tokens < len(output):  # the tier above does not follow the grammar: guess what it likes
+        mask = self._follow(output)
+        if mask is None:  # the tier above does not follow the grammar: guess what it likes
             return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
-        masks = [machine.compute_bitmask()]
-        for guess in guesses:
-            if not machine.try_consume_tokens([guess]):
-                break
-            masks.append(machine.compute_bitmask())
-        self._check()
-        machine.rollback(len(masks) - 1)
-        self._check()
-        return _unpack(masks, 1 + len(guesses), vocab_size)
+        if not guesses or not self._guesses:
+            return _unpack([mask], 1, vocab_size)
+        masks, num_rows = self._try(mask, guesses)
+        if self._broken:  # nobody knows from which mask on
+            return _unpack([mask], 1, vocab_size)
+        return _unpack(masks, num_rows, vocab_size)
 
-    def _check(self) -> None:
-        if self._machine.is_error():
-            reason = _one_line(self._machine.get_error())
+    def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
+        """Masks behind the output and behind each guess, and for how many of these positions there is something to say."""
+        masks, scout = [mask], self._machine.deep_copy()
+        for guess in guesses:
+            if scout.is_stopped() or not _has(masks[-1], guess):
+                return masks, 1 + len(guesses)
+            if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
+                break
+            mask = scout.compute_bitmask()
+            if scout.is_error():
+                break
+            masks.append(mask)
+        return masks, len(masks)
+
+    def _follow(self, output: Sequence[int]) -> bytes | None:
+        """The mask behind ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
+        self._go_back(output)
+        mask = self._take(output[len(self._taken) :], MAX_STEP)
+        if self._guesses and self._broken:
+            self._compiled = self._renew()
+            self._machine, self._taken, self._guesses = self._compiled.deep_copy(), [], False
+            mask = self._take(output, 1)
+        self._num_same = len(self._taken)
+        if self._machine.is_error() or self._broken:
+            reason = _one_line(self._machine.get_error()) or "the lexer has no fuel left"
             raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
+        return mask if len(self._taken) == len(output) else None
+
+    @property
+    def _broken(self) -> bool:
+        """Whether one of the copies has broken the lexer of them all, which masks do not always tell."""
+        probe = self._compiled.deep_copy()
+        return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
+
+    def _go_back(self, output: Sequence[int]) -> None:
+        """Forget what is no longer the output's."""
+        taken, same = self._taken, self._num_same
+        while same < min(len(taken), len(output)) and taken[same] == output[same]:
+            same += 1
+        if same < len(taken):
+            self._machine.rollback(len(taken) - same)
+            del taken[same:]
+            self._machine.compute_bitmask()  # it remembers one, and takes it for that of another text of the same length
+
+    def _take(self, tokens: Sequence[int], most: int) -> bytes:
+        """Go on with ``tokens``, at most so many in a step; the mask behind them or behind those that are allowed."""
+        mask = b"" if tokens else self._machine.compute_bitmask()
+        for begin in range(0, len(tokens), most):
+            step = list(tokens[begin : begin + most])
+            num_taken = self._machine.try_consume_tokens(step)
+            self._taken += step[:num_taken]
+            mask = self._machine.compute_bitmask()  # which also fuels the next step
+            if num_taken < len(step):
+                break
+        return mask
+
+
+def _has(mask: bytes, token: int) -> bool:
+    return token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:

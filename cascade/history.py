@@ -21,7 +21,10 @@ class Constraint(Protocol):
         """Forget all but the first ``num_tokens`` of the output."""
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
-        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``."""
+        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
+
+        Fewer rows, at least one, where that is not known behind a guess.
+        """
 
 
 class History:
@@ -36,6 +39,7 @@ class History:
         self.text = text
         self.constraint = constraint
         self.alters = params.penalised or bool(params.biases or params.min_tokens or params.structured)
+        self.num_known: int | None = None  # own tokens of the last row that count, all of them unless its constraint knew less
         self._params = params
         self._end_ids = sorted(opening.ends)
         self._begin = len(opening.tokens)  # of the tokens that this session picks itself

@@ -96,7 +96,10 @@ class Passes:
         rows = [_row(seat, work) for seat, work in batch]
         begin = time.monotonic()
         try:
-            own = [o if w.num_own else [] for o, (_, w) in zip(self._model.run(rows), batch, strict=True)]
+            own = [
+                _known(row, tokens) if w.num_own else []
+                for row, tokens, (_, w) in zip(rows, self._model.run(rows), batch, strict=True)
+            ]
         except InvalidRequest as error:
             log.info("A request is at fault for a failed pass of tier %s with %d rows: %s", self._tier, len(rows), error)
             return [error] if len(batch) == 1 else None
@@ -123,7 +126,7 @@ class Passes:
 
     def _account(self, batch: list[tuple[Seat, Work]], own: Sequence[Sequence[int]], seconds: float) -> None:
         num_tokens = sum(len(work.tokens) for _, work in batch)
-        extra = [len(tokens) - work.num_own for (_, work), tokens in zip(batch, own, strict=True)]
+        extra = [max(0, len(tokens) - work.num_own) for (_, work), tokens in zip(batch, own, strict=True)]
         passes = 1 + max(extra)  # in one launch
         stats = self.stats
         stats.passes += passes
@@ -135,6 +138,11 @@ class Passes:
         stats.pass_s = self.costs.pass_s
         if self._profile is not None:
             self._profile.saw(num_tokens, sum(work.start for _, work in batch), seconds)
+
+
+def _known(row: Row, tokens: list[int]) -> list[int]:
+    """Without those of positions behind guesses that the grammar did not follow to the end."""
+    return tokens if row.history is None else tokens[: row.history.num_known]
 
 
 def _row(seat: Seat, work: Work) -> Row:

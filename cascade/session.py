@@ -169,14 +169,17 @@ class Session:
     # what happens
 
     def advance(self, work: Work, own: Sequence[int]) -> Commit | None:
-        """Take the own tokens ``[num_own]`` of a pass; the commit for the tier below, ``None`` after a prefill chunk."""
-        assert (len(own), self.kv_len) == (work.num_own, work.start)
+        """Take the own tokens of a pass; the commit for the tier below, ``None`` after a prefill chunk.
+
+        There are ``num_own`` of them, or fewer, at least one: then the guesses behind have not been scored.
+        """
+        assert (min(work.num_own, 1) <= len(own) <= work.num_own, self.kv_len) == (True, work.start)
         if not work.num_own:
             self.kv_len += len(work.tokens)
             return None
-        start, guess = len(self.text), self.guess
+        start, guess, num_scored = len(self.text), self.guess, len(own) - 1
         accepted = 0
-        while accepted < work.num_guess and own[accepted] == guess[accepted]:
+        while accepted < num_scored and own[accepted] == guess[accepted]:
             accepted += 1
         last = own[accepted]
         agrees = accepted < len(guess) and guess[accepted] == last
@@ -192,7 +195,7 @@ class Session:
         self.guess, self._guess_origins = guess[keep:], self._guess_origins[keep:]
         self.kv_len = len(self.text) - 1
         positions = (1,) * min(accepted, MAX_POSITIONS)
-        self._edge += Edge(self.drafter, self.tier, 1, work.num_guess, accepted, len(new), accepted_by_position=positions)
+        self._edge += Edge(self.drafter, self.tier, 1, num_scored, accepted, len(new), accepted_by_position=positions)
         return Commit(self.drafter_session, start, new)
 
     def follow(self, own: Sequence[int]) -> None:

@@ -69,10 +69,11 @@ def _mask(scores: Tensor, params: SamplingParams, history: History, position: in
         return
     output = history.text[history.prompt_len : position]
     allowed = history.constraint.allowed(output, guesses, scores.shape[-1])
+    history.num_known = len(allowed)
     if num_early:
         going_on = allowed[:num_early].index_fill(1, history.ends(allowed), False)
         allowed[:num_early] = torch.where(going_on.any(-1, keepdim=True), going_on, allowed[:num_early])
-    scores.masked_fill_(~allowed.to(scores.device, non_blocking=True), -torch.inf)
+    scores[: len(allowed)].masked_fill_(~allowed.to(scores.device, non_blocking=True), -torch.inf)
 
 
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:

@@ -174,10 +174,11 @@ class Tier:
                 continue
             seat.since = now
             commit = seat.session.advance(work, tokens[: work.num_own])
-            seat.session.follow(tokens[work.num_own :])
+            ahead = tokens[work.num_own :]
+            seat.session.follow(ahead)
             self.memory.scored(seat)
             if commit is not None:
-                rows.append((seat, work, len(commit.tokens) + len(tokens) - work.num_own))
+                rows.append((seat, work, len(commit.tokens) + len(ahead)))
                 self._drafters.tell(seat, commit)
                 self._up(seat, seat.session.proposal())
         self._drafters.passed(self._seats.values(), rows, seconds, now)

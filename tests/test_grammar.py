@@ -13,10 +13,11 @@ import torch
 from architectures import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured, family
 from cascade import grammar as module
-from cascade.grammar import Grammars
+from cascade.grammar import Grammars, Matcher
 from cascade.kv import Cache
 from cascade.model import Model
 from cascade.scorer import Row
@@ -231,6 +232,80 @@ def test_grammars_that_take_too_much_work_harm_nobody(cascades: list[Cascade]) -
         cascades[0].generate(PROMPT, params)
     assert all(tier.healthy for tier in cascades[0].tiers)
     assert cascades[0].generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids
+
+
+BOMB = "(a{1,9999}){1,9999}" * 40  # no lexer gets far into it
+LEXED = Structured(regex="[0-9]{0,9}(x|y" + BOMB + ")")
+PARSED = Structured(grammar='start: n{0,9} ("x" | "y" b)\nn: /[0-9]/\nb: c | b b | b b b\nc: /[a-z ]/')
+FEW = LLParserLimits(
+    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=2400, max_grammar_size=200_000, verbose_errors=False
+)
+
+
+def written(matcher: Matcher, ids: Sequence[int], guesses: random.Random | None, seed: int) -> tuple[list[int], str]:
+    """A text of own tokens, of ``ids`` with the end first, row by row as tiers write them; and the error that ended it."""
+    output: list[int] = []
+    while len(output) < 40 and ids[0] not in output:
+        drafts = [] if guesses is None else [guesses.choice(ids[1:]) for _ in range(guesses.randint(0, 5))]
+        matcher.rewind(max(0, len(output) - 1))
+        try:
+            masks = matcher.allowed(output, drafts, VOCAB)
+        except InvalidRequest as error:
+            return output, str(error)
+        for place, mask in enumerate(masks):
+            possible = [token for token in ids if mask[token]] or mask.nonzero().flatten().tolist()
+            output.append(random.Random(hash((seed, len(output)))).choice(possible))
+            if place == len(drafts) or len(output) == 40 or output[-1] != drafts[place]:
+                break
+    return output, ""
+
+
+@pytest.mark.parametrize("structured", [LEXED, PARSED], ids=["lexer", "parser"])
+def test_a_limit_behind_a_wrong_guess_changes_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, structured: Structured
+) -> None:
+    """Guards losslessness where a limit is hit: text and error are those without drafts, for each seed and any drafts.
+
+    Guards others with the same grammar, too, whose lexer is the same one.
+    """
+    monkeypatch.setattr(module, "LIMITS", FEW)
+    [end] = tokenizer.end_ids
+    ids = [end, *(tokenizer.encode(char)[-1] for char in "12xya")]
+    errors = []
+    for seed in range(12):
+        text, error = written(Grammars(tokenizer).matcher(structured), ids, None, seed)
+        shared = Grammars(tokenizer)
+        other = shared.matcher(structured)
+        for draft in range(4):
+            assert written(shared.matcher(structured), ids, random.Random(draft), seed) == (text, error)
+        assert written(other, ids, random.Random(9), seed) == (text, error)
+        errors.append(error)
+    assert "" in errors
+    assert any("more work than a token may" in error for error in errors)
+
+
+def test_a_broken_lexer_is_given_to_nobody(tokenizer: Tokenizer) -> None:
+    """Guards all later requests with a grammar against one that broke its lexer and went."""
+    grammars = Grammars(tokenizer)
+    one, y, a = (tokenizer.encode(char)[-1] for char in "1ya")
+    expected = Grammars(tokenizer).matcher(LEXED).allowed([one], [], VOCAB)
+    assert len(grammars.matcher(LEXED).allowed([], [y, a, a], VOCAB)) == 1
+    for _ in range(2):
+        assert torch.equal(grammars.matcher(LEXED).allowed([one], [], VOCAB), expected)
+
+
+def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Guards against a mask that llguidance remembers by the length of a text alone: it let invalid texts through."""
+    structured = Structured(grammar='start: "a" X Y W? | "b" X Z W?\nX: "(" | "["\nY: ")" | "="\nZ: ":" | "0"\nW: "1"')
+    a, b = (tokenizer.encode(char)[-1] for char in "ab")
+    expected = grammars.matcher(structured).allowed([b], [], VOCAB)
+    guessing = grammars.matcher(structured)
+    assert not torch.equal(guessing.allowed([], [a], VOCAB)[1], expected[0])
+    assert torch.equal(guessing.allowed([b], [], VOCAB), expected)
+    corrected = grammars.matcher(structured)
+    corrected.allowed([a], [], VOCAB)
+    corrected.rewind(0)
+    assert torch.equal(corrected.allowed([b], [], VOCAB), expected)
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,21 @@ def test_guesses_behind_a_pass_are_kept() -> None:
     assert session.guess == []
 
 
+@pytest.mark.parametrize("num_own", [1, 2, 3, 4])
+def test_guesses_that_were_not_scored_are_kept(num_own: int) -> None:
+    """Guards rows whose last guesses could not be scored: they are neither accepted nor lost, and count as not proposed."""
+    session = Session(opening(), "full", 1, VOCAB)
+    below = session.attach("tiny", "below", ())
+    session.propose(Proposal(below.session, 3, (4, 5, 6), bytes(3)))
+    commit = session.advance(session.work(10), [4, 5, 6, 7][:num_own])
+    assert commit == Commit("below", 3, (4, 5, 6, 7)[:num_own])
+    assert (session.text[3:], session.guess) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
+    assert session.kv_len == len(session.text) - 1
+    assert session.edges[0].proposed == session.edges[0].accepted == num_own - 1
+    if session.guess:
+        assert session.work(10).tokens == [session.text[-1], *session.guess]
+
+
 @pytest.mark.parametrize("start", [-1, 2, 4])
 def test_commit_that_does_not_join_is_an_error(start: int) -> None:
     """Guards the text against a broken link: a commit in the prompt or behind a gap is refused."""

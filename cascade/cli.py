@@ -71,10 +71,12 @@ def serve(config: Path | None, host: str | None, port: int | None, http_port: in
 
 def usage(address: str, url: str, model: str) -> str:
     """How to call a server at ``address`` and ``url``."""
+    place = address.rpartition("/")[2]  # without grpcs://
+    plain = "-plaintext " if place == address else ""
     return f"""From a shell:
   cascade generate --address {address} "def fibonacci(n):"
-  grpcurl -plaintext -d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
-      {address} cascade.v1.Cascade/Generate
+  grpcurl {plain}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
+      {place} cascade.v1.Cascade/Generate
   curl {url}/v1/completions -H 'Content-Type: application/json' \\
       -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
 
@@ -97,12 +99,14 @@ def check(config: Path) -> None:
     """
     from cascade.check import needs, verify
     from cascade.config import CascadeConfig
+    from deployments.app import build
 
     parsed = CascadeConfig.load(config)
     with console.status("Reading configurations"):
         found = needs(parsed)
     console.print(screen.needs(found))
     verify(parsed)
+    build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
     problem = next((need.problem for need in found if need.problem), None)
     if problem:
         raise ConfigError(problem)

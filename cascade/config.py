@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from cascade import family
 from cascade.errors import ConfigError
@@ -25,6 +26,7 @@ from cascade.planner import Policy
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
 SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
+KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 
@@ -261,7 +263,7 @@ class CascadeConfig(Section):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{path} is not YAML: {_fault(error)}") from None
         return cls.parse(values, str(path))
 
     @classmethod
@@ -282,9 +284,7 @@ class CascadeConfig(Section):
 def sentence(error: ValidationError) -> str:
     """The first problem: where, what it is, what it must be."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the whole"
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(KINDS_OF_VALUES))
     if first["type"] == "extra_forbidden":
         return f"{where} is not a known key; remove it or mend its spelling"
     if first["type"] == "missing":
@@ -292,4 +292,26 @@ def sentence(error: ValidationError) -> str:
     value = first["input"]
     shown = f" is {value!r}" if isinstance(value, str | int | float | bool | None) else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}{shown}: {message}{more}"
+    return f"{where}{shown}: {_rule(first)}{more}" if where else _rule(first)
+
+
+def _rule(error: ErrorDetails) -> str:
+    """What a value must be, in the words of YAML."""
+    kind, numbers = error["type"], error.get("ctx", {})
+    if kind in ("model_type", "dict_type"):
+        return "it must be a mapping"
+    if kind == "tuple_type":
+        return "it must be a list"
+    if kind == "too_long":
+        return f"it has {numbers['actual_length']} entries, but may have at most {numbers['max_length']}"
+    if kind == "too_short":
+        return f"it has {numbers['actual_length']} entries, but must have at least {numbers['min_length']}"
+    message = error["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a YAML file, and where."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())

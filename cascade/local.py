@@ -55,8 +55,7 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
     ) -> None:
-        if not 1 <= len(models) <= len(TIER_NAMES):
-            raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+        _check_models(models, names)
         self.names = tuple(names or TIER_NAMES[len(models)])
         self.tokenizer = tokenizer
         self.window = window
@@ -93,6 +92,7 @@ class Cascade:
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
+        _check_models(models, names)
         methods = _each(quantization, len(models))
         tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in models]
         for source, tokenizer in zip(models, tokenizers, strict=True):
@@ -313,6 +313,16 @@ class _Deliver(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._deliver(message)
+
+
+def _check_models(models: Sequence[object], names: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if there are too few or too many, or if their names are not one for each."""
+    if isinstance(models, str):
+        raise ConfigError(f"models is {models!r}: give a list, bottom to top")
+    if not 1 <= len(models) <= len(TIER_NAMES):
+        raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+    if names is not None and not len(set(names)) == len(names) == len(models):
+        raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
 
 
 def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:

@@ -259,6 +259,6 @@ def check_prompt(ids: Sequence[int], max_tokens: int, vocab_size: int, max_len: 
     if len(ids) + max_tokens > max_len:
         return (
             f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
-            f"together {len(ids) + max_tokens}: the models take {max_len}"
+            f"together {len(ids) + max_tokens}: the models take {max_len}; shorten it, or lower max_tokens"
         )
     return None

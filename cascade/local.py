@@ -9,12 +9,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
-from cascade.answer import Answer, Chunk, Completion, check_prompt
+from cascade.answer import Answer, Chunk, Completion, asked, check_prompt
 from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.grammar import Grammars
 from cascade.handling import Handling
-from cascade.messages import Close, Failed, Link, Message, Open, Proposal
+from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
 from cascade.planner import Policy
@@ -221,28 +221,11 @@ class Cascade:
         params.check_vocabulary(self._vocab_size)
         if params.structured is not None:
             self._grammars.check(params.structured)
-        chain = speculation.chain(self.names)
         begin, answers = time.monotonic(), []
+        options: dict[str, Any] = {"names": self.names, "end_ids": self.tokenizer.end_ids, "window": self.window}
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             ids = self._encode(one, params.max_tokens)
-            seeded = params.seeded()
-            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
-            opening = Open(
-                session=mint(),
-                tokens=ids,
-                prompt_len=len(ids),
-                params=seeded,
-                ends=ends,
-                tier=self.names[-1],
-                chain=chain,
-                window=FULL_WINDOW,
-                draft_window=speculation.draft_window(self.window),
-                lockstep=speculation.schedule == "lockstep",
-                adaptive=speculation.adaptive,
-                priority=handling.priority,
-                cache_salt=handling.cache_salt,
-                watch=handling.watch,
-            )
+            opening = asked(mint(), ids, params, speculation, handling, ahead=FULL_WINDOW, **options)
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))
 

@@ -13,7 +13,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cascade.answer import Answer, Chunk, check_prompt
+from cascade.answer import Answer, Chunk, asked, check_prompt
 from cascade.config import CascadeConfig
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.grammar import Grammars
@@ -83,19 +83,24 @@ class Router:
         self._census, self._observe_at = Census(), 0.0
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        places = full.deployment_config.max_ongoing_requests
-        self._downlink = Downlink(
-            {full.name: lessor(handles[full.name])},
-            self._hear,
-            lease_timeout_s=LEASE_TIMEOUT_S,
-            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
-            tls=self._config.link_tls,
-        )
+        self._downlink = self._joined()
         self._api = Api(self).application()
         listen = self._config.router.listen
         self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
         if self._door is not None:
             await self._door.open()
+
+    def _joined(self) -> Downlink:
+        """The links to the full tier."""
+        full = self._config.tiers[-1]
+        places = full.deployment_config.max_ongoing_requests
+        return Downlink(
+            {full.name: lessor(self._handles[full.name])},
+            self._hear,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+            tls=self._config.link_tls,
+        )
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
@@ -292,22 +297,16 @@ class Router:
         problem = check_prompt(ids, params.max_tokens, self._num_ids, self.max_model_len)
         if problem:
             raise InvalidRequest(problem)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
-        return Open(
-            session=mint(),
-            tokens=tuple(ids),
-            prompt_len=len(ids),
-            params=params.seeded(),
-            ends=ends,
-            tier=self.names[-1],
-            chain=speculation.chain(self.names),
-            window=FULL_WINDOW,
-            draft_window=speculation.draft_window(self._config.window),
-            lockstep=speculation.schedule == "lockstep",
-            adaptive=speculation.adaptive,
-            priority=handling.priority,
-            cache_salt=handling.cache_salt,
-            watch=handling.watch,
+        return asked(
+            mint(),
+            ids,
+            params,
+            speculation,
+            handling,
+            names=self.names,
+            end_ids=self.tokenizer.end_ids,
+            ahead=FULL_WINDOW,
+            window=self._config.window,
         )
 
     def _hear(self, messages: Sequence[Message]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,9 @@ def usage(address: str, url: str, model: str) -> str:
     """How to call a server at ``address`` and ``url``."""
     place = address.rpartition("/")[2]  # without grpcs://
     plain = "-plaintext " if place == address else ""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "cascade" and shutil.which("cascade") is None else "cascade"
     return f"""From a shell:
-  cascade generate --address {address} "def fibonacci(n):"
+  {program} generate --address {address} "def fibonacci(n):"
   grpcurl {plain}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
       {place} cascade.v1.Cascade/Generate
   curl {url}/v1/completions -H 'Content-Type: application/json' \\

@@ -202,3 +202,12 @@ def test_calls_to_copy_speak_tls() -> None:
     assert "-plaintext" not in said
     assert "\n      10.0.0.1:9000 cascade.v1" in said
     assert "--address grpcs://10.0.0.1:9000" in said
+
+
+def test_calls_to_copy_name_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `make serve`, whose program is not on the path: what it printed to copy was not found."""
+    monkeypatch.setattr("sys.argv", [".venv/bin/cascade", "serve"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "\n  .venv/bin/cascade generate" in usage(Stub.address, Stub.url, Stub.model)
+    monkeypatch.setattr("sys.argv", ["/usr/bin/python"])
+    assert "\n  cascade generate" in usage(Stub.address, Stub.url, Stub.model)

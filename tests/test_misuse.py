@@ -149,6 +149,7 @@ def test_a_crowd_is_sent_away_before_any_work(served: House, monkeypatch: pytest
             client.chat(CHAT["messages"])
         for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
             assert ask(served, f"/v1/{path}", body)[0] == 429
+    served.settle()
 
 
 def test_long_lists_of_ids_do_not_stop_the_others(served: House, monkeypatch: pytest.MonkeyPatch) -> None:

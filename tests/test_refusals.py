@@ -85,9 +85,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, body, param, w
         "completions",
         {"structured": {"json_schema": {}, "regex": "a"}},
         "",
-        "structured is 'json_schema and regex': it must be just one of",
+        "structured is 'json_schema and regex': it must be one of",
     ),
-    "nothing at all": ("completions", {"structured": {}}, "", "structured is 'empty': it must be just one of"),
+    "nothing at all": ("completions", {"structured": {}}, "", "structured is 'empty': it must be one of"),
     "a part of a message": (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

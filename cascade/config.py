@@ -25,6 +25,8 @@ from cascade.planner import Policy
 
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
+MAX_PROMPTS = 4096  # of one request, whatever a server's limits
+MAX_ANSWERS = 1024  # for each prompt
 SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
@@ -165,8 +167,8 @@ class RequestLimits(Section):
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20  # of an HTTP body or a gRPC message
     max_prompt_chars: Annotated[int, Field(ge=1)] = 4_000_000
-    max_prompts: Annotated[int, Field(ge=1)] = 64  # in one HTTP request
-    max_n: Annotated[int, Field(ge=1)] = 16  # answers for each prompt
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request
+    max_n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 16  # answers for each prompt
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # output tokens of each answer; the models' context if not given
     body_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # to send a request's head and body
     read_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long is dropped

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cascade.config import MAX_TIERS
+from cascade.config import MAX_ANSWERS, MAX_PROMPTS, MAX_TIERS
 from cascade.errors import InvalidRequest
 from cascade.handling import Handling
 from cascade.params import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS, SamplingParams, Speculation, Structured
@@ -28,8 +28,6 @@ PLAIN = (  # fields that mean the same as those of `SamplingParams`
     "min_tokens",
     "adapter",
 )
-
-MOST_PROMPTS = 4096  # that are looked at, whatever the server's limit
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -74,7 +72,7 @@ class SamplingBody(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
@@ -136,9 +134,9 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None

@@ -92,6 +92,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"tiers": [tier()], "router": {"access": {"limits": {"alice": {"tokens_per_minute": 0}}}}},
         r"limits\.alice\.tokens_per_minute is 0",
     ),
+    "max_prompts": ({"tiers": [tier()], "router": {"limits": {"max_prompts": 4097}}}, r"max_prompts is 4097: .*4096"),
+    "max_n": ({"tiers": [tier()], "router": {"limits": {"max_n": 1025}}}, r"max_n is 1025: .*1024"),
     "max_body_bytes": ({"tiers": [tier()], "router": {"limits": {"max_body_bytes": 1}}}, r"max_body_bytes is 1"),
     "embedded": ({"tiers": [tier(model_id="embedded:nonsense")]}, r"nonsense.*embedded:tiny"),
     "embedded source": (

@@ -23,12 +23,12 @@ from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.planner import Policy
 
-EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
-MAX_TIERS = 5
 MAX_PROMPTS = 4096  # of one request, whatever a server's limits
 MAX_ANSWERS = 1024  # for each prompt
-SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
+EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
+MAX_TIERS = 5
+SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
 

@@ -398,6 +398,31 @@ def test_models_that_cannot_be_loaded_are_refused(folder: Path, name: str) -> No
     one_sentence(caught)
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("/no/such/model", "There is no folder"),
+        ("./model", "There is no folder"),
+        ("a/b/c", "There is no folder"),
+        (__file__, "is a file"),
+    ],
+)
+def test_paths_that_are_no_models_are_told_so(source: str, words: str) -> None:
+    """Guards a slip of the pen in a path: the hub's library explained the form of its names."""
+    with pytest.raises(ConfigError, match=f"tier full cannot be used: .*{words}.*folder"):
+        build({"tiers": [tier(model_id=source)]})
+
+
+def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
+    """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
+    path = tmp_path / "my.yaml"
+    options = {"ray_actor_options": {"num_cpu": 1}}
+    path.write_text(json.dumps({"tiers": [tier(model_id="embedded:tiny", deployment_config=options)]}))
+    done = CliRunner().invoke(main, ["check", str(path)])
+    assert done.exit_code == 1
+    assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")
+
+
 # the files of cluster/
 
 
@@ -448,28 +473,3 @@ def test_ray_up_file_keeps_rays_schema() -> None:
     values = yaml.safe_load((CLUSTER / "ray-up" / "aws.yaml").read_text())
     jsonschema.validate(values, schema)
     assert values["head_node_type"] in values["available_node_types"]
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("/no/such/model", "There is no folder"),
-        ("./model", "There is no folder"),
-        ("a/b/c", "There is no folder"),
-        (__file__, "is a file"),
-    ],
-)
-def test_paths_that_are_no_models_are_told_so(source: str, words: str) -> None:
-    """Guards a slip of the pen in a path: the hub's library explained the form of its names."""
-    with pytest.raises(ConfigError, match=f"tier full cannot be used: .*{words}.*folder"):
-        build({"tiers": [tier(model_id=source)]})
-
-
-def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
-    """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
-    path = tmp_path / "my.yaml"
-    options = {"ray_actor_options": {"num_cpu": 1}}
-    path.write_text(json.dumps({"tiers": [tier(model_id="embedded:tiny", deployment_config=options)]}))
-    done = CliRunner().invoke(main, ["check", str(path)])
-    assert done.exit_code == 1
-    assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from cascade.handling import Handling
 from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
+from cascade.params import SamplingParams, Speculation
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -249,6 +251,40 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def asked(
+    session: str,
+    ids: Sequence[int],
+    params: SamplingParams,
+    speculation: Speculation,
+    handling: Handling,
+    *,
+    names: tuple[str, ...],
+    end_ids: frozenset[int],
+    ahead: int,
+    window: int,
+) -> Open:
+    """What the full tier is asked, the last of ``names``; raises `InvalidRequest`.
+
+    It may write ``ahead`` tokens that nobody has taken, and tiers below it ``window`` unless the request says otherwise.
+    """
+    return Open(
+        session=session,
+        tokens=tuple(ids),
+        prompt_len=len(ids),
+        params=params.seeded(),
+        ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids),
+        tier=names[-1],
+        chain=speculation.chain(names),
+        window=ahead,
+        draft_window=speculation.draft_window(window),
+        lockstep=speculation.schedule == "lockstep",
+        adaptive=speculation.adaptive,
+        priority=handling.priority,
+        cache_salt=handling.cache_salt,
+        watch=handling.watch,
+    )
+
+
 def check_prompt(ids: Sequence[int], max_tokens: int, vocab_size: int, max_len: int) -> str | None:
     """One sentence saying why a prompt cannot be served, ``None`` if it can."""
     if not ids:
@@ -259,6 +295,6 @@ def check_prompt(ids: Sequence[int], max_tokens: int, vocab_size: int, max_len: 
     if len(ids) + max_tokens > max_len:
         return (
             f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
-            f"together {len(ids) + max_tokens}: the models take {max_len}"
+            f"together {len(ids) + max_tokens}: the models take {max_len}; shorten it, or lower max_tokens"
         )
     return None

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from cascade.errors import ModelError
 from cascade.quantization import METHODS
+from cascade.tokenizer import check_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_LIMIT = 2**20  # positions of a model that names none
@@ -38,6 +39,7 @@ class Anatomy:
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a path or hub id; raises `ModelError`."""
+    check_source(source)
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any library or downloaded code

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,13 @@ def serve(config: Path | None, host: str | None, port: int | None, http_port: in
 
 def usage(address: str, url: str, model: str) -> str:
     """How to call a server at ``address`` and ``url``."""
+    place = address.rpartition("/")[2]  # without grpcs://
+    plain = "-plaintext " if place == address else ""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "cascade" and shutil.which("cascade") is None else "cascade"
     return f"""From a shell:
-  cascade generate --address {address} "def fibonacci(n):"
-  grpcurl -plaintext -d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
-      {address} cascade.v1.Cascade/Generate
+  {program} generate --address {address} "def fibonacci(n):"
+  grpcurl {plain}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
+      {place} cascade.v1.Cascade/Generate
   curl {url}/v1/completions -H 'Content-Type: application/json' \\
       -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
 
@@ -97,12 +101,14 @@ def check(config: Path) -> None:
     """
     from cascade.check import needs, verify
     from cascade.config import CascadeConfig
+    from deployments.app import build
 
     parsed = CascadeConfig.load(config)
     with console.status("Reading configurations"):
         found = needs(parsed)
     console.print(screen.needs(found))
     verify(parsed)
+    build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
     problem = next((need.problem for need in found if need.problem), None)
     if problem:
         raise ConfigError(problem)

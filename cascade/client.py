@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, Unpack
+from typing import Any, Self, TypeAlias, Unpack
 
 import grpc
 
@@ -35,6 +35,9 @@ from cascade.wire import encode_sampling, encode_speculation
 
 Prompt: TypeAlias = str | Sequence[int]
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
+RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+UNREACHED = ("failed to connect", "errors resolving", "DNS resolution failed")  # as gRPC begins
+OPTIONS = [("grpc.max_receive_message_length", -1)]  # log-probabilities of a long text are more than gRPC's 4 MiB
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -65,10 +68,12 @@ class Client:
         timeout_s: float | None = None,
         authority: str | None = None,
     ) -> None:
-        target, credentials = _target(address, authority)
-        self._channel = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
-        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._metadata = _metadata(application, api_key)
+        target, credentials = _target(address, authority)
+        self._channel = (
+            grpc.secure_channel(target, credentials, OPTIONS) if credentials else grpc.insecure_channel(target, OPTIONS)
+        )
+        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._timeout_s = timeout_s
 
     def generate(
@@ -166,10 +171,12 @@ class AsyncClient:
         timeout_s: float | None = None,
         authority: str | None = None,
     ) -> None:
-        target, credentials = _target(address, authority)
-        self._channel = grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
-        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._metadata = _metadata(application, api_key)
+        target, credentials = _target(address, authority)
+        self._channel = (
+            grpc.aio.secure_channel(target, credentials, OPTIONS) if credentials else grpc.aio.insecure_channel(target, OPTIONS)
+        )
+        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
         self._timeout_s = timeout_s
 
     async def generate(
@@ -266,7 +273,21 @@ def errors() -> Iterator[None]:
         code = error.code()
         if code is grpc.StatusCode.CANCELLED:
             raise
-        raise ERRORS.get(code, CascadeError)(error.details() or str(code)) from None
+        kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
+        if kind is Overloaded:
+            raise Overloaded(sentence, _retry_after_s(error)) from None
+        if sentence.startswith(UNREACHED):
+            sentence = f"No server answers at the client's address ({sentence}): start one, or mend the address"
+        raise kind(sentence) from None
+
+
+def _retry_after_s(error: grpc.RpcError) -> float:
+    """When the server says that another try may be worth it; a second if it does not say."""
+    pairs: Any = error.trailing_metadata() or ()
+    try:
+        return float(dict(pairs).get(RETRY_AFTER, 1))
+    except ValueError:
+        return 1.0
 
 
 def encode_request(
@@ -295,6 +316,8 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
     if not address.startswith(SECURE):
         if authority is not None:
             raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")
+        if address.startswith(("http://", "https://", "grpc://")):
+            raise ConfigError(f"address is {address!r}: give HOST:PORT of the server's gRPC door, or {SECURE}HOST:PORT for TLS")
         return address, None
     try:
         roots = None if authority is None else Path(authority).read_bytes()
@@ -304,5 +327,8 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:
+    for name, value in (("api_key", api_key), ("application", application)):
+        if value and not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"{name} has characters that are not printable ASCII, which no call can carry: mend it")
     keyed = (("authorization", f"Bearer {api_key}"),) if api_key else ()
     return (("application", application), *keyed) if application else keyed

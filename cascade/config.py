@@ -16,12 +16,16 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.planner import Policy
 
+MAX_PROMPTS = 4096  # of one request, whatever a server's limits
+MAX_ANSWERS = 1024  # for each prompt
+KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
 SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
@@ -163,8 +167,8 @@ class RequestLimits(Section):
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20  # of an HTTP body or a gRPC message
     max_prompt_chars: Annotated[int, Field(ge=1)] = 4_000_000
-    max_prompts: Annotated[int, Field(ge=1)] = 64  # in one HTTP request
-    max_n: Annotated[int, Field(ge=1)] = 16  # answers for each prompt
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request
+    max_n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 16  # answers for each prompt
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # output tokens of each answer; the models' context if not given
     body_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # to send a request's head and body
     read_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long is dropped
@@ -261,7 +265,7 @@ class CascadeConfig(Section):
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{path} is not YAML: {_fault(error)}") from None
         return cls.parse(values, str(path))
 
     @classmethod
@@ -282,9 +286,7 @@ class CascadeConfig(Section):
 def sentence(error: ValidationError) -> str:
     """The first problem: where, what it is, what it must be."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the whole"
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(KINDS_OF_VALUES))
     if first["type"] == "extra_forbidden":
         return f"{where} is not a known key; remove it or mend its spelling"
     if first["type"] == "missing":
@@ -292,4 +294,26 @@ def sentence(error: ValidationError) -> str:
     value = first["input"]
     shown = f" is {value!r}" if isinstance(value, str | int | float | bool | None) else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}{shown}: {message}{more}"
+    return f"{where}{shown}: {_rule(first)}{more}" if where else _rule(first)
+
+
+def _rule(error: ErrorDetails) -> str:
+    """What a value must be, in the words of YAML."""
+    kind, numbers = error["type"], error.get("ctx", {})
+    if kind in ("model_type", "dict_type"):
+        return "it must be a mapping"
+    if kind == "tuple_type":
+        return "it must be a list"
+    if kind == "too_long":
+        return f"it has {numbers['actual_length']} entries, but may have at most {numbers['max_length']}"
+    if kind == "too_short":
+        return f"it has {numbers['actual_length']} entries, but must have at least {numbers['min_length']}"
+    message = error["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a YAML file, and where."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())

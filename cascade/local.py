@@ -9,12 +9,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
-from cascade.answer import Answer, Chunk, Completion, check_prompt
+from cascade.answer import Answer, Chunk, Completion, asked, check_prompt
 from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.grammar import Grammars
 from cascade.handling import Handling
-from cascade.messages import Close, Failed, Link, Message, Open, Proposal
+from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
 from cascade.planner import Policy
@@ -55,8 +55,7 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
     ) -> None:
-        if not 1 <= len(models) <= len(TIER_NAMES):
-            raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+        _check_models(models, names)
         self.names = tuple(names or TIER_NAMES[len(models)])
         self.tokenizer = tokenizer
         self.window = window
@@ -93,6 +92,7 @@ class Cascade:
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
+        _check_models(models, names)
         methods = _each(quantization, len(models))
         tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in models]
         for source, tokenizer in zip(models, tokenizers, strict=True):
@@ -221,28 +221,11 @@ class Cascade:
         params.check_vocabulary(self._vocab_size)
         if params.structured is not None:
             self._grammars.check(params.structured)
-        chain = speculation.chain(self.names)
         begin, answers = time.monotonic(), []
+        options: dict[str, Any] = {"names": self.names, "end_ids": self.tokenizer.end_ids, "window": self.window}
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             ids = self._encode(one, params.max_tokens)
-            seeded = params.seeded()
-            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
-            opening = Open(
-                session=mint(),
-                tokens=ids,
-                prompt_len=len(ids),
-                params=seeded,
-                ends=ends,
-                tier=self.names[-1],
-                chain=chain,
-                window=FULL_WINDOW,
-                draft_window=speculation.draft_window(self.window),
-                lockstep=speculation.schedule == "lockstep",
-                adaptive=speculation.adaptive,
-                priority=handling.priority,
-                cache_salt=handling.cache_salt,
-                watch=handling.watch,
-            )
+            opening = asked(mint(), ids, params, speculation, handling, ahead=FULL_WINDOW, **options)
             answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
         return _Call(self.tiers[-1], answers, _Deliver(deliver))
 
@@ -313,6 +296,16 @@ class _Deliver(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._deliver(message)
+
+
+def _check_models(models: Sequence[object], names: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if there are too few or too many, or if their names are not one for each."""
+    if isinstance(models, str):
+        raise ConfigError(f"models is {models!r}: give a list, bottom to top")
+    if not 1 <= len(models) <= len(TIER_NAMES):
+        raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+    if names is not None and not len(set(names)) == len(names) == len(models):
+        raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
 
 
 def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:

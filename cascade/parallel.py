@@ -180,8 +180,8 @@ def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mappin
     host, _, port = address.rpartition(":")
     _join(TCPStore(host, int(port), ranks, is_master=False, timeout=START_TIMEOUT), rank, ranks)
     network = load(source, ranks=ranks, **options)
-    own: dict[str, Any] = {"attention": Contiguous(), "num_threads": torch.get_num_threads()}
-    model = AdaptedModel(network, adapters, **own) if adapters else Model(network, **own)
+    alike: dict[str, Any] = {"attention": Contiguous(), "num_threads": torch.get_num_threads()}  # as the leader's
+    model = AdaptedModel(network, adapters, **alike) if adapters else Model(network, **alike)
     caches: dict[int, Cache] = {}
     wire = Wire()
     while (order := wire.receive()) is not None:

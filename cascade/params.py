@@ -72,7 +72,7 @@ class Structured:
         _require(not isinstance(self.choice, str), "structured.choice", self.choice, "a list of texts")
         object.__setattr__(self, "choice", tuple(self.choice))
         chosen = [name for name in KINDS if getattr(self, name)]
-        _require(len(chosen) == 1, "structured", chosen, "one of json_schema, json_object, regex, choice and grammar")
+        _require(len(chosen) == 1, "structured", " and ".join(chosen) or "empty", f"one of {', '.join(KINDS)}")
         _require(len(self.choice) <= MAX_CHOICES, "structured.choice", f"{len(self.choice)} texts", f"at most {MAX_CHOICES}")
         for text in self.choice:
             _require(isinstance(text, str) and bool(text), "structured.choice", text, "texts that are not empty")

@@ -24,6 +24,7 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "Tokenizer":
         """Load from a local path or the Hugging Face hub; raises `ModelError`."""
+        check_source(source)
         try:
             backend = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
@@ -107,6 +108,14 @@ def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_source(source: str) -> None:
+    """Raise `ModelError` if ``source`` is neither a folder nor written like a hub id."""
+    if Path(source).is_file():
+        raise ModelError(f"{source!r} is a file: give the folder that holds the model")
+    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not is_local(source):
+        raise ModelError(f"There is no folder {source!r}: give the path of a model's folder, or a hub id")
 
 
 def is_local(source: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cascade.config import AccessConfig, KeyLimits
-from cascade.errors import ConfigError, Overloaded, Unauthenticated
+from cascade.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 
 MIN_KEY_CHARS = 16
 ANONYMOUS = "anonymous"  # everybody, when no keys are set
@@ -31,9 +31,14 @@ class Account:
 
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
-        """Hold places for the answers of a request; raises `Overloaded` if the key has none left."""
-        self._check_rate()
+        """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
         most = self.limits.max_running
+        if most is not None and num_answers > most:
+            raise InvalidRequest(
+                f"The request asks for {num_answers} answers at once: key {self.name} may have {most}; "
+                "send fewer prompts, or a smaller n"
+            )
+        self._check_rate()
         if most is not None and self.num_running + num_answers > most:
             raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {self.num_running}")
         self.num_running += num_answers
@@ -64,7 +69,7 @@ class Access:
     def __init__(self, keys: Mapping[str, str], config: AccessConfig) -> None:
         unknown = set(config.limits) - set(keys)
         if unknown:
-            raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, but no key has this name")
+            raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
         self._accounts = {
             _digest(key): Account(name, config.limits.get(name, config.default_limits)) for name, key in keys.items()
         }
@@ -78,7 +83,8 @@ class Access:
             try:
                 text = Path(config.keys_file).read_text(encoding="utf-8")
             except (OSError, UnicodeError) as error:
-                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which cannot be read: {error}") from None
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which cannot be read: {reason}") from None
             more = _parse(text, config.keys_file)
             if not more:
                 raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which has no keys: write NAME=KEY lines")
@@ -121,6 +127,8 @@ def _parse(text: str, where: str) -> dict[str, str]:
             raise ConfigError(f"{where}: entry {number} is not NAME=KEY")
         if len(key) < MIN_KEY_CHARS:
             raise ConfigError(f"{where}: the key {name!r} has {len(key)} characters; it needs at least {MIN_KEY_CHARS}")
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{where}: the key {name!r} is not printable ASCII, which no request can send: choose another")
         if name in keys or key in keys.values():
             raise ConfigError(f"{where}: entry {number} repeats a name or a key")
         keys[name] = key

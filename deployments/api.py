@@ -182,12 +182,13 @@ class Api:
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
         self._check_model(body.model)
-        return JSONResponse({"prompt": self._decode(body.tokens)})
+        return JSONResponse({"prompt": await self._decode(body.tokens)})
 
     # completions
 
     async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
         """Go on with one or more prompts."""
+        self._front.gate.check()  # before the work of reading it
         prompts = self._prompts(body)
         ids = [await self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
@@ -196,6 +197,7 @@ class Api:
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
+        self._front.gate.check()
         task = await self._engine.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
@@ -258,18 +260,19 @@ class Api:
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
-        text = prompt if isinstance(prompt, str) else self._decode(prompt)
+        text = prompt if isinstance(prompt, str) else await self._decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
         begins = await asyncio.to_thread(self._engine.tokenizer.begins, ids)
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    async def _decode(self, ids: Sequence[int]) -> str:
         most = self._engine.tokenizer.num_ids
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
-        return self._engine.tokenizer.decode(ids)
+        decode = self._engine.tokenizer.decode
+        return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
 
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""

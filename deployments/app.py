@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingConfig
 
 from cascade.check import verify
 from cascade.config import CascadeConfig, TierConfig, sentence
@@ -87,11 +88,14 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
 
 def _deployment(kind: type, options: Mapping[str, Any]) -> Deployment:
     """A deployment; raises `ConfigError` if Ray Serve does not take its options."""
+    owner = options["name"] if issubclass(kind, Router) else f"tier {options['name']}"
+    unknown = set(options.get("autoscaling_config", ())) - set(AutoscalingConfig.model_fields)
+    if unknown:  # which Ray Serve would ignore
+        raise ConfigError(f"autoscaling_config of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
     try:
         return serve.deployment(kind, **options)
     except (ValueError, TypeError) as error:
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
-        owner = options["name"] if issubclass(kind, Router) else f"tier {options['name']}"
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
 
 

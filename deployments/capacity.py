@@ -6,6 +6,7 @@ from typing import Any
 from cascade.config import CascadeConfig, DeploymentConfig
 from deployments.app import tier_options
 
+ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
 
 
@@ -17,7 +18,7 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
             asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
     for name, tiers in asked.items():
         total, has = sum(tiers.values()), there.get(name, 0.0)
-        if total > has:
+        if total > has + ROUNDING:
             parts = ", ".join(f"{tier} {amount:g}" for tier, amount in tiers.items() if amount)
             return (
                 f"The tiers ask for {total:g} {name} ({parts}) and Ray has {has:g} of it: "

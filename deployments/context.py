@@ -1,7 +1,7 @@
 """A gRPC request beside its message: what it says, and what it is told when it fails."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ray.serve.grpc_util import RayServegRPCContext
 
@@ -9,12 +9,13 @@ from deployments.status import refusal
 
 
 @contextlib.contextmanager
-def told(context: RayServegRPCContext) -> Iterator[None]:
-    """Give errors their gRPC status and their sentence; a client never sees a traceback."""
+def told(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterator[None]:
+    """Give errors their gRPC status and their sentence, and ``count`` their code; a client never sees a traceback."""
     try:
         yield
     except Exception as error:
         refused = refusal(error)
+        count(refused.status.code)
         context.set_code(refused.status.grpc)
         context.set_details(refused.message)
         context.set_trailing_metadata(refused.metadata)

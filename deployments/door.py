@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
+import h11
 import uvicorn
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cascade.config import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
@@ -56,7 +58,7 @@ class Door:
         self._http = _HttpServer(
             uvicorn.Config(
                 application,
-                http="h11",
+                http=protocol(limits.body_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -181,6 +183,41 @@ class Servicer(serving_pb2_grpc.CascadeServicer):
             context.set_code(grpc.StatusCode.ABORTED)
             context.set_details(f"The client took nothing for {self._read_timeout_s:g} s")
             raise
+
+
+def protocol(head_timeout_s: float) -> type[H11Protocol]:
+    """Uvicorn's own, but for connections that bring no whole head of a request in time: those are closed.
+
+    Uvicorn waits for the first head, and for the rest of one that has begun, for ever.
+    """
+
+    class Timed(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the class above
+            super().connection_made(transport)
+            self._time()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._time()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop()
+
+        def _time(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._stop()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(head_timeout_s, self.transport.abort)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Timed
 
 
 class _HttpServer(uvicorn.Server):

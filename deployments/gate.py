@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
-from cascade.errors import Aborted, DeadlineExceeded, Overloaded, Unavailable
+from cascade.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 
 RETRY_AFTER_S = 1.0
 LATE = "The request's deadline passed before its text was complete"
@@ -69,18 +69,25 @@ class Gate:
     def num_waiting(self) -> int:
         return self.num_admitted - self.num_running
 
-    @contextlib.contextmanager
-    def admitted(self, num_answers: int) -> Iterator[None]:
-        """Hold places for the answers of a request; raises `Overloaded` or `Unavailable` at once if there are none."""
+    def check(self, num_answers: int = 1) -> None:
+        """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
         room = self._max_running + self._max_waiting
         if self.closed:
             raise Unavailable("The server is shutting down")
         if num_answers > room:
-            raise Overloaded(f"The request asks for {num_answers} answers at once: the server takes {room}", RETRY_AFTER_S)
+            raise InvalidRequest(
+                f"The request asks for {num_answers} answers at once: the server takes {room}; "
+                "send fewer prompts, or a smaller n"
+            )
         if self.num_admitted + num_answers > room:
             raise Overloaded(
                 f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait", RETRY_AFTER_S
             )
+
+    @contextlib.contextmanager
+    def admitted(self, num_answers: int) -> Iterator[None]:
+        """Hold places for the answers of a request; raises what `check` raises, at once."""
+        self.check(num_answers)
         self.num_admitted += num_answers
         self._empty.clear()
         try:

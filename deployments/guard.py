@@ -133,11 +133,11 @@ class Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await attended(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         async with contextlib.aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for content in self._events:
                 await send({"type": "http.response.body", "body": content, "more_body": True})

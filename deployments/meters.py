@@ -24,7 +24,7 @@ class Meters:
         self._answers = Counter(
             "answers", "Answers that ended, by how: a finish reason, an error's code, left.", ["outcome"], **made
         )
-        self._refused = Counter("refused", "Requests that were refused, by the error's code.", ["code"], **made)
+        self._refused = Counter("refused", "Requests that got an error, by its code.", ["code"], **made)
         self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
         self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)
         self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)

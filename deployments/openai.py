@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from cascade.config import MAX_ANSWERS, MAX_PROMPTS, MAX_TIERS
 from cascade.errors import InvalidRequest
 from cascade.handling import Handling
-from cascade.params import MAX_STOPS, SamplingParams, Speculation, Structured
+from cascade.params import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS, SamplingParams, Speculation, Structured
 from deployments.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
 from deployments.template import Style
 
@@ -29,13 +30,14 @@ PLAIN = (  # fields that mean the same as those of `SamplingParams`
 )
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class SpeculationBody(Body):
     """How drafts may be used; never changes the text."""
 
     mode: Literal["auto", "off"] = "auto"
-    tiers: list[str] | None = None
+    tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
     window: int | None = None
     schedule: Literal["async", "lockstep"] = "async"
 
@@ -50,12 +52,12 @@ class StructuredBody(Body):
     json_schema: dict[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
     grammar: str | None = None
 
     @property
     def chosen(self) -> dict[str, Any]:
-        return {name: value for name, value in self.model_dump().items() if value}
+        return {name: value for name, value in self.model_dump().items() if value is not None and value is not False}
 
 
 class StreamOptions(Body):
@@ -70,9 +72,9 @@ class SamplingBody(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
@@ -84,7 +86,7 @@ class SamplingBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     adapter: str | None = None  # LoRA adapter of the full model
     priority: int | None = None
@@ -93,6 +95,13 @@ class SamplingBody(Body):
     structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _is_short(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:  # each item may be an error of its own
+            raise ValueError(f"it has {len(value)} tokens: at most {MAX_BIASES} are taken")
+        return value
 
     @property
     def answers(self) -> int:
@@ -123,7 +132,12 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -225,7 +239,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
+    tokens: Annotated[TokenIds, Field(max_length=1_000_000)]
 
 
 def _token(text: str) -> int:

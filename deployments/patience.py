@@ -1,6 +1,7 @@
 """How long a request waits for the full tier, and what it hears of it."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -42,6 +43,15 @@ class Patience:
         if not self.left_s:
             raise Unavailable(f"The full tier made no progress for {self.limit_s:g} s: {reason}")
         return RETRY_S[min(self.fruitless, len(RETRY_S)) - 1]
+
+
+async def pause(seconds: float, life: Life) -> None:
+    """Wait, but no longer than the request lives; raises what ends its ``life``."""
+    woken = asyncio.Event()
+    with life.waking(woken.set), contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(seconds, life.left_s)):
+            await woken.wait()
+    life.check()
 
 
 async def heard(inbox: "asyncio.Queue[Message]", patience: Patience, life: Life) -> Proposal:

@@ -9,14 +9,13 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cascade.answer import Answer, Chunk, check_prompt
+from cascade.answer import Answer, Chunk, asked, check_prompt
 from cascade.config import CascadeConfig
-from cascade.errors import InvalidRequest
+from cascade.errors import InvalidRequest, Unavailable
 from cascade.grammar import Grammars
 from cascade.handling import Handling
 from cascade.messages import Close, Failed, Message, Open
@@ -26,12 +25,13 @@ from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
 from deployments.api import Api
 from deployments.assistant import LONG_PROMPT, Assistant
+from deployments.census import Census, ask
 from deployments.context import metadata, remaining_s, told
 from deployments.door import Door
 from deployments.downlink import Downlink
 from deployments.front import Call, Front
 from deployments.gate import Life
-from deployments.patience import Patience, SessionFailed, heard
+from deployments.patience import Patience, SessionFailed, heard, pause
 from deployments.requests import (
     parse_handling,
     parse_input,
@@ -80,35 +80,40 @@ class Router:
         self.assistant = Assistant(self.tokenizer, self._config.router.tool_format, self.front, self.max_model_len, self.check)
         if len(self._handles) > 1:
             self.front.meters.started(len(tiers) - 1)
-        self._observe_at = 0.0
+        self._census, self._observe_at = Census(), 0.0
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        places = full.deployment_config.max_ongoing_requests
-        self._downlink = Downlink(
-            {full.name: lessor(handles[full.name])},
-            self._hear,
-            lease_timeout_s=LEASE_TIMEOUT_S,
-            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
-            tls=self._config.link_tls,
-        )
+        self._downlink = self._joined()
         self._api = Api(self).application()
         listen = self._config.router.listen
         self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
         if self._door is not None:
             await self._door.open()
 
+    def _joined(self) -> Downlink:
+        """The links to the full tier."""
+        full = self._config.tiers[-1]
+        places = full.deployment_config.max_ongoing_requests
+        return Downlink(
+            {full.name: lessor(self._handles[full.name])},
+            self._hear,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+            tls=self._config.link_tls,
+        )
+
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 async for chunk in chunks:
                     yield response(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
@@ -116,7 +121,7 @@ class Router:
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             talk = Talk(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 async for chunk in chunks:
@@ -124,7 +129,7 @@ class Router:
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
             talk = Talk(request)
@@ -133,16 +138,16 @@ class Router:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             refuse_unknown(request, "the request")
             account = self.front.access.account(metadata(grpc_context).get("authorization"))
             return pb.AbortResponse(aborted=self.front.abort(account, request.request_id))
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
-        with told(grpc_context):
+        with told(grpc_context, self.front.meters.refused):
             self.front.access.account(metadata(grpc_context).get("authorization"))
-            replicas = await asyncio.to_thread(_count_replicas)
+            replicas = await self._census.replicas()
             states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
             response = pb.DescribeResponse(
                 max_model_len=self.max_model_len, window=self._config.window, version=version("cascade-serve")
@@ -166,9 +171,8 @@ class Router:
             return
         self._observe_at = time.monotonic() + OBSERVE_S
         try:
-            replicas = await asyncio.to_thread(_count_replicas)
-        except Exception as error:  # whatever Ray raises: its controller is not there
-            log.info("Ray Serve does not say what runs: %s", error)
+            replicas = await self._census.replicas()
+        except Unavailable:  # as it was then
             return
         running = [name for name in self.names if replicas.get(name)]
         states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
@@ -213,6 +217,7 @@ class Router:
         """The answer to a gRPC request, which ``admit`` checks."""
         since, said = time.monotonic(), metadata(context)
         account = self.front.access.account(said.get("authorization"))
+        self.front.gate.check()  # before the work of reading it
         opening = await admit()
         with self.front.call(account, said.get("request_id"), remaining_s(context), since=since) as call:
             async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
@@ -235,7 +240,7 @@ class Router:
             except SessionFailed as failure:
                 pause_s = patience.failed(str(failure))
                 log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
-                await asyncio.sleep(pause_s)
+                await pause(pause_s, call.life)
 
     async def _drive(self, answer: Answer, patience: Patience, life: Life) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
@@ -292,22 +297,16 @@ class Router:
         problem = check_prompt(ids, params.max_tokens, self._num_ids, self.max_model_len)
         if problem:
             raise InvalidRequest(problem)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.end_ids)
-        return Open(
-            session=mint(),
-            tokens=tuple(ids),
-            prompt_len=len(ids),
-            params=params.seeded(),
-            ends=ends,
-            tier=self.names[-1],
-            chain=speculation.chain(self.names),
-            window=FULL_WINDOW,
-            draft_window=speculation.draft_window(self._config.window),
-            lockstep=speculation.schedule == "lockstep",
-            adaptive=speculation.adaptive,
-            priority=handling.priority,
-            cache_salt=handling.cache_salt,
-            watch=handling.watch,
+        return asked(
+            mint(),
+            ids,
+            params,
+            speculation,
+            handling,
+            names=self.names,
+            end_ids=self.tokenizer.end_ids,
+            ahead=FULL_WINDOW,
+            window=self._config.window,
         )
 
     def _hear(self, messages: Sequence[Message]) -> None:
@@ -315,23 +314,3 @@ class Router:
             inbox = self._inboxes.get(message.session)
             if inbox is not None:
                 inbox.put_nowait(message)
-
-
-async def ask(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:
-    """What a tier says of itself; ``None`` if no replica answers in time."""
-    response = handle.describe.remote()
-    try:
-        async with asyncio.timeout(timeout_s):
-            state: dict[str, Any] = await response
-    except Exception as error:  # whatever Ray raises: there is no such replica
-        log.info("A tier does not answer: %s", error)
-        response.cancel()
-        return None
-    return state
-
-
-def _count_replicas() -> dict[str, int]:
-    """Running replicas of each deployment of this application."""
-    application = serve.get_replica_context().app_name
-    deployments = serve.status().applications[application].deployments
-    return {name: sum(n for state, n in d.replica_states.items() if state == "RUNNING") for name, d in deployments.items()}

@@ -14,6 +14,7 @@ from typing import Any, Self
 import ray
 import ray.util
 from ray import serve
+from ray.serve import Application
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
@@ -60,32 +61,21 @@ class Server:
 
         ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. Raises `ConfigError`.
+        Ray on this machine. Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
         joins = ray.is_initialized() or bool(_cluster())
         parsed = at_door(parsed, listen)
         application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
-        Access.load(parsed.router.access)
-        if parsed.link_tls is not None:
-            check(parsed.link_tls)
-        if listen.tls is not None:
-            check_door(listen.tls)
-        if not ray.is_initialized():
-            _start_ray()
-        if joins:  # a cluster of several machines: clients are told this one's address
-            application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
+        _check_files(parsed)
         server = cls(parsed, listen, owns_ray=not joins)
         try:
-            server._check_room()
-            serve.start(
-                # clients come to the router's own servers; a cluster's other applications may need proxies
-                proxy_location=ProxyLocation.EveryNode if joins else ProxyLocation.Disabled,
-                http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
-                logging_config={"enable_access_log": False, "log_level": "WARNING"},
-            )
-            serve.run(application, name=APPLICATION, route_prefix="/")
+            if not ray.is_initialized():
+                _start_ray()
+            if joins:  # a cluster of several machines: clients are told this one's address
+                application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
+            server._run(application)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
             cause = _cause(error)
             server.stop()
@@ -94,6 +84,17 @@ class Server:
             server.stop()
             raise
         return server
+
+    def _run(self, application: Application) -> None:
+        """Return when all tiers are ready."""
+        self._check_room()
+        serve.start(
+            # clients come to the router's own servers; a cluster's other applications may need proxies
+            proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
+            http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        serve.run(application, name=APPLICATION, route_prefix="/")
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
@@ -138,6 +139,8 @@ class Server:
 def listening(given: ListenConfig, host: str | None, port: int | None, http_port: int | None) -> ListenConfig:
     """Where to listen: ``given``, but for what is not ``None``; raises `ConfigError` if somebody else listens there."""
     http_port = 0 if http_port is None and port == 0 else http_port
+    if host == "":
+        raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
     chosen = ListenConfig(
         host=given.host if host is None else host,
         grpc_port=given.grpc_port if port is None else port or free_port(),
@@ -153,7 +156,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, http_port
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise ConfigError(
-                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another"
+                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another port or host"
                 ) from None
     return chosen
 
@@ -170,6 +173,15 @@ def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None
     return config.model_copy(update={"router": router})
 
 
+def _check_files(config: CascadeConfig) -> None:
+    """Raise `ConfigError` if keys or certificates cannot be used."""
+    Access.load(config.router.access)
+    if config.link_tls is not None:
+        check(config.link_tls)
+    if config.router.listen is not None and config.router.listen.tls is not None:
+        check_door(config.router.listen.tls)
+
+
 def _cause(error: Exception) -> str:
     """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
     text = str(error)
@@ -179,6 +191,11 @@ def _cause(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
     return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
+
+
+def _line(error: Exception) -> str:
+    """What it says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def free_port() -> int:
@@ -213,6 +230,16 @@ def _node() -> str:
     return address
 
 
+def _join(address: str, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the cluster does not take us."""
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:  # whatever Ray raises: nobody is there, or another version
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}, which cannot be joined ({_line(error)}): start the cluster, or unset it"
+        ) from None
+
+
 def _start_ray() -> None:
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
@@ -220,7 +247,7 @@ def _start_ray() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
         _check_cluster(address)
-        ray.init(address=address, **options)
+        _join(address, options)
         return
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
     try:
@@ -228,4 +255,7 @@ def _start_ray() -> None:
     except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
         log.warning("Ray did not start (%s): once more", error)
         ray.shutdown()
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except Exception as again:
+            raise ConfigError(f"Ray does not start on this machine: {_line(again)}") from again

@@ -95,9 +95,10 @@ class Spares:
     async def _hold(self) -> None:
         """Take a lease and keep it until somebody else takes it, it has become old, or its replica is gone."""
         session = mint()
-        lease = self._lessor(session)
+        lease: Lease | None = None
         spare: Spare | None = None
         try:
+            lease = self._lessor(session)
             tickets = aiter(lease)
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 ticket = await anext(tickets)
@@ -110,6 +111,6 @@ class Spares:
             log.info("A spare lease ended: %s", error)
         finally:
             self._spare = None
-            if spare is None or not spare.taken:
+            if lease is not None and (spare is None or not spare.taken):
                 with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
                     lease.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from cascade.client import RETRY_AFTER
 from cascade.errors import (
     Aborted,
     CascadeError,
@@ -24,7 +25,7 @@ from cascade.errors import (
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+MAX_CHARS = 500  # of a sentence: gRPC puts it into a header, three bytes for each of one that is not ASCII, which has a size
 PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
@@ -91,7 +92,8 @@ def refusal(error: Exception) -> Refusal:
         log.error("A request failed", exc_info=error)
         return Refusal(status, UNKNOWN_FAILURE)
     retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
-    return Refusal(status, str(error), retry_after_s)
+    sentence = str(error)
+    return Refusal(status, sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s)
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
@@ -122,6 +124,6 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
     if first["type"] == "extra_forbidden":
         return where, f"{where} is not a known field: leave it out or mend its spelling"
     if first["type"] == "missing":
-        return where, f"{where} is missing: add it"
+        return where if path else None, f"{where} is missing: add it"
     shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
     return where, f"{where}{shown}: {said[0].lower()}{said[1:]}"

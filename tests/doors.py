@@ -15,7 +15,7 @@ from test_tier import NAMES, CountingModel
 from cascade.config import CascadeConfig, ListenConfig
 from cascade.grammar import Grammars
 from cascade.tokenizer import Tokenizer
-from deployments import router as module
+from deployments import census
 from deployments.router import Router
 from deployments.server import free_port
 
@@ -88,7 +88,7 @@ def house(
 
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
-    patch.setattr(module, "_count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
+    patch.setattr(census, "count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
     thread.start()
     try:
         assert ready.wait(60)

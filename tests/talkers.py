@@ -1,7 +1,11 @@
-"""Tokenizers that know conversations and tools, and a model that says what it was told."""
+"""Tokenizers that know conversations and tools, a model that says what it was told, and servers of both."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from doors import House, house
 from test_tier import CountingModel
 from tokenizers import AddedToken
 
@@ -75,6 +79,23 @@ class Parrot(CountingModel):
         lot = _fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
         logits[right if lot < self.agreement else right ^ 1] = 40.0
         return tuple(logits)
+
+
+@contextlib.contextmanager
+def talking(folder: Path, format: str, *, marks: bool = True, **options: Any) -> Iterator[House]:
+    """A house of parrots that know conversations and tools; ``options`` are those of `doors.house`."""
+    source = talker(folder, format, marks=marks)
+    backend = Tokenizer.from_pretrained(source).backend
+
+    def parrot(**options: float) -> Parrot:
+        model = Parrot(**options)
+        model.user, model.assistant, model.end = (backend.convert_tokens_to_ids(ROLES[i]) for i in (1, 2, 4))
+        model.bracket = backend.convert_tokens_to_ids("]")
+        return model
+
+    with house(model=parrot, full={"model_loading_config": {"model_source": source}}, **options) as built:
+        yield built
+        built.settle()
 
 
 def _last(context: tuple[int, ...], token: int) -> int:

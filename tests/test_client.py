@@ -15,6 +15,7 @@ import pytest
 from cascade import (
     CascadeError,
     Completion,
+    ConfigError,
     InvalidRequest,
     ModelError,
     Overloaded,
@@ -86,6 +87,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
     status: grpc.StatusCode | None = None
     silent: bool = False
     hasty: bool = False  # end streams before their text
+    text: str = "abc"  # of whole answers
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)  # the client is gone
@@ -104,7 +106,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
         self._note(request, context)
         if self.silent:
             self._watch(context).wait(PATIENCE_S)
-        return pb.CompleteResponse(text="abc", tokens=TOKENS, finish=FINISH)
+        return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._note(None, context)
@@ -127,6 +129,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
         if request is not None:
             self.requests.append(request)
         if self.status is not None:
+            context.set_trailing_metadata((("retry-after", "7"),))
             context.abort(self.status, "one sentence")
 
 
@@ -335,10 +338,43 @@ async def test_deadline(server: Canned) -> None:
             await anext(pieces)
 
 
+async def test_overload_says_when_to_come_again(client: Client, async_client: AsyncClient, server: Canned) -> None:
+    """Guards clients that wait as long as they are told: the error said one second, whatever the server said."""
+    server.status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in (lambda: client.generate("p"), lambda: list(client.stream("p"))):
+        with pytest.raises(Overloaded) as caught:
+            call()
+        assert caught.value.retry_after_s == 7
+    with pytest.raises(Overloaded) as caught:
+        await anext(async_client.stream("p"))
+    assert caught.value.retry_after_s == 7
+
+
+async def test_answers_may_be_large(client: Client, async_client: AsyncClient, server: Canned) -> None:
+    """Guards long answers with log-probabilities: more than gRPC's 4 MiB were refused by the client, as overload."""
+    server.text = "x" * 5 * 2**20
+    assert client.generate("p").text == (await async_client.generate("p")).text == server.text
+
+
+@pytest.mark.parametrize("key", ["schlüssel-0123456789", "two\nlines-0123456789"])
+def test_keys_that_no_call_can_carry_are_refused(key: str) -> None:
+    """Guards users against gRPC's words for a header that it cannot send."""
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="api_key has characters"):
+            kind("127.0.0.1:1", api_key=key)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "grpc://127.0.0.1:9000"])
+def test_addresses_of_another_door_are_refused(address: str) -> None:
+    """Guards a slip between the two addresses that `cascade serve` prints: gRPC told of a hostname lookup."""
+    with pytest.raises(ConfigError, match="give HOST:PORT of the server's gRPC door"):
+        Client(address)
+
+
 async def test_unreachable_server() -> None:
     """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="No server answers at the client's address"):
             client.generate("p")
         with pytest.raises(Unavailable):
             list(client.stream("p"))

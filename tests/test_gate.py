@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.config import AccessConfig, KeyLimits
-from cascade.errors import Aborted, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
+from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from deployments.access import Access, Account
 from deployments.gate import Gate, Life
 
@@ -56,6 +56,14 @@ async def test_turns_come_in_order_and_the_rest_is_refused_at_once() -> None:
     for number in (0, 2, 3):
         await crowd.leave(number)
     assert (gate.num_admitted, gate.num_running) == (0, 0)
+
+
+def test_what_no_room_is_ever_enough_for_is_no_overload() -> None:
+    """Guards against clients that try again for ever: a request of more answers than there are places was told to come back."""
+    with pytest.raises(InvalidRequest, match="asks for 5 answers at once: the server takes 4; send fewer"):
+        Gate(2, 2).check(5)
+    with pytest.raises(InvalidRequest, match="asks for 3 answers at once: key bob may have 2; send fewer"):
+        Account("bob", KeyLimits(max_running=2)).admitted(3).__enter__()
 
 
 async def test_waiting_ends_with_its_life() -> None:
@@ -172,6 +180,7 @@ def test_without_keys_everybody_may_ask(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("alice", {}, "entry 1 is not NAME=KEY"),
         ("alice=short", {}, "'alice' has 5 characters"),
+        ("alice=schlüssel-0123456789", {}, "'alice' is not printable ASCII"),
         (f"{KEYS},alice=another-0123456789", {}, "entry 4 repeats"),
         ("", {"keys_file": "/nowhere/keys"}, "cannot be read"),
         ("", {"keys_file": "/dev/null"}, "has no keys"),

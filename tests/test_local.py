@@ -246,3 +246,19 @@ def test_models_that_do_not_belong_together_are_refused(tmp_path) -> None:  # ty
         Cascade.from_pretrained([str(tmp_path), family.paths()[-1]])
     with pytest.raises(ModelError, match="no-such-model"):
         Cascade.from_pretrained(["./no-such-model"])
+
+
+@pytest.mark.parametrize(
+    ("models", "names", "words"),
+    [
+        ([], None, "models has 0 entries"),
+        (["x"] * 6, None, "models has 6 entries"),
+        ("Qwen/Qwen3-4B", None, "models is 'Qwen/Qwen3-4B': give a list"),
+        (["x", "y"], ["full"], "names is .*each of the 2 models"),
+        (["x", "y"], ["full", "full"], "names is .*each of the 2 models"),
+    ],
+)
+def test_lists_of_models_are_checked_first(models: Sequence[str], names: list[str] | None, words: str) -> None:
+    """Guards the first call of a new user: a name that is no list was taken letter by letter, none at all was an IndexError."""
+    with pytest.raises(ConfigError, match=words):
+        Cascade.from_pretrained(models, names=names)

@@ -71,6 +71,8 @@ def test_bodies_without_their_type_are_told_so(served: House) -> None:
     for kind in ("application/x-www-form-urlencoded", "text/plain"):
         status, _, answer = ask(served, "/v1/completions", json.dumps(TEXT).encode(), Content_Type=kind)
         assert (status, "Content-Type: application/json" in said(answer)) == (400, True), answer
+    status, _, answer = ask(served, "/v1/completions", b"")
+    assert (status, said(answer), answer["error"]["param"]) == (400, "The body is missing: add it", None)
     status, _, answer = ask(served, "/v1/completions", b"[]")
     assert (status, "no JSON object" in said(answer)) == (400, True), answer
 
@@ -79,6 +81,13 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, body, param, w
     "a list of too many": ("completions", {"stop": ["x"] * 17}, "stop", "stop: list should have at most 16 items"),
     "neither of the kinds": ("completions", {"stop": 5}, "stop", "stop is 5: input should be a valid string"),
     "an item of a list": ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1 is -1: input should be greater than"),
+    "an empty schema and another kind": (
+        "completions",
+        {"structured": {"json_schema": {}, "regex": "a"}},
+        "",
+        "structured is 'json_schema and regex': it must be one of",
+    ),
+    "nothing at all": ("completions", {"structured": {}}, "", "structured is 'empty': it must be one of"),
     "a part of a message": (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -10,14 +10,15 @@ import pytest
 from test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
 
 from cascade.config import CascadeConfig
-from cascade.errors import CascadeError
+from cascade.errors import Aborted, CascadeError, DeadlineExceeded
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row
 from cascade.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
+from deployments import census
 from deployments import router as module
 from deployments.gate import Life
-from deployments.patience import MAX_FRUITLESS, Patience, SessionFailed, heard
+from deployments.patience import MAX_FRUITLESS, Patience, SessionFailed, heard, pause
 from deployments.router import Router
 
 PROMPT = [5, 6, 7, 8]
@@ -121,7 +122,7 @@ async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]
     """A full tier alone; the lower ones have no replica."""
     monkeypatch.setattr(module, "LOWER_START_S", 0.05)
     monkeypatch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(module, "_count_replicas", lambda: {"full": 1})
+    monkeypatch.setattr(census, "count_replicas", lambda: {"full": 1})
     await empty.add("full", pass_s=0.001)
     yield empty
     await empty.settle()
@@ -286,6 +287,19 @@ async def test_fields_from_the_future_are_refused(net: Net) -> None:
             context = await refused(router, asked)
             assert context.code is grpc.StatusCode.INVALID_ARGUMENT
             assert "unknown fields" in context.details
+
+
+async def test_pauses_end_with_the_request() -> None:
+    """Guards aborts and deadlines while another replica is looked for: they were heard of up to two seconds later."""
+    life = Life()
+    waiting = asyncio.create_task(pause(60.0, life))
+    await asyncio.sleep(0)
+    life.abort()
+    with pytest.raises(Aborted):
+        await waiting
+    with pytest.raises(DeadlineExceeded):
+        await pause(60.0, Life.of(0.01))
+    await pause(0.0, Life())
 
 
 async def test_newest_proposal_counts_and_failures_come_behind() -> None:

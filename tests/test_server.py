@@ -89,6 +89,14 @@ def test_what_is_not_there_is_said(config: CascadeConfig, words: str) -> None:
     assert shortage(config, {"CPU": 16.0, "GPU": 8.0, "disk": 2.0}) is None
 
 
+def test_shares_add_up() -> None:
+    """Guards shares of a GPU: 3 x 0.2 + 0.3 + 0.1 is a little more than 1 in floating point, and was refused."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for tier, (share, replicas) in zip(values["tiers"], ((0.2, 3), (0.3, 1), (0.1, 1)), strict=True):
+        tier["deployment_config"] |= {"ray_actor_options": {"num_cpus": 0, "num_gpus": share}, "num_replicas": replicas}
+    assert shortage(CascadeConfig.parse(values), {"CPU": 1.0, "GPU": 1.0}) is None
+
+
 def test_named_accelerators_are_looked_for() -> None:
     """Guards accelerator_type, which Ray takes for a resource that other GPUs do not have."""
     values = CascadeConfig.demo().model_dump(mode="json")
@@ -149,6 +157,27 @@ def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert fake.calls == []
 
 
+def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards RAY_ADDRESS=auto where no Ray runs: the command line showed Ray's traceback."""
+
+    def init(*args: Any, **options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
+
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(fake, "init", init, raising=False)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
+        Server.start(port=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_host_is_refused() -> None:
+    """Guards `--host "$HOST"` with nothing set: the command line showed pydantic's traceback."""
+    with pytest.raises(ConfigError, match="host is ''"):
+        Server.start(host="", port=0)
+
+
 class Stub:
     """A server that is up at once."""
 
@@ -165,3 +194,20 @@ def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     said = CliRunner().invoke(main, ["serve"]).output
     assert usage(Stub.address, Stub.url, Stub.model) in said
+
+
+def test_calls_to_copy_speak_tls() -> None:
+    """Guards `router.listen.tls`: grpcurl was told to speak plain, to an address that it does not know."""
+    said = usage("grpcs://10.0.0.1:9000", "https://10.0.0.1:8000", "a-model")
+    assert "-plaintext" not in said
+    assert "\n      10.0.0.1:9000 cascade.v1" in said
+    assert "--address grpcs://10.0.0.1:9000" in said
+
+
+def test_calls_to_copy_name_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `make serve`, whose program is not on the path: what it printed to copy was not found."""
+    monkeypatch.setattr("sys.argv", [".venv/bin/cascade", "serve"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "\n  .venv/bin/cascade generate" in usage(Stub.address, Stub.url, Stub.model)
+    monkeypatch.setattr("sys.argv", ["/usr/bin/python"])
+    assert "\n  cascade generate" in usage(Stub.address, Stub.url, Stub.model)

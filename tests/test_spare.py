@@ -1,6 +1,7 @@
 """Replicas held ahead of the next session, over real links; lessors ask the link servers themselves."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from cascade.messages import Close, Open
 from cascade.toy import ToyModel, full_text
 from deployments.downlink import Downlink
 from deployments.link import OPEN_TIMEOUT_S
+from deployments.spare import Lease, Spares
 
 __all__ = ["tidy"]  # a fixture
 
@@ -159,3 +161,18 @@ async def test_close_at_any_time_lets_go(net: SpareNet, num_ticks: int) -> None:
     await net.router.close()
     await until(lambda: not any(net.nodes["full"].occupied), lambda: net.occupied)
     assert all(lease.task.done() for lease in net.leases)
+
+
+async def test_lessors_that_fail_at_once_leave_no_spare(net: SpareNet) -> None:
+    """Guards the log against errors that nobody heard, where Serve refuses a call before it is made."""
+
+    def refuse(session: str) -> Lease:
+        raise RuntimeError("the application is being deleted")
+
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+    spares = Spares(refuse, LONG_S)
+    spares.renew()
+    await until(lambda: spares._task is None)
+    gc.collect()
+    assert (spares.session, unheard) == (None, [])

@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 import pytest
-from doors import House, house
+from doors import House
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from openai import OpenAI
-from talkers import ROLES, Parrot, talker
+from talkers import talking
 from test_door import wait_until
 from test_http import ask
 from test_tools import SAID, STOP, TOOLS, WEATHER, joined
@@ -20,7 +20,6 @@ from cascade.errors import InvalidRequest, Unavailable
 from cascade.handling import Handling
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.talk import Turn, TurnPiece, TurnPieces
-from cascade.tokenizer import Tokenizer
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 
@@ -54,16 +53,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, A
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """Parrots that know conversations and tools."""
-    source = talker(tmp_path_factory.mktemp("hermes"), "hermes")
-    backend = Tokenizer.from_pretrained(source).backend
-
-    def parrot(**options: float) -> Parrot:
-        model = Parrot(**options)
-        model.user, model.assistant, model.end = (backend.convert_tokens_to_ids(ROLES[i]) for i in (1, 2, 4))
-        return model
-
-    full = {"model_loading_config": {"model_source": source}}
-    with house(pass_s=0.001, model=parrot, full=full, limits={"max_tokens": MOST}) as built:
+    with talking(tmp_path_factory.mktemp("hermes"), "hermes", pass_s=0.001, limits={"max_tokens": MOST}) as built:
         yield built
 
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from doors import House, house
 from openai import OpenAI
-from talkers import ROLES, Parrot, talker
+from talkers import talker, talking
 from test_http import ask
 
 from cascade.tokenizer import Tokenizer
@@ -39,18 +39,8 @@ FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("mistral11"
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, str]]:
     """Parrots with the tokenizers of every family, and the format of their calls."""
     name, marks = request.param
-    source = talker(tmp_path_factory.mktemp(name), name, marks=marks)
-    backend = Tokenizer.from_pretrained(source).backend
-
-    def parrot(**options: float) -> Parrot:
-        model = Parrot(**options)
-        model.user, model.assistant, model.end = (backend.convert_tokens_to_ids(ROLES[i]) for i in (1, 2, 4))
-        model.bracket = backend.convert_tokens_to_ids("]")
-        return model
-
-    with house(pass_s=0.003, model=parrot, full={"model_loading_config": {"model_source": source}}) as built:
+    with talking(tmp_path_factory.mktemp(name), name, marks=marks, pass_s=0.003) as built:
         yield built, name
-        built.settle()
 
 
 def create(house: House, said: str, **asked: Any) -> tuple[Any, list[Any]]:
@@ -82,7 +72,8 @@ def test_free_choice_is_read(served: tuple[House, str]) -> None:
     """Guards `auto`: what the model says is read, whole and streamed, with words before it; drafts are used."""
     house, name = served
     before = "" if name == "llama3" else "I look it up."
-    choice, pieces = create(house, before + SAID[name], tools=TOOLS, temperature=0)
+    waiting = {"speculation": {"tiers": ["tiny", "medium"], "schedule": "lockstep"}}  # for drafts, however busy the machine is
+    choice, pieces = create(house, before + SAID[name], tools=TOOLS, temperature=0, extra_body=waiting)
     assert (choice.message.content or "") == before
     [call] = choice.message.tool_calls
     assert (call.type, call.function.name, json.loads(call.function.arguments)) == (

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
@@ -54,7 +55,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func.namespace == "aten":  # in inference mode it is shown operations that are made of others
+        if func.namespace == "aten" and set(types) <= {FakeTensor}:  # operations that are made of others, in inference mode
             with self:
                 out = func.decompose(*args, **options)
             if out is not NotImplemented:

@@ -7,7 +7,7 @@ from cascade.errors import ModelError
 from cascade.pool import BLOCK
 
 HOST_SHARE = 1 / 8  # of the memory a host has left, for each model: there are up to five, and other programs
-UTILIZATION = 0.9  # of a GPU's memory, by weights and caches
+UTILIZATION = 0.9  # of a GPU's memory, by weights and caches; as in `cascade.config`, which does without torch
 PASSES = 0.1  # of a GPU's memory, left to passes and graphs unless more of it is asked for
 
 

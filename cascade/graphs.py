@@ -55,7 +55,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func.namespace == "aten" and set(types) <= {FakeTensor}:  # operations that are made of others, in inference mode
+        if func.namespace == "aten" and set(types) <= {FakeTensor}:
+            # in inference mode it sees operations that are made of others; what quantised weights make of them is theirs
             with self:
                 out = func.decompose(*args, **options)
             if out is not NotImplemented:

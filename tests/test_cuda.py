@@ -21,14 +21,14 @@ from kernels import varlen
 from test_graphs import _sealed
 from test_pass import NOT_FOR_KERNELS
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from cascade.attention import Gathered, Paged, Varlen
 from cascade.devices import add_exactly
 from cascade.errors import ModelError
 from cascade.graphs import Bucket, Recorder, Watch, Work
 from cascade.kernels import Summed
-from cascade.kv import Span
+from cascade.kv import SURVEY, Span
 from cascade.model import Model
 from cascade.paged import Blocks
 from cascade.params import SamplingParams
@@ -44,6 +44,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=2, top_k=7, top_p=0.9, min_p=0.05),
 ]
 LOOKING = {"gpt2", "gpt2-scaled", "llama-dynamic", "longcat_flash"}  # at numbers, in their passes
+LISTING = {"jetmoe"}  # the same, by lists: a copy to the host, which a CPU does without
 
 
 def watched(work: Work) -> Work:
@@ -128,6 +129,26 @@ def test_passes_stay_on_their_device(name: str, captured: bool, way: int, monkey
         assert caches[1].table != caches[2].table
 
 
+@pytest.mark.parametrize("name", sorted(set(SERVED) - LOOKING - LISTING))
+def test_architectures_stay_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards architectures whose own code would mix devices, in a pass or while they are looked at."""
+    seen: list[torch.device] = []
+
+    def look(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        seen.append(query.device)
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with faked(monkeypatch) as reads, torch.inference_mode():
+        model = moved(name, Gathered(), Gathered(BLOCK))
+        monkeypatch.setitem(AttentionInterface._global_mapping, SURVEY, look)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, SURVEY, lambda **_: torch.zeros(1, 1, 1, 1))
+        model._network.set_attn_implementation(SURVEY)
+        model._network(input_ids=torch.zeros(1, 2, dtype=torch.long, device=CUDA), use_cache=False)
+    assert set(seen) == {CUDA}
+    assert reads == []
+
+
 def test_the_host_cannot_be_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: what it is there to find, it finds."""
     attention, like = ways()[0]
@@ -140,7 +161,7 @@ def test_the_host_cannot_be_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(Exception, match=message):
                 model._score(rows)
 
-        refused(lambda ids: ids + torch.zeros(3), "on the same device")
+        refused(lambda ids: ids + torch.zeros(3), r"two.* devices,? cuda:0(,| and) cpu")
         refused(lambda ids: ids[:, : int(ids.sum())], "local_scalar_dense")
 
 

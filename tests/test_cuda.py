@@ -6,7 +6,7 @@ They refuse what a GPU would: tensors of two devices in one operation, and numbe
 import copy
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Thread
@@ -27,8 +27,10 @@ from cascade.attention import Gathered, Paged, Varlen
 from cascade.devices import add_exactly
 from cascade.errors import ModelError
 from cascade.graphs import Bucket, Recorder, Watch, Work
+from cascade.history import History
 from cascade.kernels import Summed
 from cascade.kv import SURVEY, Span
+from cascade.messages import Open
 from cascade.model import Model
 from cascade.paged import Blocks
 from cascade.params import SamplingParams
@@ -79,6 +81,7 @@ def moved(name: str, attention: Paged, like: Paged) -> Model:
         network = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16).eval()
     network.set_attn_implementation(attention.name)
     model._network, model.device, model.dtype, model._attention = network, CUDA, torch.bfloat16, attention
+    model._pass = model._score
     cache = model.new_cache()
     model.logits([Row(cache, 0, [1, 2, 3], 1, PARAMS[0])])
     cache.free()
@@ -110,7 +113,8 @@ def test_passes_stay_on_their_device(name: str, captured: bool, way: int, monkey
         Choice.of(params, VOCAB)  # keeps what it works out on the host
     with faked(monkeypatch) as reads, torch.inference_mode():
         model = moved(name, attention, like)
-        model._pass = model._captured(watched) if captured else model._score
+        if captured:
+            model._pass = model._captured(watched)
         assert model.path.endswith(", captured") == captured
         caches = [model.new_cache() for _ in PARAMS]
         passes = [
@@ -127,6 +131,34 @@ def test_passes_stay_on_their_device(name: str, captured: bool, way: int, monkey
             assert [len(tokens) >= row.num_own for tokens, row in zip(own, rows, strict=True)] == [True] * len(rows)
         caches[1].take(caches[2], 30)  # a copy of the last block
         assert caches[1].table != caches[2].table
+
+
+class Free:
+    """A grammar that allows everything; its masks are the host's."""
+
+    def rewind(self, num_tokens: int) -> None: ...
+
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> torch.Tensor:
+        return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
+
+
+def test_shaped_rows_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards bias, penalties, masks and log-probabilities: they keep tensors of their own from pass to pass."""
+    asked = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.1, "min_tokens": 3, "logprobs": 2}
+    params = SamplingParams(temperature=0.7, seed=1, logit_bias={5: 2.0}, stop_token_ids=(9,), **asked)  # type: ignore[arg-type]
+    Choice.of(params, VOCAB)
+    for constraint in (None, Free()):
+        with faked(monkeypatch) as reads, torch.inference_mode():
+            model = moved("llama", *ways()[0])
+            text = [3, 4, 5]
+            history, cache = (
+                History(Open("s", tuple(text), 3, params, ends=frozenset({9})), text, constraint),
+                model.new_cache(),
+            )
+            model.run([Row(cache, 0, text, 1, params, history)])
+            text += [7, 8]
+            model.run([Row(cache, 3, [7, 8], 2, params, history), Row(model.new_cache(), 0, [1], 1, PARAMS[0])])
+            assert len(reads) == 2 * (1 + 3)  # own tokens; log-probabilities, and the likeliest with theirs
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVED) - LOOKING - LISTING))

@@ -9,16 +9,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
-import torch
-
-from cascade import budget
 from cascade.answer import Answer, Chunk, Completion, check_prompt
 from cascade.chain import join
-from cascade.checkpoint import anatomy
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.grammar import Grammars
 from cascade.handling import Handling
-from cascade.loading import load
+from cascade.loading import common_room, load
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
@@ -109,7 +105,7 @@ class Cascade:
         networks = [
             apart(partial(load, source, quantization=method, **options)) for source, method in zip(models, methods, strict=True)
         ]
-        room = _room(models, networks[-1].device, dtype=dtype, trust_remote_code=trust_remote_code)
+        room = common_room(models, networks[-1].device, dtype=dtype, trust_remote_code=trust_remote_code)
         loaded = [apart(partial(Model, network, cache_tokens=room)) for network in networks]
         return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
 
@@ -330,14 +326,6 @@ def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> l
             f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
         )
     return list(quantization)
-
-
-def _room(models: Sequence[str], device: torch.device, **options: Any) -> int | None:
-    """Positions that each of ``models``, whose weights are there, may hold on a GPU; a host has a share for each by itself."""
-    if device.type != "cuda":
-        return None
-    sizes = [anatomy(source, **options).cache_bytes_per_token for source in models]
-    return budget.cache_tokens(device, sum(sizes), budget.UTILIZATION)
 
 
 def _is_batch(prompt: object) -> bool:

@@ -16,6 +16,7 @@ from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError
 from cascade.check import needs
 from cascade.config import CascadeConfig
 from cascade.kv import Cache
+from cascade.loading import common_room
 from cascade.messages import origin_level
 from cascade.model import Model
 from cascade.scorer import Row
@@ -140,10 +141,10 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     Cascade.from_pretrained(family.paths(), dtype="float32", device="cpu").close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
-    room = local._room(family.paths(), gpu, dtype="float32", trust_remote_code=False)
+    room = common_room(family.paths(), gpu, dtype="float32", trust_remote_code=False)
     sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(CascadeConfig.demo())]
     assert room == 1_800_000_000 // sum(sizes)
-    assert local._room(family.paths(), cpu) is None
+    assert common_room(family.paths(), cpu) is None
 
 
 def test_companions_do_not_change_a_text(cascade: Cascade) -> None:

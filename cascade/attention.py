@@ -192,7 +192,7 @@ def attend(
         block_table=tables.blocks,
         **special,
     )
-    return out[None], None
+    return out.contiguous()[None], None  # some models view it as it is
 
 
 def attend_gathered(

@@ -28,6 +28,7 @@ MAX_ANSWERS = 1024  # for each prompt
 KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
+GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 SHARED_QUANTIZATION = "int8"  # the one whose numbers ranks can share, see `cascade.quantization.quantize_shares`
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 
@@ -92,7 +93,7 @@ class EngineKwargs(Section):
     )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory, weights and cache together
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # see `TierConfig.gpu_memory_utilization`
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
 
@@ -138,6 +139,12 @@ class TierConfig(Section):
     accelerator_type: str | None = None  # such as L4, A100, H100
     placement_group_config: dict[str, Any] | None = None  # bundles, strategy
     deployment_config: DeploymentConfig = DeploymentConfig()
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """What the replica may take of a GPU's memory, weights and cache together: by default 0.9 of what it has of the GPU."""
+        num_gpus = self.deployment_config.ray_actor_options.get("num_gpus", 1)
+        return self.engine_kwargs.gpu_memory_utilization or GPU_MEMORY * (num_gpus if 0 < num_gpus < 1 else 1)
 
 
 class RouterDeploymentConfig(DeploymentConfig):

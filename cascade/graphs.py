@@ -6,6 +6,7 @@ token feeds its own token back on the device, so that a tier with nobody below i
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from cascade.attention import Paged, Tables, Windows
@@ -30,6 +34,8 @@ CHOSEN = 32  # tokens up to which sampling is captured, too: its memory is some 
 STEPS = 4  # own tokens of one launch, at most
 WARM_UPS = 2
 
+_capturing = threading.Lock()  # CUDA takes one capture at a time in a process
+
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 """Given work on static tensors, returns what does it again. It may do the work, with whatever the tensors hold."""
@@ -41,25 +47,61 @@ def eager(work: Work) -> Work:
     return work
 
 
+class Watch(TorchDispatchMode):
+    """Raises `RuntimeError` at an operation of its thread that cannot be captured, for the host waits for what it finds.
+
+    A capture that fails half-way leaves PyTorch's memory in disorder. This tells before, and on every device.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func.namespace == "aten" and set(types) <= {FakeTensor}:
+            # in inference mode it sees operations that are made of others; what quantised weights make of them is theirs
+            with self:
+                out = func.decompose(*args, **options)
+            if out is not NotImplemented:
+                return out
+        if _reads(func, args):
+            raise RuntimeError(f"{func} looks at numbers on the host")
+        out = func(*args, **options)
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+        if "copy" in str(func) and len({tensor.device.type for tensor in tensors}) > 1:
+            raise RuntimeError(f"{func} copies between host and device")
+        return out
+
+
+def _reads(func: Any, args: Any) -> bool:
+    """Whether it has to know numbers to know what it returns."""
+    if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+        masks = any(leaf is not None and leaf.dtype in (torch.bool, torch.uint8) for leaf in args[1])
+        return masks and (len(args) == 2 or args[2].numel() > 1)  # one number is put where a mask says, without counting
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
 class Recorder:
-    """Captures CUDA graphs, whose temporary memory is shared: they never run at the same time."""
+    """Captures CUDA graphs, whose temporary memory is shared: they never run at the same time.
+
+    Captured on a stream of their own, the graphs have cuBLAS's workspace in that memory, too: nobody can take it away.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._warming, self._stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
-        with torch.cuda.device(self._device):
-            return self._capture(work)
-
-    def _capture(self, work: Work) -> Work:
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with _capturing, torch.cuda.stream(current):  # which a capture that fails does not put back
+            return self._capture(work, current)
+
+    def _capture(self, work: Work, current: torch.cuda.Stream) -> Work:
+        self._warming.wait_stream(current)
+        with torch.cuda.stream(self._warming):
+            with Watch():  # type: ignore[no-untyped-call]  # as PyTorch has it
+                work()
             for _ in range(WARM_UPS):  # libraries set themselves up in their first calls
                 work()
-        current.wait_stream(self._stream)
+        current.wait_stream(self._warming)
         graph = torch.cuda.CUDAGraph()
         # other tiers of the process may run meanwhile, in threads of their own
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -103,7 +103,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype, found: Survey) -> Kern
     if "block_table" not in inspect.signature(varlen_attn).parameters:
         return None
     windows = {None, *found.windows.values()}
-    for kernel in (varlen_attn, _with_sums(varlen_attn)):
+    for kernel in (varlen_attn, Summed(varlen_attn)):
         if all(agrees(kernel, heads, window, device, dtype) for heads in found.heads for window in windows):
             return kernel
     return None
@@ -115,15 +115,20 @@ def takes(found: Survey) -> bool:
     return sizes and found.plain
 
 
-def _with_sums(kernel: Kernel) -> Kernel:
+class Summed:
     """The same for implementations that ask for sums of lengths beside block tables; others refuse them."""
 
-    def call(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: None, *sizes: int, **options: Any) -> Tensor:
-        sums = F.pad(options["seqused_k"].cumsum(0), (1, 0)).int()
-        out: Tensor = kernel(query, key, value, ends, sums, *sizes, **options)
-        return out
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._lengths: Tensor | None = None
+        self._sums: Tensor | None = None  # of these lengths: one tensor for all layers of a pass, and so one sum
 
-    return call
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: None, *sizes: int, **options: Any) -> Tensor:
+        if self._lengths is not options["seqused_k"]:
+            self._lengths = options["seqused_k"]
+            self._sums = F.pad(options["seqused_k"].cumsum(0), (1, 0)).int()
+        out: Tensor = self._kernel(query, key, value, ends, self._sums, *sizes, **options)
+        return out
 
 
 @torch.inference_mode()

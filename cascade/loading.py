@@ -1,11 +1,13 @@
 """From a path or hub id to a network on its device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from cascade import budget
 from cascade.checkpoint import DTYPES, anatomy, reason
 from cascade.devices import GIB, default_device, free_bytes
 from cascade.errors import ModelError
@@ -54,6 +56,17 @@ def load(
     if quantization and ranks > 1:
         quantize_shares(network, quantization)
     return network
+
+
+def common_room(sources: Sequence[str], device: torch.device, **options: Any) -> int | None:
+    """Positions that each of the models of ``sources``, whose weights are on a GPU already, may hold there.
+
+    ``None`` on a host, where each has a share by itself. ``options`` are those of `cascade.checkpoint.anatomy`.
+    """
+    if device.type != "cuda":
+        return None
+    sizes = [anatomy(source, **options).cache_bytes_per_token for source in sources]
+    return budget.cache_tokens(device, sum(sizes), budget.UTILIZATION)
 
 
 _ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"

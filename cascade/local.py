@@ -14,6 +14,7 @@ from cascade.chain import join
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.grammar import Grammars
 from cascade.handling import Handling
+from cascade.loading import common_room, load
 from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.model import Model
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
@@ -101,10 +102,11 @@ class Cascade:
                     f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
                 )
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        loaded = [
-            apart(partial(Model.from_pretrained, source, quantization=method, **options))
-            for source, method in zip(models, methods, strict=True)
+        networks = [
+            apart(partial(load, source, quantization=method, **options)) for source, method in zip(models, methods, strict=True)
         ]
+        room = common_room(models, networks[-1].device, dtype=dtype, trust_remote_code=trust_remote_code)
+        loaded = [apart(partial(Model, network, cache_tokens=room)) for network in networks]
         return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
 
     @classmethod

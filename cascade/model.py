@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from cascade import budget
 from cascade.attention import Attention, Contiguous, Paged, choose
 from cascade.checkpoint import context_len, reason, unlike_attention
+from cascade.devices import add_exactly
 from cascade.errors import ModelError
 from cascade.graphs import Capture, Graphs, Recorder
 from cascade.kv import SURVEY, Span, Survey
@@ -39,7 +40,7 @@ class Model:
         network: PreTrainedModel,
         *,
         cache_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float = budget.UTILIZATION,
         attention: Attention | None = None,
         capture: Capture | None = None,
         num_threads: int | None = None,
@@ -55,6 +56,7 @@ class Model:
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
+        add_exactly(self.device)
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.kv.Survey`
         self._fewest = 1  # tokens of a pass
@@ -65,7 +67,10 @@ class Model:
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
         room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
-        self.cache_tokens: int = self._attention.hold(room)
+        try:
+            self.cache_tokens: int = self._attention.hold(room)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{self.device} has no memory for a cache of {room} tokens: set cache_tokens to fewer") from error
         self._pass = self._captured(capture) if self.captures else self._score
         self.threads: Threads = self._counted(num_threads)
 
@@ -80,7 +85,7 @@ class Model:
         trust_remote_code: bool = False,
         quantization: str | None = None,
         cache_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float = budget.UTILIZATION,
         num_threads: int | None = None,
     ) -> Self:
         """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`.

@@ -6,6 +6,7 @@ came, and a new start is safe.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 
+LOCAL_RANK = "LOCAL_RANK"  # which of the GPUs that it sees is a process's own, as Transformers asks, too; the first by default
 START_TIMEOUT = timedelta(minutes=30)  # ranks load at different speeds
 PARAMS = SamplingParams(temperature=0, seed=0)  # logits do not depend on them
 IDLE_TIMEOUT = timedelta(days=3650)  # without requests the others wait for the leader; that one is gone, they hear at once
@@ -101,10 +103,17 @@ class LeadingModel(Model):
         ``adapters`` are for `cascade.adapters.AdaptedModel`. Raises `ModelError`. A process leads one model.
         """
         check_ranks(source, ranks, adapters=adapters, **options)
+        if 0 < (seen := torch.cuda.device_count()) < ranks:
+            raise ModelError(
+                f"{source!r} is to be shared by {ranks} ranks, and {seen} GPUs are seen: set tensor_parallel_size to {seen}"
+            )
         store, address = rendezvous("127.0.0.1", ranks)
         command = [sys.executable, "-m", "cascade.parallel", address, str(ranks)]
         followers = [
-            subprocess.Popen([*command, str(rank), json.dumps({"source": source, "adapters": dict(adapters), **options})])
+            subprocess.Popen(
+                [*command, str(rank), json.dumps({"source": source, "adapters": dict(adapters), **options})],
+                env=os.environ | {LOCAL_RANK: str(rank)},
+            )
             for rank in range(1, ranks)
         ]
         try:
@@ -220,7 +229,10 @@ def rendezvous(host: str, ranks: int) -> tuple[Store, str]:
 
 
 def _join(store: Store, rank: int, ranks: int) -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get(LOCAL_RANK, 0)))
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=START_TIMEOUT)
 
 

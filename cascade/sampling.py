@@ -60,7 +60,7 @@ class Choice:
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> Self:
         assert params.seed is not None
-        least = torch.tensor(params.min_p).log().item() if params.min_p else -math.inf
+        least = _log(params.min_p) if params.min_p else -math.inf
         return cls(mixed(params.seed), min(params.top_k or vocab_size, vocab_size), params.top_p, least)
 
 
@@ -105,7 +105,7 @@ def adjust(logits: Tensor, params: SamplingParams) -> Tensor:
         scores = _nucleus(scores, params.top_p)
     if params.min_p > 0:
         # scores are relative to the likeliest token's, so p(x) < min_p * p(max) reads
-        scores = scores.masked_fill(scores < torch.tensor(params.min_p).log().item(), -torch.inf)
+        scores = scores.masked_fill(scores < _log(params.min_p), -torch.inf)
     return scores
 
 
@@ -157,6 +157,12 @@ def _mix(z: Tensor) -> Tensor:
 def mixed(z: int) -> int:
     """The same for one Python integer, such as a seed."""
     return int(_mix(torch.tensor(_signed(z & (2**64 - 1)))))
+
+
+@lru_cache(1024)
+def _log(share: float) -> float:
+    """As precise as scores are."""
+    return torch.tensor(share).log().item()
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

@@ -23,7 +23,7 @@ class Ranks:
         self._source = config.model_loading_config.source
         self._adapters = engine.lora_modules
         self._options = _options(engine)
-        self._memory = {"cache_tokens": engine.cache_tokens, "gpu_memory_utilization": engine.gpu_memory_utilization}
+        self._memory = {"cache_tokens": engine.cache_tokens, "gpu_memory_utilization": config.gpu_memory_utilization}
         check_ranks(self._source, self._size, adapters=self._adapters, **self._options)
         self._store, address = rendezvous(ray.util.get_node_ip_address(), self._size)
         self._actors = [_actor(rank) for rank in range(1, self._size)]

@@ -144,7 +144,7 @@ def _load(config: TierConfig) -> Model:
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
     return AdaptedModel(network, engine.lora_modules, **options) if engine.lora_modules else Model(network, **options)

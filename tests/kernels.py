@@ -22,12 +22,14 @@ def varlen(
     """Attention ``[total_q, heads, size]`` over ``key`` and ``value`` ``[pages, page_size, kv_heads, size]``.
 
     The last query of a row sees its last key: causality is aligned at the end. A query that sees nothing is 0. As the kernel,
-    it does not look behind ``seqused_k``, and takes int32 alone.
+    it does not look behind ``seqused_k``, and takes int32 alone, lengths without strides.
     """
     assert cu_seq_k is None
     assert block_table is not None
     assert seqused_k is not None
     assert {cu_seq_q.dtype, seqused_k.dtype, block_table.dtype} == {torch.int32}
+    assert cu_seq_q.is_contiguous()
+    assert seqused_k.is_contiguous()
     assert block_table.stride(-1) == query.stride(-1) == key.stride(-1) == 1
     assert enable_gqa == (query.shape[1] != key.shape[2])
     rows = len(cu_seq_q) - 1

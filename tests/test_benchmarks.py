@@ -3,13 +3,15 @@
 import asyncio
 import json
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cascade, gpu, hop, price, reference
+from benchmarks import cascade, contest, gpu, hop, price, probes, reference, yardstick
 from cascade import family
 from cascade.params import DEFAULT_WINDOW
 
@@ -61,7 +63,42 @@ def test_the_gpu_benchmark_works_before_there_is_a_gpu(tmp_path: Path, capsys: p
     found = document["shapes"]["tiny"]
     assert found["problems"] == []
     assert set(gpu.WANTED) - set(found) == {"device_gap_ms"}
+    assert document["bfloat16_cascade"]["problems"] == []
     assert found["bfloat16_exactness"]["compared"] == 8
     assert document["float32_exactness"]["problems"] == []
     assert document["float32_exactness"]["same_text"]
     assert document["float32_exactness"]["accepted"] > 0
+
+
+def test_what_fails_on_a_gpu_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long runs: a compiler that is not there, a part that breaks and a model too large cost themselves alone."""
+    whole, results = contest.generate, tmp_path / "gpu.json"
+
+    def generate(*args: Any, **options: Any) -> list[int]:
+        if "cache_implementation" in options:
+            raise RuntimeError("no compiler")
+        return whole(*args, **options)
+
+    def broken(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(contest, "generate", generate)
+    monkeypatch.setattr(gpu, "batching", broken)
+    monkeypatch.setattr(gpu, "same_text", broken)
+    device, scale = torch.device("cpu"), replace(yardstick.SMALL, tokens=9)
+    build = gpu.build
+    monkeypatch.setattr(gpu, "build", lambda shape, *rest: broken() if shape is gpu.SHAPES["7b"] else build(shape, *rest))
+    document = json.loads(json.dumps(gpu.measure(["7b", "tiny"], device, scale, results)))
+    assert document == json.loads(results.read_text())
+    assert document["shapes"]["7b"] == {"problems": ["OutOfMemoryError: CUDA out of memory"]}
+    found = document["shapes"]["tiny"]
+    assert found["problems"] == ["OutOfMemoryError: CUDA out of memory", "generate_static: RuntimeError: no compiler"]
+    assert set(gpu.WANTED) - set(found) == {"device_gap_ms", "batch_vs_generate_batch", "decode_vs_generate_static"}
+    assert len(gpu.table(document).columns) == 4
+
+
+def test_a_device_waits_between_its_graphs() -> None:
+    """Guards the gap that is asked for: lulls between the kernels of one graph are not the host's."""
+    assert probes.idle_s([(0.0, 1e-3), (1.002e-3, 2e-3), (2.5e-3, 3e-3), (2.6e-3, 2.7e-3), (3.1e-3, 4e-3)]) == pytest.approx(
+        0.6e-3
+    )

@@ -96,13 +96,22 @@ def test_float32_logits_are_those_of_the_text_alone(name: str, monkeypatch: pyte
     assert torch.equal(in_pieces(model, tokens, random.Random(name)), whole(model, tokens))
 
 
+def exact_dtypes() -> list[str]:
+    """In which products of few rows have the bits of many: the oneDNN of PyTorch 2.11 adds up some in float32 otherwise."""
+    noise = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(16, 384, generator=noise), torch.randn(1024, 384, generator=noise)
+    order = torch.ops.mkldnn._reorder_linear_weight(weight, packed.EXPECTED_ROWS)
+    few, many = (torch.ops.mkldnn._linear_pointwise(rows[:n], order, None, "none", [], "") for n in (4, 16))
+    return ["float32", "bfloat16"] if torch.equal(few, many[:4]) else ["bfloat16"]
+
+
 @cache
 def embedded(dtype: str) -> Model:
     return Model.from_pretrained(family.paths()[-1], dtype=dtype, cache_tokens=4096)
 
 
 @settings(max_examples=15, deadline=None)
-@given(rng=st.randoms(use_true_random=False), dtype=st.sampled_from(["float32", "bfloat16"]))
+@given(rng=st.randoms(use_true_random=False), dtype=st.sampled_from(exact_dtypes()))
 def test_any_pieces_give_the_same_bits(rng: random.Random, dtype: str) -> None:
     """Guards the embedded full model against cuts, drafts and companions that examples miss."""
     model = embedded(dtype)

@@ -473,3 +473,18 @@ def test_ray_up_file_keeps_rays_schema() -> None:
     values = yaml.safe_load((CLUSTER / "ray-up" / "aws.yaml").read_text())
     jsonschema.validate(values, schema)
     assert values["head_node_type"] in values["available_node_types"]
+
+
+def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
+    """Guards tiers that share a GPU: each would have taken nine tenths of it."""
+
+    def share(num_gpus: float | None, **engine: Any) -> float:
+        values = CascadeConfig.demo().model_dump(mode="json")
+        actor = {} if num_gpus is None else {"num_gpus": num_gpus}
+        values["tiers"][-1] |= {"engine_kwargs": engine, "deployment_config": {"ray_actor_options": actor}}
+        tier = CascadeConfig.model_validate(values).tiers[-1]
+        assert type(tier).model_validate(tier.model_dump(mode="json")).gpu_memory_utilization == tier.gpu_memory_utilization
+        return tier.gpu_memory_utilization
+
+    assert [share(num_gpus) for num_gpus in (None, 0, 1, 2, 0.3)] == [0.9, 0.9, 0.9, 0.9, 0.27]
+    assert share(0.3, gpu_memory_utilization=0.5) == 0.5

@@ -5,14 +5,18 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from architectures import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, local
+from cascade.check import needs
+from cascade.config import CascadeConfig
 from cascade.kv import Cache
+from cascade.loading import common_room
 from cascade.messages import origin_level
 from cascade.model import Model
 from cascade.scorer import Row
@@ -120,6 +124,27 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
             for schedule in ("async", "lockstep"):
                 speculation = Speculation(tiers=tiers, window=5, schedule=schedule)  # type: ignore[arg-type]
                 assert random_cascade.generate(prompt, params, speculation).token_ids == expected
+
+
+def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards cascades on a GPU: the cache of the first model took all that the weights of the others wanted."""
+    steps: list[str] = []
+    load, cpu, gpu = local.load, torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(local, "load", lambda source, **options: steps.append("load") or load(source, **options))
+
+    class Watched(Model):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            steps.append("cache")
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(local, "Model", Watched)
+    Cascade.from_pretrained(family.paths(), dtype="float32", device="cpu").close()
+    assert steps == ["load"] * 3 + ["cache"] * 3
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
+    room = common_room(family.paths(), gpu, dtype="float32", trust_remote_code=False)
+    sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(CascadeConfig.demo())]
+    assert room == 1_800_000_000 // sum(sizes)
+    assert common_room(family.paths(), cpu) is None
 
 
 def test_companions_do_not_change_a_text(cascade: Cascade) -> None:

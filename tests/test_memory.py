@@ -256,6 +256,23 @@ def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert Model(build("llama"), cache_tokens=77).cache_tokens == 77
 
 
+def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tiers that share a GPU: the second found nothing left, and what PyTorch keeps for itself counted as taken."""
+    gpu, held, own = torch.device("cuda"), 0, 5 * 10**6
+
+    def start(kept: int = 0) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 10**6 - held - own - kept, 100 * 10**6))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own + kept)
+        return budget.cache_tokens(gpu, 1000, 0.3)
+
+    for _ in range(3):  # the weights of each take 5, and its cache the rest of its share
+        assert start() == start(kept=20 * 10**6) == 25_000
+        held += 30 * 10**6
+    with pytest.raises(ModelError, match=r"0\.00 GiB free of 0\.09, 0\.00 its own, at gpu_memory_utilization 0\.3"):
+        start()
+
+
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

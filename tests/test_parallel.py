@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,3 +171,28 @@ def test_models_without_a_plan_are_refused(folder: Path) -> None:
     build("opt").save_pretrained(folder)
     with pytest.raises(ModelError, match="no tensor-parallel plan for opt"):
         check_ranks(str(folder), 2)
+
+
+def test_ranks_of_one_machine_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards several GPUs in one machine: all ranks took the first one, and with too few they waited for each other."""
+    started: list[dict[str, str]] = []
+
+    class Stop(Exception):
+        pass
+
+    def start(command: list[str], env: dict[str, str]) -> Any:
+        started.append(env)
+        return SimpleNamespace(wait=lambda timeout: None)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    monkeypatch.setattr("cascade.parallel.subprocess.Popen", start)
+    monkeypatch.setattr(LeadingModel, "lead", stop)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(Stop):
+        LeadingModel.launch(family.paths()[-1], 4)
+    assert [env["LOCAL_RANK"] for env in started] == ["1", "2", "3"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ModelError, match=r"is to be shared by 2 ranks, and 1 GPUs are seen: set tensor_parallel_size to 1$"):
+        LeadingModel.launch(family.paths()[-1], 2)

@@ -143,8 +143,8 @@ class TierConfig(Section):
     @property
     def gpu_memory_utilization(self) -> float:
         """What the replica may take of a GPU's memory, weights and cache together: by default 0.9 of what it has of the GPU."""
-        num_gpus = self.deployment_config.ray_actor_options.get("num_gpus", 1)
-        return self.engine_kwargs.gpu_memory_utilization or GPU_MEMORY * (num_gpus if 0 < num_gpus < 1 else 1)
+        num_gpus = self.deployment_config.ray_actor_options.get("num_gpus") or 1
+        return self.engine_kwargs.gpu_memory_utilization or GPU_MEMORY * min(num_gpus, 1)
 
 
 class RouterDeploymentConfig(DeploymentConfig):

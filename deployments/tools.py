@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from deployments.calls import CALL_ID, Reader, ToolFormat
 from deployments.chat import ChatTemplate
 from deployments.conversation import Conversation, FunctionBody
 from deployments.template import PROBE_NAME
+from deployments.thoughts import CLOSE, OPEN, Splitter
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
 
@@ -40,7 +41,9 @@ class Plan:
     shown: bool = False  # to the model
     structured: Structured | None = None  # what the text has to be, if calls are enforced
     schemas: Mapping[int, Structured] = field(default_factory=dict)  # that are enforced, by the index of the tool
-    reader: Callable[[], Reader] | None = None  # takes an answer apart
+    free: bool = True  # it may be other words, too
+    form: ToolFormat | None = None  # of calls, if it is read for them
+    functions: frozenset[str] = frozenset()  # which are called
 
 
 class Toolbox:
@@ -80,8 +83,17 @@ class Toolbox:
             self.template.shows_tools,
             structured,
             {index: Structured(json_schema=schema) for index, schema in schemas.items()},
-            lambda: Reader(form, names, self._hidden(form)),
+            free,
+            form,
+            names,
         )
+
+    def reader(self, plan: Plan, splitter: Splitter | None, told: bool) -> Reader:
+        """Takes one answer apart; thoughts too if there is a ``splitter``, left out if they are not ``told``."""
+        form = plan.form
+        calls = () if form is None else (form.begin, form.end, form.named, CALL_ID if form.named else "")
+        hidden = self._hidden((*calls, *((OPEN, CLOSE) if splitter else ())))
+        return Reader(form, plan.functions, hidden, splitter, told)
 
     def _check_free(self) -> None:
         """Raise `InvalidRequest` if the model cannot choose by itself."""
@@ -95,9 +107,8 @@ class Toolbox:
                 f"or let the server's router.tool_format be one of {names}"
             )
 
-    def _hidden(self, form: ToolFormat) -> dict[int, str]:
-        """Marks of the format that decoding leaves out: special tokens."""
-        marks = (form.begin, form.end, form.named, CALL_ID if form.named else "")
+    def _hidden(self, marks: Sequence[str]) -> dict[int, str]:
+        """Those of the ``marks`` that decoding leaves out: special tokens."""
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     # grammars

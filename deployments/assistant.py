@@ -49,10 +49,24 @@ class Assistant:
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
         room = self._max_model_len - len(ids)
         params = sampled(max(1, min(room, self._front.limits.max_tokens or room)))
-        within = self._thinks(said, ids)
-        if within is not None and (params.structured or plan.structured):
-            within = _thinks_in(plan, within)
-        return Task(ids, await self._held_to(plan, params), self._reader(said, plan, within))
+        within, held = self._thinks(said, ids), await self._held_to(plan, params)
+        if held.structured is not None and within is not None:
+            held, within = await self._held_behind(plan, held, within)
+        return Task(ids, held, self._reader(said, plan, within))
+
+    async def _held_behind(self, plan: Plan, held: SamplingParams, within: bool) -> tuple[SamplingParams, bool | None]:
+        """``held`` with room for thoughts, and what is left of `_thinks`; raises `InvalidRequest`.
+
+        Where a grammar leaves words free before calls, thoughts are such words. Others begin with the first token: then there
+        are thoughts only if the prompt has begun them.
+        """
+        assert held.structured is not None
+        if plan.structured is not None and plan.free and plan.form is not None and plan.form.begin:
+            return held, within
+        if not within:
+            return held, None
+        await self._check(held)
+        return replace(held, structured=self._toolbox.after_thoughts(held.structured, plan.structured is not None)), True
 
     def _thinks(self, said: Conversation, ids: Sequence[int]) -> bool | None:
         """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart behind it."""
@@ -97,19 +111,3 @@ class Assistant:
                 where = f"tools.{index}.function.parameters"
                 raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
         return replace(params, structured=plan.structured)
-
-
-def _thinks_in(plan: Plan, within: bool) -> bool | None:
-    """What `Assistant._thinks` says, where a grammar holds the text to something; raises `InvalidRequest`.
-
-    A grammar begins with the first token. Where it leaves words free, thoughts are such words, too.
-    """
-    if plan.structured is not None and plan.free and plan.form is not None and plan.form.begin:
-        return within
-    if within:
-        what = "tools are enforced" if plan.structured else "response_format or structured is given"
-        raise InvalidRequest(
-            f"{what}, which holds the text from its first token, and the prompt has begun the model's thoughts: turn them off "
-            "with chat_template_kwargs if the template can, or set separate_reasoning to false to have no thoughts"
-        )
-    return None

@@ -172,6 +172,27 @@ class Toolbox:
             f"BEFORE: (/(?s:.*)/ & ~/(?s:.*{mark}.*)/) {json.dumps(form.begin)}",
         ]
 
+    def after_thoughts(self, structured: Structured, tools: bool) -> Structured:
+        """A grammar of thoughts that the prompt has begun, their end, blanks, and what is enforced; raises `InvalidRequest`.
+
+        ``tools``: it is a grammar of calls, such as `plan` makes.
+        """
+        kept = [id for id, one in self._added.items() if one.content != CLOSE and id not in self._tokenizer.end_ids]
+        other = f"(THOUGHTS? <[{_ranges(kept)}]>)*" if kept else ""
+        free, close = "/(?s:{})/ & ~/(?s:.*" + CLOSE.replace("/", r"\/") + ".*)/", self._id(CLOSE)
+        thoughts = f"THOUGHTS: {free.format('.+')}"
+        if close is None:  # two terminals in a row could spell the tag between them
+            rules = [f"start: {other} LAST BLANKS? body", thoughts, f'LAST: ({free.format(".*")}) "{CLOSE}"']
+        else:
+            rules = [f"start: {other} THOUGHTS? <[{close}]> BLANKS? body", thoughts]
+        body = (structured.grammar or "").replace("start:", "body:", 1) if tools else _body(structured)
+        text = "\n".join([*rules, r"BLANKS: /[ \t\r\n]{1,4}/", body])
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"Behind thoughts this needs a grammar of {len(text)} characters: {MAX_GRAMMAR_CHARS} are taken"
+            )
+        return Structured(grammar=text)
+
     def _mark(self, text: str) -> str:
         """A mark in a grammar: the token it is, or its characters."""
         id = self._id(text)
@@ -183,6 +204,26 @@ class Toolbox:
     @cached_property
     def _added(self) -> dict[int, AddedToken]:
         return dict(self._tokenizer.backend.added_tokens_decoder)
+
+
+def _body(structured: Structured) -> str:
+    """What is enforced as a rule of a grammar; raises `InvalidRequest`."""
+    if structured.json_object or structured.json_schema is not None:
+        schema: Any = {"type": "object"} if structured.json_object else json.loads(structured.schema)
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"structured.json_schema is {structured.schema[:40]}: behind thoughts it must be an object")
+        return f"body: %json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
+    if structured.choice:
+        return "body: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
+    if structured.regex is not None:
+        sound = re.sub(
+            r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), structured.regex, flags=re.DOTALL
+        )
+        return f"body: BODY\nBODY: /{sound}/"
+    raise InvalidRequest(
+        "structured.grammar is given and the prompt has begun the model's thoughts, which it has no room for: turn them off "
+        "with chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token"
+    )
 
 
 def _ranges(ids: Sequence[int]) -> str:

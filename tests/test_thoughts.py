@@ -137,7 +137,9 @@ def everywhere(house: House, content: str, sampling: dict[str, Any], **options: 
     """What a turn thinks, and the turn, which all ways to ask for it must agree on."""
     body: dict[str, Any] = {"messages": says(content), "temperature": 0.0, "seed": 3, "max_tokens": 300, **sampling, **options}
     if "structured" in sampling:
-        body["structured"] = {"choice": sampling["structured"].choice}
+        value = getattr(sampling["structured"], sampling["structured"].kind)
+        kind = sampling["structured"].kind
+        body["structured"] = {kind: json.loads(value) if kind == "json_schema" else value}
     status, _, answer = ask(house, "/v1/chat/completions", body)
     assert status == 200, answer
     [choice], usage = answer["choices"], answer["usage"]
@@ -260,18 +262,18 @@ def test_begun_thoughts_go_on(served: House, begun: str) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "both off": ({"include_reasoning": False, "separate_reasoning": False}, "are both false: leave one out"),
     "a user's": ({"messages": [says("x")[0] | {"reasoning_content": "y"}]}, "messages.0: reasoning_content is given with"),
-    "enforced": (OPENED | {"tools": TOOLS, "tool_choice": "required"}, "tools are enforced, which holds the text from its"),
-    "structured": (OPENED | {"structured": Structured(regex="a+")}, "response_format or structured is given, which holds"),
+    "a grammar": (OPENED | {"structured": Structured(grammar='start: "a"')}, "structured.grammar is given and the prompt has"),
+    "no regex": (OPENED | {"structured": Structured(regex="(")}, "structured.regex cannot be compiled"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_is_refused_alike(served: House, name: str) -> None:
-    """Guards texts that are held to something from their first token, inside of thoughts, and switches that contradict."""
+    """Guards what would be held to something inside of thoughts, and switches that contradict."""
     changes, words = BAD[name]
     asked: dict[str, Any] = {"messages": says("x"), **changes}
     structured = asked.pop("structured", None)
-    sent = asked | ({"structured": {"regex": structured.regex}} if structured else {})
+    sent = asked | ({"structured": {structured.kind: getattr(structured, structured.kind)}} if structured else {})
     status, _, answer = ask(served, "/v1/chat/completions", sent)
     assert status == 400
     assert words in answer["error"]["message"]
@@ -300,6 +302,41 @@ def test_what_is_enforced_is_no_thought(served: House) -> None:
         assert (heard, turn.content, turn.reasoning_tokens) == ("", text, None)
         heard, turn = everywhere(served, "x", {}, tools=[STOP], tool_choice="required", **options)
         assert (heard, turn.content, turn.finish_reason) == ("", None, "tool_calls")
+
+
+ENFORCED: dict[str, tuple[Structured, str]] = {  # what it is, what the model wants to say behind its thoughts
+    "schema": (Structured(json_schema={"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}), '{"a": 1}'),
+    "object": (Structured(json_object=True), '{"b": "</x>"}'),
+    "regex": (Structured(regex="a/\\/[é\n]+"), "a//é\n"),
+    "choice": (Structured(choice=('é\n"/', "no")), 'é\n"/'),
+}
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_thoughts_come_before_what_is_enforced(served: House, name: str) -> None:
+    """Guards thoughts that the prompt has begun: what is enforced began inside of them, and was a thought."""
+    structured, said = ENFORCED[name]
+    heard, turn = everywhere(served, f"<think>\nfirst one, then two\n</think>\n\n{said}", {"structured": structured}, **OPENED)
+    assert (heard, turn.content, turn.finish_reason) == ("first one, then two\n", "\n\n" + said, "stop")
+    heard, turn = everywhere(served, f"<think>\nhm</think>no {said}", {"structured": structured, "max_tokens": 40}, **OPENED)
+    assert heard == "hm"
+    assert not (turn.content or "").startswith("no ")
+
+
+def test_thoughts_come_before_enforced_calls(served: House) -> None:
+    """Guards `required` in the same place: whatever the model wants to say behind its thoughts, it calls."""
+    for said in ("Hello.", SAID["hermes"]):
+        heard, turn = everywhere(
+            served,
+            "<think>\nhm</think>\n" + said,
+            {},
+            tools=[STOP],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            **OPENED,
+        )
+        assert (heard, turn.content, [call.name for call in turn.calls]) == ("hm", None, ["stop"])
+        assert turn.finish_reason == "tool_calls"
 
 
 def test_thoughts_come_before_strict_calls(served: House) -> None:

@@ -358,3 +358,14 @@ def test_thoughts_of_split_turns_are_written_once() -> None:
     said = {"role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": "hm", "tool_calls": calls}
     ids = ChatTemplate(tokenizer).encode([*says("Q"), said], None, Style(prompts=False))
     assert tokenizer.decode(ids) == "<user>Q<assistant>hmf_1<assistant>f_2"
+
+
+@pytest.mark.parametrize(
+    ("template", "thinks"),
+    [(None, False), ("{{ '</think>' }}", False), ("{{ '<think>' }}", False), ({"default": "", "rag": "<think></think>"}, True)],
+)
+def test_only_templates_that_name_both_tags_think(template: Any, thinks: bool) -> None:
+    """Guards all other models: a text with tags in it is a text there, and nothing is read."""
+    tokenizer = Tokenizer.from_pretrained("cascade/family/weights/full")
+    tokenizer.backend.chat_template = template
+    assert ChatTemplate(tokenizer).thinks == thinks

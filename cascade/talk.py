@@ -27,6 +27,8 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    include_reasoning: bool | None
+    separate_reasoning: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the assistant says and calls; ``completion`` is the model's own text, of which this was read."""
+    """What the assistant thinks, says and calls; ``completion`` is the model's own text, of which this was read."""
 
     content: str | None  # None if it only calls
     calls: tuple[Call, ...]
     finish_reason: TurnReason
     completion: Completion
+    reasoning_content: str | None = None  # None if there are no thoughts, or they are not told apart
+    reasoning_tokens: int | None = None  # of the completion's, tags included; None if thoughts are not told apart
 
     @property
     def message(self) -> dict[str, Any]:
         """For the messages of the next request."""
         said: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content is not None:
+            said["reasoning_content"] = self.reasoning_content
         if self.calls:
             said["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -68,6 +74,7 @@ class TurnPiece:
     calls: tuple[Call, ...]
     chunk: Chunk
     turn: Turn | None = None  # with the last piece
+    reasoning_content: str = ""
 
 
 class TurnPieces:
@@ -76,6 +83,7 @@ class TurnPieces:
     def __init__(self) -> None:
         self._pieces = Pieces()
         self._content: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: dict[int, Call] = {}
 
     def check(self) -> None:
@@ -87,6 +95,7 @@ class TurnPieces:
         chunk = self._pieces.take(response, response.text if response.HasField("text") else response.content)
         calls = _calls(response.tool_calls)
         self._content.append(response.content)
+        self._thoughts.append(response.reasoning_content)
         for call in calls:
             begun = self._calls.get(call.index)
             joined = call if begun is None else replace(begun, arguments=begun.arguments + call.arguments)
@@ -94,8 +103,10 @@ class TurnPieces:
         turn = None
         if chunk.completion is not None:
             content, whole = "".join(self._content), tuple(self._calls.values())
-            turn = Turn(content or (None if whole else ""), whole, _reason(response.finish), chunk.completion)
-        return TurnPiece(response.content, calls, chunk, turn)
+            said = content or (None if whole else "")
+            thoughts, num_tokens = "".join(self._thoughts) or None, _reasoning_tokens(response.finish)
+            turn = Turn(said, whole, _reason(response.finish), chunk.completion, thoughts, num_tokens)
+        return TurnPiece(response.content, calls, chunk, turn, response.reasoning_content)
 
 
 def turn_of(response: pb.CompleteChatResponse) -> Turn:
@@ -104,7 +115,9 @@ def turn_of(response: pb.CompleteChatResponse) -> Turn:
     content = message.content if message.HasField("content") else None
     text = response.text if response.HasField("text") else message.content
     completion = completion_of(text, response.tokens, response.finish, response.prompt)
-    return Turn(content, _calls(message.tool_calls), _reason(response.finish), completion)
+    thoughts = message.reasoning_content if message.HasField("reasoning_content") else None
+    num_tokens = _reasoning_tokens(response.finish)
+    return Turn(content, _calls(message.tool_calls), _reason(response.finish), completion, thoughts, num_tokens)
 
 
 def encode_chat(
@@ -140,6 +153,9 @@ def _message(said: Mapping[str, Any]) -> pb.ChatMessage:
     given = _given(said)
     if isinstance(content := given.get("content"), list):
         given["content"] = "".join(part["text"] for part in content)
+    reasoning = given.pop("reasoning", None)  # as other servers name the same
+    if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
+        raise ValueError("reasoning_content and reasoning differ: give one of them")
     given["tool_calls"] = [_untyped(call) for call in given.get("tool_calls", ())]
     return pb.ChatMessage(**given)
 
@@ -178,3 +194,7 @@ def _calls(calls: Iterable[pb.ToolCall]) -> tuple[Call, ...]:
 
 def _reason(finish: pb.Finish) -> TurnReason:
     return "tool_calls" if finish.reason == "tool_calls" else "length" if finish.reason == "length" else "stop"
+
+
+def _reasoning_tokens(finish: pb.Finish) -> int | None:
+    return finish.reasoning_tokens if finish.HasField("reasoning_tokens") else None

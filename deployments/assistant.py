@@ -11,6 +11,7 @@ from deployments.calls import Reader
 from deployments.conversation import ChatMessage, Conversation, ToolBody, turns
 from deployments.front import Front
 from deployments.template import Style
+from deployments.thoughts import TAIL, Splitter, opened, prompted
 from deployments.tools import Plan, Toolbox
 
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
@@ -22,7 +23,7 @@ class Task:
 
     ids: list[int]  # of the prompt
     params: SamplingParams
-    reader: Callable[[], Reader] | None  # takes an answer apart, if it may call tools
+    reader: Callable[[], Reader] | None  # takes an answer apart, if it may call tools or think
 
 
 class Assistant:
@@ -36,6 +37,7 @@ class Assistant:
         max_model_len: int,
         check: Callable[[SamplingParams], Awaitable[None]],
     ) -> None:
+        self._tokenizer = tokenizer
         self._toolbox = Toolbox(tokenizer, tool_format)
         self._front = front
         self._max_model_len = max_model_len
@@ -47,13 +49,46 @@ class Assistant:
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
         room = self._max_model_len - len(ids)
         params = sampled(max(1, min(room, self._front.limits.max_tokens or room)))
-        return Task(ids, await self._held_to(plan, params), plan.reader)
+        within, held = self._thinks(said, ids), await self._held_to(plan, params)
+        if held.structured is not None and within is not None:
+            held, within = await self._held_behind(plan, held, within)
+        return Task(ids, held, self._reader(said, plan, within))
+
+    async def _held_behind(self, plan: Plan, held: SamplingParams, within: bool) -> tuple[SamplingParams, bool | None]:
+        """``held`` with room for thoughts, and what is left of `_thinks`; raises `InvalidRequest`.
+
+        Where a grammar leaves words free before calls, thoughts are such words. Others begin with the first token: then there
+        are thoughts only if the prompt has begun them.
+        """
+        assert held.structured is not None
+        if plan.structured is not None and plan.free and plan.form is not None and plan.form.begin:
+            return held, within
+        if not within:
+            return held, None
+        await self._check(held)
+        return replace(held, structured=self._toolbox.after_thoughts(held.structured, plan.structured is not None)), True
+
+    def _thinks(self, said: Conversation, ids: Sequence[int]) -> bool | None:
+        """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart behind it."""
+        if said.separate_reasoning is False or not self._toolbox.template.thinks:
+            return None
+        if said.continue_final_message:
+            last = said.messages[-1]
+            return None if last.thoughts and not opened(last.text) else opened(last.text)
+        return prompted(self._tokenizer.backend.decode(list(ids[-TAIL:]), skip_special_tokens=False))
+
+    def _reader(self, said: Conversation, plan: Plan, within: bool | None) -> Callable[[], Reader] | None:
+        """Of each answer, if there is something to take apart."""
+        if within is None and plan.form is None:
+            return None
+        told = said.include_reasoning is not False
+        return lambda: self._toolbox.reader(plan, None if within is None else Splitter(within), told)
 
     async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""
         said = turns(messages)
         shown = None if tools is None else [tool.plain for tool in tools]
-        num_chars = sum(len(message.text) for message in messages)
+        num_chars = sum(len(message.text) + len(message.thoughts or "") for message in messages)
         num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
         self._front.check_length(num_chars)
         encode = self._toolbox.template.encode

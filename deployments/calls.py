@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart as it comes: words, and calls of tools."""
+"""What a model wrote, taken apart as it comes: thoughts, words, and calls of tools."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cascade.answer import Chunk, Completion
+from deployments.thoughts import Splitter, overlap
 
 LETTERS = string.ascii_letters + string.digits
 CALL_ID = "[CALL_ID]"  # which some models write between name and arguments
@@ -47,13 +48,15 @@ class Delta:
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index, in OpenAI's form of streamed calls
+    thoughts: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.calls)
+        return bool(self.content or self.calls or self.thoughts)
 
     def add(self, piece: "Delta") -> None:
         """What the next piece of the same answer says."""
         self.content += piece.content
+        self.thoughts += piece.thoughts
         for index, call in piece.calls.items():
             if index in self.calls:
                 self.calls[index]["function"]["arguments"] += call["function"]["arguments"]
@@ -61,10 +64,15 @@ class Delta:
                 self.calls[index] = call
 
     @property
+    def reasoning(self) -> dict[str, str]:
+        """Thoughts under both names: clients of DeepSeek and SGLang read the one, those of vLLM and OpenRouter the other."""
+        return {"reasoning_content": self.thoughts, "reasoning": self.thoughts} if self.thoughts else {}
+
+    @property
     def body(self) -> dict[str, Any]:
         """As OpenAI streams it."""
         content = {"content": self.content} if self.content else {}
-        return content | ({"tool_calls": list(self.calls.values())} if self.calls else {})
+        return self.reasoning | content | ({"tool_calls": list(self.calls.values())} if self.calls else {})
 
 
 class Scanner:
@@ -89,22 +97,34 @@ class Scanner:
 
 
 class Reader:
-    """Reads one answer. What is no call of one of ``functions`` stays text.
+    """Reads one answer. What is no call of one of ``functions`` stays text; without a form nothing is one.
 
-    ``hidden`` are the texts of tokens that decoding leaves out and the format needs.
+    ``hidden`` are the texts of tokens that decoding leaves out and that the format or thoughts need. Thoughts are told apart if
+    there is a ``splitter``, and left out if they are not ``told``; calls in thoughts are thoughts.
     """
 
-    def __init__(self, form: ToolFormat, functions: frozenset[str], hidden: Mapping[int, str]) -> None:
-        self._form = form
+    def __init__(
+        self,
+        form: ToolFormat | None,
+        functions: frozenset[str],
+        hidden: Mapping[int, str],
+        splitter: Splitter | None = None,
+        told: bool = True,
+    ) -> None:
+        self._form = form or ToolFormat("")
         self._functions = functions
         self._hidden = hidden
+        self._splitter = splitter
+        self._told = told
+        self._begins: list[int] = []  # of tokens, in characters of the text with what is hidden, if thoughts are told apart
+        self._num_chars = 0
         self._rest = ""  # not understood yet
         self._said = False  # words were handed out
         self._num_calls = 0
         self._call = ""  # what was read of the present call and not handed out, to be words if it is none
         self._scanner = Scanner()
         self._num_scanned = 0  # characters of the rest, while the whole object is waited for
-        self._state = self._words
+        self._state = self._words if form else self._plain
         self._delta = Delta()
         self._ended = False
 
@@ -113,16 +133,47 @@ class Reader:
         """There are calls, and the last one is whole."""
         return self._num_calls > 0 and self._state not in (self._arguments, self._tail)
 
+    @property
+    def num_thought_tokens(self) -> int | None:
+        """Tokens so far that begin within the thoughts, tags included; ``None`` if thoughts are not told apart."""
+        return None if self._splitter is None else sum(map(self._splitter.holds, self._begins))
+
     def take(self, chunk: Chunk) -> Delta:
         """One more piece of the answer."""
         self._ended = chunk.completion is not None
-        self._rest += _spelled(chunk, self._hidden) if self._hidden else chunk.text
+        self._rest += self._thought(chunk) if self._splitter else self._spelled(chunk)
         while self._state():
             pass
         delta, self._delta = self._delta, Delta()
         return delta
 
+    def _thought(self, chunk: Chunk) -> str:
+        """Text of a piece without thoughts, which are told."""
+        assert self._splitter is not None
+        thoughts, words = self._splitter.take(self._spelled(chunk), self._ended)
+        self._delta.thoughts += thoughts if self._told else ""
+        return words
+
+    def _spelled(self, chunk: Chunk) -> str:
+        """The text of a piece with that of hidden tokens in their places."""
+        if not self._hidden and not self._splitter:
+            return chunk.text
+        parts, at = [], 0
+        for token, end in zip(chunk.token_ids, chunk.ends, strict=True):
+            self._begins += [self._num_chars] if self._splitter else []
+            parts.append(chunk.text[at:end] + self._hidden.get(token, ""))
+            self._num_chars += len(parts[-1])
+            at = end
+        self._num_chars += len(chunk.text) - at
+        return "".join(parts) + chunk.text[at:]
+
     # states: each takes what it understands from the rest, and is true if another one may go on
+
+    def _plain(self) -> bool:
+        """Where nothing can be a call."""
+        self._say(self._rest)
+        self._rest = ""
+        return False
 
     def _words(self) -> bool:
         """Text, up to where calls begin."""
@@ -136,7 +187,7 @@ class Reader:
             at += len(begin)
             self._call, self._rest = self._rest[len(words) : at], self._rest[at:]
             return self._enter(self._first if self._form.listed else self._name if self._form.named else self._head)
-        kept = 0 if self._ended else _overlap(self._rest, begin)
+        kept = 0 if self._ended else overlap(self._rest, begin)
         words = self._rest[: len(self._rest) - kept]
         if self._ended and self._num_calls:
             words = words.rstrip()  # blanks behind calls say nothing
@@ -294,17 +345,3 @@ def _parsed(text: str, *, bare: bool) -> tuple[str, str] | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, json.dumps(arguments, ensure_ascii=False)
-
-
-def _overlap(text: str, sign: str) -> int:
-    """Characters at the end of ``text`` that may begin ``sign``."""
-    return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)
-
-
-def _spelled(chunk: Chunk, hidden: Mapping[int, str]) -> str:
-    """The text of a piece with that of hidden tokens in their places."""
-    parts, at = [], 0
-    for token, end in zip(chunk.token_ids, chunk.ends, strict=True):
-        parts += [chunk.text[at:end], hidden.get(token, "")]
-        at = end
-    return "".join(parts) + chunk.text[at:]

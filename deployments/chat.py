@@ -9,6 +9,7 @@ from cascade.tokenizer import Tokenizer
 from deployments.template import Style, Template, Turn
 
 KEPT = ("user", "system", "developer", "tool")  # whose words are never left out; templates drop the assistant's old thoughts
+THOUGHTS = ("reasoning_content", "reasoning")  # names that these have, of which templates read one
 
 
 class ChatTemplate:
@@ -36,6 +37,11 @@ class ChatTemplate:
     def written_call(self) -> str:
         """What stands where the assistant's words would, if it calls a tool; "" if nothing does."""
         return "" if self.own is None else self.own.written_call
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the assistant may think out loud."""
+        return self.own is not None and self.own.thinks
 
     def encode(self, turns: Sequence[Turn], tools: Sequence[Turn] | None = None, style: Style = Style()) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""
@@ -86,10 +92,14 @@ def _one_by_one(turns: Sequence[Turn]) -> Iterator[Turn]:
         results = turns[index:end]
         ids = [call["id"] for call in calls]
         for place, call in enumerate(calls):
-            yield turn | {"tool_calls": [call], "content": "" if place else turn["content"]}
+            yield (_without_thoughts(turn) | {"content": ""} if place else turn) | {"tool_calls": [call]}
             yield from (result for result in results if result["tool_call_id"] == call["id"])
         yield from (result for result in results if result["tool_call_id"] not in ids)  # of earlier calls
         index = end
+
+
+def _without_thoughts(turn: Turn) -> Turn:
+    return {key: value for key, value in turn.items() if key not in THOUGHTS}
 
 
 def _not_in(text: str, turns: Sequence[Turn]) -> list[int]:

@@ -100,6 +100,8 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
+    reasoning_content: Text | None = None  # what the assistant thought
+    reasoning: Text | None = None  # the same, as other servers name it
     # in answers of OpenAI's own client that are sent back as they came; they say nothing
     refusal: None = None
     audio: None = None
@@ -108,13 +110,22 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.thoughts is None:
             raise ValueError("content is missing: add it")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are given with the role {self.role!r}: only the assistant calls tools")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is needed with the role 'tool', and with no other")
+        if self.thoughts is not None and self.role != "assistant":
+            raise ValueError(f"reasoning_content is given with the role {self.role!r}: only the assistant thinks")
+        if self.reasoning not in (None, self.thoughts):
+            raise ValueError("reasoning_content and reasoning differ: give one of them")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """What came before its content, if that is told."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def text(self) -> str:
@@ -129,6 +140,7 @@ class ChatMessage(Body):
         said: dict[str, Any] = {"role": self.role, "content": self.text}
         said |= {} if self.name is None else {"name": self.name}
         said |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        said |= {} if self.thoughts is None else {"reasoning_content": self.thoughts, "reasoning": self.thoughts}
         if self.tool_calls:
             said["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": call.function.values}}
@@ -231,9 +243,13 @@ class Conversation(StyleBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # as in vLLM; false: thoughts are left out of the answer
+    separate_reasoning: bool | None = None  # as in SGLang; false: thoughts stay in the content, with their tags
 
     @model_validator(mode="after")
     def _answers_calls(self) -> Self:
+        if self.include_reasoning is False and self.separate_reasoning is False:
+            raise ValueError("include_reasoning and separate_reasoning are both false: leave one out")
         check_results(self.messages)
         self.check_style(self.messages)
         return self

@@ -67,7 +67,7 @@ async def streamed(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> AsyncG
         yield event(refusal(error).body)
         return
     if form.usage:
-        yield event(closing(form, ended))
+        yield event(closing(form, ended, readers))
     yield DONE
 
 

@@ -31,7 +31,7 @@ class Form:
     history: bool = False
     usage: bool = False  # behind the last piece
     name: Name | None = None  # of a token, if log-probabilities are asked for
-    reader: Callable[[], Reader] | None = None  # of each answer, if it may call tools
+    reader: Callable[[], Reader] | None = None  # of each answer, if it may call tools or think
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, streamed: bool) -> dict[str, Any]:
@@ -45,9 +45,10 @@ def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]
     """The answers at once, from all their pieces."""
     choices = []
     completions = [_end(chunks) for chunks in answers]
+    readers = [None if form.reader is None else form.reader() for _ in answers]
     for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
         if form.kind == "chat":
-            why, message = _message(form, answers[index], completion)
+            why, message = _message(readers[index], answers[index], completion)
             body: dict[str, Any] = {"message": message, "finish_reason": why}
         else:
             body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
@@ -57,7 +58,7 @@ def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]
             logprobs = {key: before[key] + logprobs[key] for key in before}
         extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
         choices.append({"index": index, **body, "logprobs": logprobs, **extra})
-    return form.head(False) | {"choices": choices, "usage": usage(completions)}
+    return form.head(False) | {"choices": choices, "usage": usage(completions, readers)}
 
 
 def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
@@ -91,9 +92,9 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | No
     )
 
 
-def closing(form: Form, completions: Sequence[Completion]) -> dict[str, Any]:
+def closing(form: Form, completions: Sequence[Completion], readers: Sequence[Reader | None] = ()) -> dict[str, Any]:
     """What the whole answer took, behind the last piece."""
-    return form.head(True) | {"choices": [], "usage": usage(completions)}
+    return form.head(True) | {"choices": [], "usage": usage(completions, readers)}
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -101,11 +102,13 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(completions: Sequence[Completion]) -> dict[str, int]:
-    """Tokens; a prompt with several answers counts once."""
+def usage(completions: Sequence[Completion], readers: Sequence[Reader | None] = ()) -> dict[str, Any]:
+    """Tokens; a prompt with several answers counts once. With those of thoughts if the ``readers`` tell them apart."""
     prompt = sum(c.stats.prompt_tokens for c in {c.index: c for c in completions}.values())
     output = sum(c.stats.completion_tokens for c in completions)
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    thoughts = [n for reader in readers if reader is not None and (n := reader.num_thought_tokens) is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
 
 
 def report(completion: Completion) -> dict[str, Any]:
@@ -129,10 +132,11 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return {"token_ids": ids, "ends": ends, "origins": origins}
 
 
-def _message(form: Form, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
-    """Why a whole answer ended, and what it says and calls."""
-    said, why = read(chunks, completion, None if form.reader is None else form.reader())
+def _message(reader: Reader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
+    """Why a whole answer ended, and what it thinks, says and calls."""
+    said, why = read(chunks, completion, reader)
     message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    message |= said.reasoning
     if said.calls:
         message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]
     return why, message

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message as ProtoMessage
 from pydantic import ValidationError
 
-from cascade.answer import Chunk
+from cascade.answer import Chunk, Completion
 from cascade.errors import InvalidRequest
 from cascade.v1 import serving_pb2 as pb
 from cascade.wire import encode_lane
@@ -19,7 +19,14 @@ from deployments.requests import all_tokens, ending, finish, parse_sampling, pro
 from deployments.status import mistake
 
 T = TypeVar("T")
-PLAIN = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")  # the same in both protocols
+PLAIN = (  # the same in both protocols
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "include_reasoning",
+    "separate_reasoning",
+)
+SAID = ("content", "name", "tool_call_id", "reasoning_content")  # of a message, likewise
 
 
 class Talk:
@@ -43,10 +50,11 @@ class Talk:
             content=said.content,
             tool_calls=map(_called, said.calls.values()),
             tokens=tokens(chunk),
-            finish=None if end is None else finish(end, reason(end, reader)),
+            finish=None if end is None else _finish(end, reason(end, reader), reader),
             prompt=prompt(chunk),
             lanes=map(encode_lane, chunk.lanes),
             text=None if reader is None else chunk.text,
+            reasoning_content=said.thoughts,
         )
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteChatResponse:
@@ -55,9 +63,14 @@ class Talk:
         said, why = read(chunks, end, self._reader)
         content = said.content or (None if said.calls else "")
         return pb.CompleteChatResponse(
-            message=pb.ChatMessage(role="assistant", content=content, tool_calls=map(_called, said.calls.values())),
+            message=pb.ChatMessage(
+                role="assistant",
+                content=content,
+                tool_calls=map(_called, said.calls.values()),
+                reasoning_content=said.thoughts or None,
+            ),
             tokens=all_tokens(chunks),
-            finish=finish(end, why),
+            finish=_finish(end, why, self._reader),
             prompt=prompt(chunks[0]),
             text=None if self._reader is None else end.text,
         )
@@ -88,7 +101,7 @@ def _listed(word: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     said: dict[str, Any] = {"role": message.role}
-    said |= {name: getattr(message, name) for name in ("content", "name", "tool_call_id") if message.HasField(name)}
+    said |= {name: getattr(message, name) for name in SAID if message.HasField(name)}
     if message.tool_calls:
         said["tool_calls"] = [
             {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
@@ -118,6 +131,14 @@ def _object(text: str, where: str) -> dict[str, Any]:
         return parsed_object(text)
     except ValueError as error:
         raise InvalidRequest(f"{where}: {error}") from None
+
+
+def _finish(end: Completion, why: str, reader: Reader | None) -> pb.Finish:
+    """How the answer ended, with the tokens of its thoughts if they are told apart."""
+    ended = finish(end, why)
+    if reader is not None and (num_tokens := reader.num_thought_tokens) is not None:
+        ended.reasoning_tokens = num_tokens
+    return ended
 
 
 def _called(call: dict[str, Any]) -> pb.ToolCall:

@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from transformers import PreTrainedTokenizerBase
 
 from cascade.errors import InvalidRequest
+from deployments.thoughts import CLOSE, OPEN
 
 Turn = dict[str, Any]
 PROBE_ID, SECOND_ID = "probe1234", "probe5678"  # some templates want nine letters and digits
@@ -67,13 +68,23 @@ class Template:
     @cached_property
     def variables(self) -> tuple[str, ...]:
         """Names that it reads and that clients may set."""
-        given: Any = self._backend.chat_template
         environment = Environment(extensions=[loopcontrols, Generation])
         names: set[str] = set()
-        for source in given.values() if isinstance(given, dict) else [given]:
+        for source in self._sources:
             names |= meta.find_undeclared_variables(environment.parse(source))
         own = OWN_NAMES | set(signature(self._backend.apply_chat_template).parameters) | set(self._backend.special_tokens_map)
         return tuple(sorted(names - own))
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether it knows thoughts of the assistant: it names the tags around them."""
+        text = "\n".join(self._sources)
+        return OPEN in text and CLOSE in text
+
+    @property
+    def _sources(self) -> list[str]:
+        given: Any = self._backend.chat_template
+        return list(given.values()) if isinstance(given, dict) else [given]
 
     # what it writes
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from deployments.calls import CALL_ID, Reader, ToolFormat
 from deployments.chat import ChatTemplate
 from deployments.conversation import Conversation, FunctionBody
 from deployments.template import PROBE_NAME
+from deployments.thoughts import CLOSE, OPEN, Splitter
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
 
@@ -40,7 +41,9 @@ class Plan:
     shown: bool = False  # to the model
     structured: Structured | None = None  # what the text has to be, if calls are enforced
     schemas: Mapping[int, Structured] = field(default_factory=dict)  # that are enforced, by the index of the tool
-    reader: Callable[[], Reader] | None = None  # takes an answer apart
+    free: bool = True  # it may be other words, too
+    form: ToolFormat | None = None  # of calls, if it is read for them
+    functions: frozenset[str] = frozenset()  # which are called
 
 
 class Toolbox:
@@ -80,8 +83,17 @@ class Toolbox:
             self.template.shows_tools,
             structured,
             {index: Structured(json_schema=schema) for index, schema in schemas.items()},
-            lambda: Reader(form, names, self._hidden(form)),
+            free,
+            form,
+            names,
         )
+
+    def reader(self, plan: Plan, splitter: Splitter | None, told: bool) -> Reader:
+        """Takes one answer apart; thoughts too if there is a ``splitter``, left out if they are not ``told``."""
+        form = plan.form
+        calls = () if form is None else (form.begin, form.end, form.named, CALL_ID if form.named else "")
+        hidden = self._hidden((*calls, *((OPEN, CLOSE) if splitter else ())))
+        return Reader(form, plan.functions, hidden, splitter, told)
 
     def _check_free(self) -> None:
         """Raise `InvalidRequest` if the model cannot choose by itself."""
@@ -95,9 +107,8 @@ class Toolbox:
                 f"or let the server's router.tool_format be one of {names}"
             )
 
-    def _hidden(self, form: ToolFormat) -> dict[int, str]:
-        """Marks of the format that decoding leaves out: special tokens."""
-        marks = (form.begin, form.end, form.named, CALL_ID if form.named else "")
+    def _hidden(self, marks: Sequence[str]) -> dict[int, str]:
+        """Those of the ``marks`` that decoding leaves out: special tokens."""
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     # grammars
@@ -161,6 +172,27 @@ class Toolbox:
             f"BEFORE: (/(?s:.*)/ & ~/(?s:.*{mark}.*)/) {json.dumps(form.begin)}",
         ]
 
+    def after_thoughts(self, structured: Structured, tools: bool) -> Structured:
+        """A grammar of thoughts that the prompt has begun, their end, blanks, and what is enforced; raises `InvalidRequest`.
+
+        ``tools``: it is a grammar of calls, such as `plan` makes.
+        """
+        kept = [id for id, one in self._added.items() if one.content != CLOSE and id not in self._tokenizer.end_ids]
+        other = f"(THOUGHTS? <[{_ranges(kept)}]>)*" if kept else ""
+        free, close = "/(?s:{})/ & ~/(?s:.*" + CLOSE.replace("/", r"\/") + ".*)/", self._id(CLOSE)
+        thoughts = f"THOUGHTS: {free.format('.+')}"
+        if close is None:  # two terminals in a row could spell the tag between them
+            rules = [f"start: {other} LAST BLANKS? body", thoughts, f'LAST: ({free.format(".*")}) "{CLOSE}"']
+        else:
+            rules = [f"start: {other} THOUGHTS? <[{close}]> BLANKS? body", thoughts]
+        body = (structured.grammar or "").replace("start:", "body:", 1) if tools else _body(structured)
+        text = "\n".join([*rules, r"BLANKS: /[ \t\r\n]{1,4}/", body])
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"Behind thoughts this needs a grammar of {len(text)} characters: {MAX_GRAMMAR_CHARS} are taken"
+            )
+        return Structured(grammar=text)
+
     def _mark(self, text: str) -> str:
         """A mark in a grammar: the token it is, or its characters."""
         id = self._id(text)
@@ -172,6 +204,26 @@ class Toolbox:
     @cached_property
     def _added(self) -> dict[int, AddedToken]:
         return dict(self._tokenizer.backend.added_tokens_decoder)
+
+
+def _body(structured: Structured) -> str:
+    """What is enforced as a rule of a grammar; raises `InvalidRequest`."""
+    if structured.json_object or structured.json_schema is not None:
+        schema: Any = {"type": "object"} if structured.json_object else json.loads(structured.schema)
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"structured.json_schema is {structured.schema[:40]}: behind thoughts it must be an object")
+        return f"body: %json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
+    if structured.choice:
+        return "body: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
+    if structured.regex is not None:
+        sound = re.sub(
+            r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), structured.regex, flags=re.DOTALL
+        )
+        return f"body: BODY\nBODY: /{sound}/"
+    raise InvalidRequest(
+        "structured.grammar is given and the prompt has begun the model's thoughts, which it has no room for: turn them off "
+        "with chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token"
+    )
 
 
 def _ranges(ids: Sequence[int]) -> str:

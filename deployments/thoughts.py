@@ -1,0 +1,74 @@
+"""Models that think out loud: where the thoughts of an answer begin and end."""
+
+import math
+
+OPEN, CLOSE = "<think>", "</think>"
+TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
+
+
+class Splitter:
+    """Takes the thoughts out of one answer, which has them once; a later tag is the model's talk of tags.
+
+    ``within``: the prompt has opened them. Blanks stay where they are: thoughts, tags and words joined are the text.
+    """
+
+    def __init__(self, within: bool) -> None:
+        self._signs = [CLOSE] if within else [OPEN, CLOSE]  # that are still to come
+        self._rest = ""  # not told yet
+        self._num_told = 0  # characters before the rest
+        self._begin = 0.0 if within else math.inf  # of the thoughts with their tags, in characters of the answer
+        self._end = math.inf
+
+    def take(self, text: str, ended: bool) -> tuple[str, str]:
+        """What one more piece brings: thoughts, and words."""
+        self._rest += text
+        thoughts = words = ""
+        while self._rest:
+            sign = self._signs[0] if self._signs else ""
+            at = self._rest.find(sign) if sign else -1
+            certain = at if at >= 0 else len(self._rest) - (0 if ended else overlap(self._rest, sign))
+            if sign == CLOSE:
+                thoughts += self._rest[:certain]
+            else:
+                words += self._rest[:certain]
+            self._advance(certain)
+            if at < 0:
+                break
+            self._pass(sign)
+        return thoughts, words
+
+    def holds(self, place: int) -> bool:
+        """Whether the character there belongs to the thoughts or their tags; certain once it was taken."""
+        return self._begin <= place < self._end
+
+    def _pass(self, sign: str) -> None:
+        """The tag that the rest begins with."""
+        if sign == OPEN:
+            self._begin = self._num_told
+        self._advance(len(sign))
+        if sign == CLOSE:
+            self._end = self._num_told
+        del self._signs[0]
+
+    def _advance(self, num_chars: int) -> None:
+        self._rest = self._rest[num_chars:]
+        self._num_told += num_chars
+
+
+def opened(text: str) -> bool | None:
+    """Whether ``text`` ends within thoughts; ``None`` if it ends behind them."""
+    opening, closing = text.rfind(OPEN), text.rfind(CLOSE)
+    if closing > opening:
+        return None
+    return opening >= 0
+
+
+def prompted(text: str) -> bool | None:
+    """The same of a prompt, whose end opens or closes the thoughts of the turn that it begins."""
+    end = text.rstrip()
+    return True if end.endswith(OPEN) else None if end.endswith(CLOSE) else False
+
+
+def overlap(text: str, sign: str) -> int:
+    """Characters at the end of ``text`` that may begin ``sign``."""
+    return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)

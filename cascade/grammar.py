@@ -4,13 +4,14 @@ The work is llguidance's (https://github.com/guidance-ai/llguidance): an Earley 
 precompiled per grammar, the fuel of every step is bounded, and a matcher is copied in a microsecond, which guesses need.
 """
 
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ MAX_COMPILED = 256  # grammars remembered
 MAX_STEP = 32  # tokens that are taken with the fuel of one step
 # a space or a new line with its indentation: what models write, and no endless runs of blanks
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
+# Where only one text may come, llguidance would take the tokens that the tokenizer cuts it into, and then refuse those that are
+# named like special ones (<tool_call>): any tokens that spell the text will do.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
 # a step that needs more than this, 10 to 20 ms, makes its request fail
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_grammar_size=200_000, verbose_errors=False
@@ -216,15 +220,26 @@ def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
 def _source(structured: Structured) -> str:
     """The grammar in llguidance's own words."""
     if structured.json_object:
-        return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
+        return UNFORCED + _json({"type": "object"})
     if structured.json_schema is not None:
-        return LLMatcher.grammar_from_json_schema(structured.schema, defaults=JSON_OPTIONS)
+        return UNFORCED + _json(json.loads(structured.schema))
     if structured.regex is not None:
-        return LLMatcher.grammar_from_regex(structured.regex)
+        return UNFORCED + _regex(structured.regex)
     if structured.choice:
-        return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choice)))
+        return UNFORCED + _regex("|".join(map(_escape, structured.choice)))
     assert structured.grammar is not None
-    return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    return UNFORCED + any_to_lark(structured.grammar)
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = schema | {"x-guidance": JSON_OPTIONS | schema.get("x-guidance", {})}
+    return f"start: %json {json.dumps(schema)}"
+
+
+def _regex(pattern: str) -> str:
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return str(grammar["lark_grammar"])
 
 
 def _escape(text: str) -> str:

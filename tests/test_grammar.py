@@ -14,6 +14,8 @@ from architectures import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured, family
 from cascade import grammar as module
@@ -203,6 +205,34 @@ def test_positions_behind_guesses_have_their_own_masks(grammars: Grammars, token
     assert torch.equal(ahead.allowed(digits, [], VOCAB)[0], masks[3])
 
 
+MARKED = 'x <tool_call>"y'
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured(choice=(MARKED,)),
+        Structured(regex=re.escape(MARKED)),
+        Structured(json_schema=json.dumps({"const": MARKED})),
+        Structured(grammar='start: "x <tool_call>" /["]y/'),
+        Structured(grammar='root ::= "x <tool_call>" "\\"y"'),
+    ],
+    ids=lambda structured: structured.kind,
+)
+def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, special: bool) -> None:
+    """Guards texts in which a token named like a special one would come next: it was the only one allowed, and refused."""
+    plain = AutoTokenizer.from_pretrained(family.paths()[-1])
+    plain.add_tokens([AddedToken("<tool_call>", special=special, normalized=False)], special_tokens=special)
+    matcher = Grammars(Tokenizer(plain, frozenset([plain.eos_token_id]))).matcher(structured)
+    said: list[int] = []
+    while plain.eos_token_id not in said:
+        assert len(said) < 40
+        said.append(int(matcher.allowed(said, (), len(plain))[0].nonzero()[-1]))
+    text = plain.decode(said[:-1])
+    assert text == (json.dumps(MARKED) if structured.json_schema else MARKED)
+
+
 @pytest.mark.parametrize(
     ("structured", "words"),
     [
@@ -289,7 +319,7 @@ def test_a_broken_lexer_is_given_to_nobody(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer)
     one, y, a = (tokenizer.encode(char)[-1] for char in "1ya")
     expected = Grammars(tokenizer).matcher(LEXED).allowed([one], [], VOCAB)
-    assert len(grammars.matcher(LEXED).allowed([], [y, a, a], VOCAB)) == 1
+    assert len(grammars.matcher(LEXED).allowed([], [y] + 40 * [a], VOCAB)) == 1
     for _ in range(2):
         assert torch.equal(grammars.matcher(LEXED).allowed([one], [], VOCAB), expected)
 

@@ -220,7 +220,7 @@ def endurance() -> dict[str, Any]:
 def main() -> None:
     quiet()
     grown = WORK / "full-200m"
-    reference.grow_full(grown)
+    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.threads.apart`
     models: dict[str, dict[str, Any]] = {}
     for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
         for dtype in DTYPES:

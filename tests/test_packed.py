@@ -1,5 +1,10 @@
 """Linear layers in oneDNN's order: the same model, and only where it is of use."""
 
+import ctypes
+import platform
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import Path
+
 import pytest
 import torch
 from architectures import build
@@ -118,6 +123,35 @@ def test_unlike_layers_are_not_joined() -> None:
     assert groups == [[network.left], [network.right]]
     assert pack(network, [[network.left, network.right], [network.right, network.right]]) == 2
     assert _joined(network) == {"left": 1, "right": 1}
+
+
+def _large_pages(address: int) -> int:
+    """Bytes of large pages in the mapping of this process that has ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "AnonHugePages:":
+            return int(rest[0]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(
+    not pages.SIZE.exists() or tuple(map(int, platform.release().split(".")[:2])) < (6, 1),
+    reason="this system makes no large pages of memory that is in use",
+)
+def test_memory_is_put_into_large_pages() -> None:
+    """Guards against asking in vain: the system must count at least as many of them as we say there are."""
+    size = int(pages.SIZE.read_text())
+    with mmap(-1, 8 * size, flags=MAP_PRIVATE | MAP_ANONYMOUS) as memory:
+        memory.write(b"x" * len(memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        count = pages.collapse(address, len(memory))
+        assert 7 <= count <= 9
+        assert _large_pages(address + size) >= 6 * size
+        assert memory[:] == b"x" * len(memory)
 
 
 def test_large_pages_hold_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

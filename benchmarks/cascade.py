@@ -33,12 +33,13 @@ from rich.console import Console
 
 from benchmarks import hop, price, reference
 from benchmarks.price import Price
-from cascade import family, screen
+from cascade import family
+from cascade.bench.measure import PROMPTS, Measured, Mode, measure
+from cascade.chain.profile import PassCost
+from cascade.cli import screen
 from cascade.client import Client
-from cascade.forecast import Bench, TierCost, Trace
-from cascade.measure import PROMPTS, Measured, Mode, measure
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
-from cascade.scenario import PassCost
+from cascade.simulation.forecast import Bench, TierCost, Trace
 from deployments.app import HUGE_PAGES
 from deployments.server import Server
 

@@ -21,14 +21,14 @@ import ray.util
 from ray import serve
 
 from cascade import family
+from cascade.chain.tier import Tier
 from cascade.client import Client
+from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.params import SamplingParams
-from cascade.tier import Tier
-from cascade.tokenizer import Tokenizer
-from cascade.toy import ToyModel
+from cascade.simulation.toy import ToyModel
 from deployments import app
-from deployments.link import LinkServer
+from deployments.links.uplink import LinkServer
 from deployments.server import APPLICATION, Server
 
 RESULT = Path(__file__).parent / "results" / "door.json"

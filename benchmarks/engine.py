@@ -26,14 +26,14 @@ import transformers
 from rich.console import Console
 
 from benchmarks import reference
-from benchmarks.rival import generate, generate_batch, hold, load, quiet
+from benchmarks.baseline import generate, generate_batch, hold, load, quiet
 from cascade import family
+from cascade.engine.model import Model
+from cascade.engine.threads import apart
+from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
-from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.threads import apart
-from cascade.tokenizer import Tokenizer
 
 WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"
@@ -135,7 +135,7 @@ def batching(rival: Executor, cascade: Cascade, name: str, repeats: int) -> dict
         padded.append(rival.submit(generate, prompts, longest).result()[0])
         asked = [(prompt, answer) for prompt, (_, answer) in zip(prompts, requests, strict=True)]
         continuous.append(rival.submit(generate_batch, asked).result())
-        cascade.tiers[0].memory.pool.clear()  # no prompt is known
+        cascade.tiers[0].kv_admission.block_manager.clear()  # no prompt is known
         ours.append(seconds(lambda: asyncio.run(serve(cascade, requests))))
     return {
         f"padded_generate_{name}_tokens_per_s": round(wanted / min(padded), 1),
@@ -166,7 +166,7 @@ def prefix(cascade: Cascade) -> dict[str, Any]:
 
 def held(cascade: Cascade, model: Model) -> dict[str, Any]:
     """Peak memory of one session's keys and values against its tokens times bytes per token, looked at with every token."""
-    pool = cascade.tiers[0].memory.pool
+    pool = cascade.tiers[0].kv_admission.block_manager
     prompt, peak, written = tokens(PREFIX, 400), 0, 0
     for chunk in cascade.stream(prompt, params(64)):
         written += len(chunk.token_ids)
@@ -212,7 +212,7 @@ def endurance() -> dict[str, Any]:
             cascade.generate([tokens(4 + i % 8, count + i) for i in range(size)], params(2))
             if count in (SHORT_REQUESTS // 5, SHORT_REQUESTS):
                 after[count] = resident()
-        cascade.tiers[0].memory.pool.check()
+        cascade.tiers[0].kv_admission.block_manager.check()
     first, last = after.values()
     return {"requests": SHORT_REQUESTS, "resident_mib": round(last, 1), "growth_mib": round(last - first, 1)}
 
@@ -220,7 +220,7 @@ def endurance() -> dict[str, Any]:
 def main() -> None:
     quiet()
     grown = WORK / "full-200m"
-    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.threads.apart`
+    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.engine.threads.apart`
     models: dict[str, dict[str, Any]] = {}
     for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
         for dtype in DTYPES:

@@ -27,13 +27,13 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contest import batching, single
-from benchmarks.probes import decode, differing, gaps, passes, same_text
-from benchmarks.shapes import SHAPES, Shape, build, twin, words
-from benchmarks.yardstick import SMALL, Scale, bandwidth, params, tokens
-from cascade.devices import GIB, free_bytes
+from benchmarks.device_metrics import decode, differing, gaps, passes, same_text
+from benchmarks.scale import SMALL, Scale, bandwidth, params, tokens
+from benchmarks.shapes import SHAPES, Shape, build, copied, words
+from benchmarks.vs_transformers import batching, single
+from cascade.engine.devices import GIB, free_bytes
+from cascade.engine.model import Model
 from cascade.local import Cascade
-from cascade.model import Model
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 console = Console(stderr=True)
@@ -43,7 +43,7 @@ def compare(shape: Shape, device: torch.device, scale: Scale, found: dict[str, A
     """Everything about one shape in bfloat16, into ``found``."""
     network = build(shape, device, torch.bfloat16)
     free, begin = free_bytes(device), time.perf_counter()
-    model = Model(twin(network), cache_tokens=scale.room)
+    model = Model(copied(network), cache_tokens=scale.room)
     found["start_s"] = round(time.perf_counter() - begin, 2)
     if device.type == "cuda":
         taken = free - free_bytes(device) - model.cache_tokens * model.bytes_per_token

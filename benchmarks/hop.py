@@ -7,13 +7,13 @@ import time
 
 import grpc
 
+from cascade.chain.tier import Tier
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.tier import Tier
-from cascade.toy import ToyModel
+from cascade.simulation.toy import ToyModel
 from cascade.v1 import link_pb2_grpc
-from deployments.codec import decode, encode
-from deployments.link import CHANNEL_OPTIONS, LinkServer, authorization
+from deployments.links.codec import decode, encode
+from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer, authorization
 
 PINGS = 300
 

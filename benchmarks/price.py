@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks import reference
+from cascade.chain.tier import Tier
 from cascade.messages import Commit, Message, Open, Proposal
 from cascade.params import SamplingParams
-from cascade.tier import Tier
-from deployments.downlink import Downlink
-from deployments.link import LinkServer
+from deployments.links.downlink import Downlink
+from deployments.links.uplink import LinkServer
 
 NAME = "lower"
 PROMPT = tuple(range(5, 105))

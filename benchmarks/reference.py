@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cascade import family
+from cascade.engine.kv import Cache
+from cascade.engine.model import Model
 from cascade.family.grow import grow
-from cascade.kv import Cache
-from cascade.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
-from cascade.tokenizer import Tokenizer
+from cascade.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedM
     return network.eval()
 
 
-def twin(network: PreTrainedModel) -> PreTrainedModel:
+def copied(network: PreTrainedModel) -> PreTrainedModel:
     """Another network with the very same weights, which may go another path."""
     return copy.deepcopy(network, {id(weight): weight for weight in network.parameters()})
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cascade.answer import Chunk, Completion, Stats
 from cascade.errors import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
-from cascade.handling import Handling
 from cascade.messages import Logprobs
-from cascade.params import SamplingParams, Speculation, Structured
+from cascade.params import Handling, SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
     from cascade.local import Cascade

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.handling import Handling
 from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -19,7 +18,7 @@ SHORT_PASSES = 4  # of the full tier, in which the first guesses cannot be misse
 
 
 class TextDecoder(Protocol):
-    """Incremental detokenization, see `cascade.tokenizer.Decoder`."""
+    """Incremental detokenization, see `cascade.engine.tokenizer.Decoder`."""
 
     def step(self, token: int) -> str: ...
 
@@ -230,7 +229,7 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
     """Why no guess was scored at the full tier: ``None`` if one was.
 
     ``disabled``: none was wanted, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that drafting
-    does not pay, now or ever (`cascade.planner.Planner.spared`). ``no_replica``: most passes found no drafter at hand.
+    does not pay, now or ever (`cascade.chain.planner.Planner.spared`). ``no_replica``: most passes found no drafter at hand.
     ``short``: the text ended before guesses could come. ``late``: there was a drafter, and its guesses never came in time.
     """
     own = [edge for edge in edges if edge.verifier == opening.tier]

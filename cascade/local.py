@@ -10,19 +10,19 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
 from cascade.answer import Answer, Chunk, Completion, asked, check_prompt
-from cascade.chain import join
+from cascade.chain.local_links import join
+from cascade.chain.planner import Policy
+from cascade.chain.tier import Tier
+from cascade.engine.grammar import Grammars
+from cascade.engine.loading import common_room, load
+from cascade.engine.model import Model
+from cascade.engine.sequence_state import state_maker
+from cascade.engine.threads import apart
+from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
-from cascade.grammar import Grammars
-from cascade.handling import Handling
-from cascade.loading import common_room, load
-from cascade.messages import Close, Failed, Link, Message, Proposal
-from cascade.model import Model
-from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation, check_adapter
-from cascade.planner import Policy
+from cascade.messages import Close, Failed, Link, Message, Proposal, mint
+from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation, check_adapter
 from cascade.scorer import Scorer
-from cascade.threads import apart
-from cascade.tier import Tier, mint
-from cascade.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
@@ -64,8 +64,9 @@ class Cascade:
         self._adapters: tuple[str, ...] = getattr(models[-1], "adapters", ())
         self._vocab_size = min(model.vocab_size for model in models)
         self._grammars = Grammars(tokenizer)
+        new_state = state_maker(self._grammars.matcher)
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy, grammars=self._grammars)
+            Tier(name, level, model, policy=policy, new_state=new_state)
             for level, (name, model) in enumerate(zip(self.names, models, strict=True))
         )
         join(self.tiers)
@@ -88,7 +89,7 @@ class Cascade:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
-        there is one. ``quantization`` holds weights in fewer bits, see `cascade.quantization.METHODS`: one for all models, or a
+        there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
         list with one for each, bottom to top.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.

@@ -4,6 +4,7 @@ Positions are absolute: 0 is the first token of the prompt. Commits and Opens of
 sent, or the link is broken; proposals may be late, lost, repeated, reordered or wrong, because they are only guesses.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -137,6 +138,11 @@ class Failed:
 
 
 Message = Open | Commit | Close | Proposal | Failed
+
+
+def mint() -> str:
+    """A session name that nobody else uses."""
+    return uuid.uuid4().hex
 
 
 class Link(Protocol):

@@ -2,20 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from cascade.messages import Logprobs
 from cascade.params import SamplingParams
 
-if TYPE_CHECKING:
-    from cascade.history import History  # which needs torch
+BLOCK = 16  # positions
+TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
+GROWTH = 16  # a strip that is full grows by at least this part of itself: little is copied, and little held in vain
+
+
+def num_blocks(positions: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-positions // BLOCK)
+
+
+def tiled(positions: int) -> int:
+    """Positions of the whole tiles that hold so many."""
+    return -(-positions // TILE) * TILE
+
+
+def room(positions: int, capacity: int) -> int:
+    """New capacity, in positions, of storage for ``capacity`` that has to hold more."""
+    return BLOCK * max(num_blocks(positions), num_blocks(capacity + capacity // GROWTH))
 
 
 class Store(Protocol):
-    """Keys and values of one session at one tier; see `cascade.kv.Cache`."""
+    """Keys and values of one session at one tier; see `cascade.engine.kv.Cache`."""
 
     @property
     def block(self) -> int:
-        """Positions that are taken and given back at once: a multiple of `cascade.pool.BLOCK`."""
+        """Positions that are taken and given back at once: a multiple of `cascade.chain.block_manager.BLOCK`."""
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
@@ -27,6 +44,20 @@ class Store(Protocol):
         """Give the memory back; the store is not used again."""
 
 
+class RowState(Protocol):
+    """What own tokens of a session depend on besides the logits of their pass; see `cascade.engine.sequence_state`."""
+
+    prompt_len: int
+    num_known: int | None  # own tokens of the last row that count, all of them unless a grammar knew less
+
+    @property
+    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        """Of the prompt's tokens but the first, as far as they are scored."""
+
+    def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
+        """Of ``num_tokens`` own tokens from ``start`` on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``; what the store held from there on is void."""
@@ -36,12 +67,12 @@ class Row:
     tokens: Sequence[int]
     num_own: int  # own tokens wanted, of the last so many positions; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
-    history: "History | None" = None  # of the session, if its parameters are `SamplingParams.shaped`
+    state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
 
 
 class Scorer(Protocol):
-    """A model as a tier sees it; see `cascade.model.Model` and `cascade.toy.ToyModel`."""
+    """A model as a tier sees it; see `cascade.engine.model.Model` and `cascade.simulation.toy.ToyModel`."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -13,12 +13,15 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig
 
-from cascade.check import verify
-from cascade.config import CascadeConfig, TierConfig, sentence
 from cascade.errors import ConfigError
-from deployments.ranks import bundle
+from cascade.settings.check import verify
+from cascade.settings.config import CascadeConfig, DeploymentConfig, TierConfig, sentence
+from deployments.links.ranks import bundle
 from deployments.router import Router
 from deployments.tier import TierReplica
+
+ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
+NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
 
 # weights in pages of 2 MB where the kernel has them: a pass on a CPU reads all of them, and is 5 to 15 % faster
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -110,3 +113,40 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{name} in ray_actor_options is {value!r}: it must be a mapping")
     return dict(value or {})
+
+
+def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
+    """One sentence if the replicas to start with ask for more of anything than is ``there``, by Ray's names of resources."""
+    asked: dict[str, dict[str, float]] = {}
+    for tier in config.tiers:
+        for name, amount in _of_replica(tier_options(tier)).items():
+            asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
+    for name, tiers in asked.items():
+        total, has = sum(tiers.values()), there.get(name, 0.0)
+        if total > has + ROUNDING:
+            parts = ", ".join(f"{tier} {amount:g}" for tier, amount in tiers.items() if amount)
+            return (
+                f"The tiers ask for {total:g} {name} ({parts}) and Ray has {has:g} of it: "
+                "change their ray_actor_options, accelerator_type or num_replicas, or add machines"
+            )
+    return None
+
+
+def _of_replica(options: Mapping[str, Any]) -> dict[str, float]:
+    """Resources that one replica takes, with its placement group."""
+    bundles = options.get("placement_group_bundles")
+    if bundles is not None:
+        return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
+    actor = {"num_cpus": 1} | options["ray_actor_options"]
+    amounts = {resource: float(actor.get(option) or 0.0) for option, resource in NAMES.items()}
+    kind = actor.get("accelerator_type")
+    return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})
+
+
+def _num_replicas(config: DeploymentConfig) -> int:
+    """That there are at the start."""
+    scaling = config.autoscaling_config
+    if scaling is not None:
+        first = scaling.get("initial_replicas")
+        return int(scaling.get("min_replicas", 1) if first is None else first)
+    return config.num_replicas if isinstance(config.num_replicas, int) else 1

@@ -14,25 +14,19 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cascade.answer import Answer, Chunk, asked, check_prompt
-from cascade.config import CascadeConfig
+from cascade.engine.grammar import Grammars
+from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
-from cascade.grammar import Grammars
-from cascade.handling import Handling
-from cascade.messages import Close, Failed, Message, Open
-from cascade.params import SamplingParams, Speculation, check_adapter
-from cascade.tier import mint
-from cascade.tokenizer import Tokenizer
+from cascade.messages import Close, Failed, Message, Open, mint
+from cascade.params import Handling, SamplingParams, Speculation, check_adapter
+from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
-from deployments.api import Api
-from deployments.assistant import LONG_PROMPT, Assistant
-from deployments.census import Census, ask
-from deployments.context import metadata, remaining_s, told
-from deployments.door import Door
-from deployments.downlink import Downlink
-from deployments.front import Call, Front
-from deployments.gate import Life
-from deployments.patience import Patience, SessionFailed, heard, pause
-from deployments.requests import (
+from deployments.admission.front import Call, Front
+from deployments.admission.gate import Life
+from deployments.admission.retry import RetryBudget, SessionFailed, heard, pause
+from deployments.chat.assistant import LONG_PROMPT, Assistant
+from deployments.grpc.context import metadata, remaining_s, told
+from deployments.grpc.requests import (
     parse_handling,
     parse_input,
     parse_sampling,
@@ -41,18 +35,22 @@ from deployments.requests import (
     response,
     whole,
 )
-from deployments.talk import Talk
+from deployments.grpc.turns import Talk
+from deployments.http.api import Api
+from deployments.links.downlink import Downlink
+from deployments.links.replica_status import ReplicaStatus, ask
+from deployments.links.tls import check
+from deployments.servers import Door
 from deployments.tier import lessor
-from deployments.tls import check
 
 log = logging.getLogger(__name__)
 
 FULL_WINDOW = 256  # tokens the full tier may write that have not been handed to the client's stream
 LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
-SPARE_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
+HELD_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
 DESCRIBE_TIMEOUT_S = 5.0
 OBSERVE_TIMEOUT_S = 1.0
-OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the meters
+OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the metrics
 LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 
@@ -79,8 +77,8 @@ class Router:
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self.assistant = Assistant(self.tokenizer, self._config.router.tool_format, self.front, self.max_model_len, self.check)
         if len(self._handles) > 1:
-            self.front.meters.started(len(tiers) - 1)
-        self._census, self._observe_at = Census(), 0.0
+            self.front.metrics.started(len(tiers) - 1)
+        self._replica_status, self._observe_at = ReplicaStatus(), 0.0
         self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
@@ -98,7 +96,7 @@ class Router:
             {full.name: lessor(self._handles[full.name])},
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
-            spare_s=self._config.router.spare_lease_s if places >= SPARE_PLACES else 0.0,
+            spare_s=self._config.router.spare_lease_s if places >= HELD_PLACES else 0.0,
             tls=self._config.link_tls,
         )
 
@@ -106,14 +104,14 @@ class Router:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 async for chunk in chunks:
                     yield response(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
@@ -121,7 +119,7 @@ class Router:
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             talk = Talk(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 async for chunk in chunks:
@@ -129,7 +127,7 @@ class Router:
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
             talk = Talk(request)
@@ -138,16 +136,16 @@ class Router:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             refuse_unknown(request, "the request")
             account = self.front.access.account(metadata(grpc_context).get("authorization"))
             return pb.AbortResponse(aborted=self.front.abort(account, request.request_id))
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
-        with told(grpc_context, self.front.meters.refused):
+        with told(grpc_context, self.front.metrics.refused):
             self.front.access.account(metadata(grpc_context).get("authorization"))
-            replicas = await self._census.replicas()
+            replicas = await self._replica_status.replicas()
             states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
             response = pb.DescribeResponse(
                 max_model_len=self.max_model_len, window=self._config.window, version=version("cascade-serve")
@@ -163,7 +161,7 @@ class Router:
         return self._api
 
     async def observe(self) -> None:
-        """Bring up to date what the meters say of the tiers, if that is old.
+        """Bring up to date what the metrics say of the tiers, if that is old.
 
         Tiers without a replica are not asked: Serve would start one for the question.
         """
@@ -171,14 +169,14 @@ class Router:
             return
         self._observe_at = time.monotonic() + OBSERVE_S
         try:
-            replicas = await self._census.replicas()
+            replicas = await self._replica_status.replicas()
         except Unavailable:  # as it was then
             return
         running = [name for name in self.names if replicas.get(name)]
         states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
         said = dict(zip(running, states, strict=True))
         for name in self.names:
-            self.front.meters.tier(name, replicas.get(name, 0), said.get(name))
+            self.front.metrics.tier(name, replicas.get(name, 0), said.get(name))
 
     async def drain(self) -> None:
         """Take no more requests, and let those that are there end."""
@@ -231,18 +229,18 @@ class Router:
     async def _chunks(self, opening: Open, call: Call, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
         answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - call.since)
-        patience = Patience(self._config.router.stall_timeout_s)
+        retry_budget = RetryBudget(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:
-                async with contextlib.aclosing(self._drive(answer, patience, call.life)) as chunks:
+                async with contextlib.aclosing(self._drive(answer, retry_budget, call.life)) as chunks:
                     async for chunk in chunks:
                         yield chunk
             except SessionFailed as failure:
-                pause_s = patience.failed(str(failure))
+                pause_s = retry_budget.failed(str(failure))
                 log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
                 await pause(pause_s, call.life)
 
-    async def _drive(self, answer: Answer, patience: Patience, life: Life) -> AsyncGenerator[Chunk, None]:
+    async def _drive(self, answer: Answer, retry_budget: RetryBudget, life: Life) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
         opening = answer.replay(self._downlink.session(self.names[-1]))
         inbox = self._inboxes[opening.session] = asyncio.Queue()
@@ -250,13 +248,13 @@ class Router:
         try:
             with life.waking(partial(inbox.put_nowait, Failed(opening.session, "aborted"))):
                 while not answer.finished:
-                    chunk, commit = answer.take(await heard(inbox, patience, life))
+                    chunk, commit = answer.take(await heard(inbox, retry_budget, life))
                     if chunk is not None:
                         yield chunk
                     if commit is not None:
                         # acknowledged behind the yield: a client that does not read stalls the full tier at its window
                         self._downlink.put([commit])
-                    patience.saw(answer.num_tokens)
+                    retry_budget.saw(answer.num_tokens)
         finally:
             del self._inboxes[opening.session]
             self._downlink.put([Close(opening.session)])

@@ -18,13 +18,12 @@ from ray.serve import Application
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from cascade.client import SECURE
-from cascade.config import CascadeConfig, ListenConfig
+from cascade.client.client import SECURE
 from cascade.errors import ConfigError, ModelError
-from deployments.access import Access
-from deployments.app import build, parse
-from deployments.capacity import shortage
-from deployments.tls import check, check_door
+from cascade.settings.config import CascadeConfig, ListenConfig
+from deployments.admission.access import Access
+from deployments.app import build, parse, shortage
+from deployments.links.tls import check, check_door
 
 log = logging.getLogger(__name__)
 

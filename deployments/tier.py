@@ -1,4 +1,4 @@
-"""The deployment of one tier: a shim around `cascade.tier.Tier` that loads the model and joins the links."""
+"""The deployment of one tier: a shim around `cascade.chain.tier.Tier` that loads the model and joins the links."""
 
 import asyncio
 import logging
@@ -10,21 +10,22 @@ from typing import Any, TypeVar
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
-from cascade.adapters import AdaptedModel
-from cascade.config import LinkTLS, TierConfig
+from cascade.chain.profile import measure
+from cascade.chain.tier import Tier
+from cascade.engine.adapters import AdaptedModel
+from cascade.engine.grammar import Grammars
+from cascade.engine.loading import load
+from cascade.engine.model import Model
+from cascade.engine.sequence_state import state_maker
+from cascade.engine.threads import apart
+from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
-from cascade.grammar import Grammars
-from cascade.loading import load
-from cascade.model import Model
-from cascade.profile import measure
-from cascade.threads import apart
-from cascade.tier import Tier
-from cascade.tokenizer import Tokenizer
-from deployments.downlink import Downlink
-from deployments.link import LinkServer
-from deployments.ranks import Ranks, bind_threads
-from deployments.spare import Lessor
-from deployments.tls import check
+from cascade.settings.config import LinkTLS, TierConfig
+from deployments.links.downlink import Downlink
+from deployments.links.held_lease import Lessor
+from deployments.links.ranks import Ranks, bind_threads
+from deployments.links.tls import check
+from deployments.links.uplink import LinkServer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class TierReplica:
             policy=engine.policy,
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
-            grammars=None if tokenizer is None else Grammars(tokenizer),
+            new_state=state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
@@ -117,7 +118,7 @@ def lessor(handle: DeploymentHandle) -> Lessor:
 
 
 async def _apart(work: Callable[[], T]) -> T:
-    """`cascade.threads.apart`, beside the event loop."""
+    """`cascade.engine.threads.apart`, beside the event loop."""
     return await asyncio.to_thread(apart, work)
 
 

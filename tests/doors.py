@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
-from test_link import Net, Node
-from test_router import Handle, Stoppable
-from test_tier import NAMES, CountingModel
 
-from cascade.config import CascadeConfig, ListenConfig
-from cascade.grammar import Grammars
-from cascade.tokenizer import Tokenizer
-from deployments import census
+from cascade.engine.grammar import Grammars
+from cascade.engine.tokenizer import Tokenizer
+from cascade.settings.config import CascadeConfig, ListenConfig
+from deployments.links import replica_status
 from deployments.router import Router
 from deployments.server import free_port
+from tests.chain.test_tier import NAMES, CountingModel
+from tests.links.test_link import Net, Node
+from tests.router.test_router import Handle, Stoppable
 
 T = TypeVar("T")
 VOCAB = 4096  # of the embedded family's tokenizer
@@ -88,7 +88,7 @@ def house(
 
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
-    patch.setattr(census, "count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
+    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
     thread.start()
     try:
         assert ready.wait(60)

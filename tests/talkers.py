@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from doors import House, house
-from test_tier import CountingModel
 from tokenizers import AddedToken
 
-from cascade.config import CascadeConfig
-from cascade.tokenizer import Tokenizer
-from cascade.toy import _fold
+from cascade.engine.tokenizer import Tokenizer
+from cascade.settings.config import CascadeConfig
+from cascade.simulation.toy import _fold
+from tests.chain.test_tier import CountingModel
+from tests.doors import House, house
 
 # as the families write them; `{tools}` and `{call}` and `{result}` are theirs
 CHAT = (

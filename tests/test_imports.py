@@ -1,55 +1,77 @@
-"""The house has doors that open one way."""
+"""The house has floors: imports go down, never up."""
 
 import ast
 from pathlib import Path
 
-import pytest
+ROOT = Path(__file__).parent.parent
+FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those of one floor do not know each other
+    ("cascade.errors", "cascade.v1", "cascade.family"),
+    ("cascade.params",),
+    ("cascade.messages",),
+    ("cascade.scorer", "cascade.answer"),
+    ("cascade.chain", "cascade.engine", "cascade.client"),
+    ("cascade.simulation", "cascade.settings", "cascade.local"),
+    ("cascade.bench",),
+    ("deployments.links", "deployments.admission"),
+    ("deployments.chat",),
+    ("deployments.grpc", "deployments.http"),
+    ("deployments.tier", "deployments.servers"),
+    ("deployments.router",),
+    ("deployments.app",),
+    ("deployments.server",),
+    ("cascade.cli",),
+)
+LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+WIRED = ("cascade/client/", "cascade/v1/", "cascade/cli/")  # of the library, those that speak to servers, and start them
+SERVING = {"ray", "grpc", "fastapi", "starlette", "uvicorn", "google", "deployments"}
 
-PACKAGE = Path(__file__).parent.parent / "cascade"
-FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "v1" not in p.parts]
-SERVING = {"ray", "grpc", "fastapi", "starlette", "google", "deployments"}
-TRANSFORMERS = {
-    "attention.py",
-    "kv.py",
-    "model.py",
-    "tokenizer.py",
-    "adapters.py",
-    "check.py",
-    "checkpoint.py",
-    "loading.py",
-    "parallel.py",
-    "quantization.py",
-}
+
+def room(module: str) -> str:
+    """``cascade.chain`` for ``cascade.chain.session``."""
+    return ".".join(module.split(".")[:2])
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, without `if TYPE_CHECKING`."""
+    """Modules that a file imports anywhere, under ``if TYPE_CHECKING`` too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = node.module in ("cascade", "deployments")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if whole else {node.module}
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_library_knows_no_serving(path: Path) -> None:
-    """Guards the library against Ray and the wire: only the client speaks gRPC and only the CLI starts servers."""
-    if path.name not in ("client.py", "cli.py"):
-        assert not imported(path) & SERVING
+def files(*packages: str) -> list[tuple[str, Path]]:
+    """Names of modules and their files."""
+    found = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    return [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in found]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_few_files_know_transformers(path: Path) -> None:
-    """Guards the seam of the model: sessions, tiers and planners must work with any scorer."""
-    if path.name not in TRANSFORMERS and "family" not in path.parts:
-        assert not imported(path) & {"transformers", "tokenizers"}
+def test_imports_go_down() -> None:
+    """Guards against circles: a room knows only what lies on lower floors, and every room has its floor."""
+    for module, path in files("cascade", "deployments"):
+        here = room(module)
+        if here.endswith(".__init__"):
+            continue  # public names of the package
+        for other in {room(name) for name in imported(path) if name.split(".")[0] in ("cascade", "deployments")} - {here}:
+            assert LEVELS[other] < LEVELS[here], f"{module} imports {other}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_cli_prints(path: Path) -> None:
+def test_the_library_knows_no_serving() -> None:
+    """Guards the library against Ray and the wire, and all but the engine against Transformers: any scorer must do."""
+    for module, path in files("cascade"):
+        names = {name.split(".")[0] for name in imported(path)}
+        if not str(path.relative_to(ROOT)).startswith(WIRED):
+            assert not names & SERVING, module
+        if room(module) not in ("cascade.engine", "cascade.family", "cascade.settings"):
+            assert not names & {"transformers", "tokenizers"}, module
+
+
+def test_only_the_command_line_prints() -> None:
     """Guards against prints in library code."""
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    if path.name != "cli.py":
-        assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+    for module, path in files("cascade", "deployments"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        printed = any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+        assert not printed or room(module) == "cascade.cli", module

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, local
-from cascade.check import needs
-from cascade.config import CascadeConfig
-from cascade.kv import Cache
-from cascade.loading import common_room
+from cascade.engine.kv import Cache
+from cascade.engine.loading import common_room
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import origin_level
-from cascade.model import Model
 from cascade.scorer import Row
-from cascade.tokenizer import Tokenizer
+from cascade.settings.check import needs
+from cascade.settings.config import CascadeConfig
+from tests.architectures import build
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
@@ -101,7 +101,7 @@ def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
     tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in family.paths())
     for models in ([tiny, Babbler(medium), full], [Babbler(tiny), medium, full]):
-        with Cascade(models, cascade.tokenizer) as babbling:
+        with Cascade(models, cascade.engine.tokenizer) as babbling:
             assert complete(babbling, PROMPT, params).token_ids == expected
 
 
@@ -116,7 +116,7 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
     ids = torch.tensor([prompt])
     greedy = full.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
     models = [Model(network) for network in networks]
-    with Cascade(models, cascade.tokenizer) as random_cascade:
+    with Cascade(models, cascade.engine.tokenizer) as random_cascade:
         expected = random_cascade.generate(prompt, params, Speculation("off")).token_ids
         if temperature == 0:
             assert list(expected) == greedy

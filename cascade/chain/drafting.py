@@ -1,0 +1,130 @@
+"""Whom the sessions of a tier draft with: as planned, and around tiers that failed until they are due again."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from cascade.chain.planner import Chain, Planner
+from cascade.chain.scheduler import CHUNK
+from cascade.chain.session import Session, Work
+from cascade.chain.slot import Health
+from cascade.messages import Commit, Failed, Message, Proposal
+
+SETTLING = 4  # passes for which the first guesses of a new drafter may be missing before that is held against it
+
+
+class Drafted(Protocol):
+    """A session with what is known of its drafters."""
+
+    session: Session
+    chain: Chain  # tiers below that it shall use now
+    using: Chain  # tiers below that it was opened with
+    settling: int  # passes to come that say nothing about them yet
+    alone: bool  # it is too much for the tiers below
+
+
+S = TypeVar("S", bound=Drafted)
+
+
+class Drafters(Generic[S]):
+    """``send`` takes messages to the tier that it names; ``mint`` gives names to sessions."""
+
+    def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner) -> None:
+        self._send = send
+        self._mint = mint
+        self._planner = planner
+        self._health = Health()
+        self._slots: dict[str, S] = {}  # by the name of their session below
+
+    def slot(self, session: str) -> S | None:
+        """Who drafts with the session of that name below."""
+        return self._slots.get(session)
+
+    def begin(self, slot: S, num_sessions: int, now: float) -> None:
+        """Find a drafter for a new session, one of so many."""
+        self._plan(slot, num_sessions)
+        self.draft(slot, now)
+
+    def draft(self, slot: S, now: float) -> float | None:
+        """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
+        chain, session = slot.chain, slot.session
+        if session.done or slot.using == chain:
+            return None
+        usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
+        if not chain:
+            self.leave(slot)
+        elif usable and slot.using != usable:
+            self.leave(slot)
+            opening = session.attach(usable[0], self._mint(), usable[1:])
+            slot.using, slot.settling = usable, SETTLING
+            self._slots[opening.session] = slot
+            self._send(session.drafter, opening)
+        failed = (tier for tier in chain if not self._health.usable(tier, now))
+        return min((self._health.retry_at[tier] for tier in failed), default=None)
+
+    def _usable(self, chain: Chain, now: float) -> Chain:
+        """From its first usable tier on; what is below that one is its own affair."""
+        first = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), len(chain))
+        return chain[first:]
+
+    def leave(self, slot: S) -> None:
+        """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
+        drafter = slot.session.drafter
+        self._slots.pop(slot.session.drafter_session, None)
+        closing = slot.session.detach()
+        slot.using, slot.settling = (), 0
+        if closing is not None:
+            self._send(drafter, closing)
+
+    def tell(self, slot: S, commit: Commit) -> None:
+        """The text has changed."""
+        if slot.session.drafter:
+            self._send(slot.session.drafter, commit)
+
+    def hear(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
+        """A message from below; the drafter that is lost and the reason, if one is."""
+        slot = self._slots.get(message.session)
+        if slot is None:
+            return None
+        drafter = slot.session.drafter
+        if isinstance(message, Proposal):
+            slot.session.propose(message)
+            slot.settling = 0
+            self._health.works(drafter)
+            return None
+        if message.fault:  # others may draft there, this one nowhere
+            slot.alone, slot.chain = True, ()
+        else:
+            self._health.failed(message.tier or drafter, now)
+        self.leave(slot)
+        self.draft(slot, now)
+        return drafter, message.reason
+
+    def passed(self, slots: Collection[S], rows: Sequence[tuple[S, Work, int]], seconds: float, now: float) -> None:
+        """A pass gave each of ``rows`` so many own tokens, ``seconds`` after the one before; ``slots`` are all sessions."""
+        totals: dict[tuple[Chain, Chain], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for slot, work, num_new in rows:
+            allowed = slot.session.opening.chain
+            if not (slot.session.opening.adaptive and allowed) or len(work.tokens) - work.num_own >= CHUNK:
+                continue
+            if slot.settling:
+                slot.settling -= 1
+            elif slot.using == slot.chain:
+                num_rows, tokens = totals[allowed, slot.using]
+                totals[allowed, slot.using] = num_rows + 1, tokens + num_new
+        changed = False
+        for (allowed, used), (num_rows, tokens) in totals.items():
+            changed |= self._planner.saw(allowed, used, len(slots), num_rows, tokens, seconds)
+        if changed:
+            for slot in slots:
+                self._plan(slot, len(slots))
+                self.draft(slot, now)
+
+    def _plan(self, slot: S, num_sessions: int) -> None:
+        session = slot.session
+        allowed = session.opening.chain
+        if slot.alone or not session.opening.adaptive or not allowed:
+            slot.chain = () if slot.alone else allowed
+            return
+        slot.chain = self._planner.chain(allowed, num_sessions)
+        session.spared = "" if slot.chain else self._planner.spared(allowed, num_sessions)

@@ -1,0 +1,118 @@
+"""Which sessions of a tier have a place in memory. When it is short, some wait, or lose theirs and are scored again later.
+
+Sessions rank by when they were opened. Each may take the place of those behind it, and of those that have been idle for a
+while; so the first one always gets on, and every one is the first some day.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+from cascade.chain.block_manager import BlockManager
+from cascade.chain.scheduler import rank
+from cascade.chain.session import Session
+from cascade.chain.slot import Slot
+from cascade.scorer import BLOCK, Store
+
+IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
+MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
+
+
+class KVAdmission:
+    """Keys and values of the sessions of one tier: at most ``num_tokens`` positions in ``new_store`` stores."""
+
+    def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
+        self.block_manager = BlockManager(new_store, num_tokens)
+        self.preempted = 0  # times that a session lost its place
+
+    def problem(self, positions: int) -> str | None:
+        """Why a session of this length can never be served, if so."""
+        if self.block_manager.fits(positions):
+            return None
+        return (
+            f"its memory holds {self.block_manager.total * BLOCK} tokens in {self.block_manager.total} blocks of {BLOCK}, "
+            f"the request may need {positions} in {self.block_manager.blocks(positions)}"
+        )
+
+    def admit(self, slots: Collection[Slot], max_guesses: int, now: float) -> tuple[list[Slot], bool]:
+        """The sessions that can be scored, all with room for that; and whether others wait for memory."""
+        ranked: Sequence[Slot] = sorted(slots, key=rank)
+        able, waiting = [], False
+        for slot in ranked:
+            session = slot.session
+            if session.stalled:
+                continue
+            positions = len(session.text) + min(session.usable, max_guesses)
+            if self._place(slot, positions, ranked, now):
+                able.append(slot)
+            else:
+                waiting = True
+        return able, waiting
+
+    def scored(self, slot: Slot) -> None:
+        """Let others reuse the prompt once it is scored: nothing rolls it back."""
+        allocation, session = slot.allocation, slot.session
+        prompt_len = session.opening.prompt_len
+        if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
+            self.block_manager.share(allocation, session.text[:prompt_len], _salt(session))
+
+    def leave(self, slot: Slot, *, spoilt: bool = False) -> None:
+        """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
+        allocation, session, slot.allocation = slot.allocation, slot.session, None
+        if allocation is not None and spoilt:
+            self.block_manager.drop(allocation)
+        elif allocation is not None:
+            self.block_manager.close(allocation, session.text[: session.kv_len], _salt(session))
+
+    def check(self, slots: Collection[Slot] = ()) -> None:
+        """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
+        self.block_manager.check()
+        held = sum(allocation.users for allocation in {slot.allocation for slot in slots if slot.allocation is not None})
+        seated = sum(slot.allocation is not None for slot in slots)
+        assert held == seated, f"strips have {held} users, and {seated} sessions have a place in memory"
+        for slot in slots:
+            capacity = slot.allocation.capacity if slot.allocation else 0
+            assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
+
+    def _place(self, slot: Slot, positions: int, ranked: Sequence[Slot], now: float) -> bool:
+        """Make room for so many positions, at the cost of others if need be."""
+        allocation = slot.allocation
+        if allocation is not None and allocation.users == 1 and positions <= allocation.capacity:
+            return True
+        while not self._take(slot, positions):
+            victim = next((s for s in reversed(ranked) if s.allocation and _yields(s, slot, now)), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _take(self, slot: Slot, positions: int) -> bool:
+        session = slot.session
+        if slot.allocation is not None:
+            allocation = self.block_manager.reserve(slot.allocation, positions, session.kv_len)
+            if allocation is None:
+                return False
+        else:
+            found = self.block_manager.open(session.text, _salt(session), positions)
+            if found is None:
+                return False
+            allocation, session.kv_len = found
+        slot.allocation = allocation
+        return True
+
+    def _preempt(self, slot: Slot) -> None:
+        assert slot.allocation is not None
+        self.block_manager.drop(slot.allocation)
+        slot.allocation, slot.session.kv_len = None, 0
+        self.preempted += 1
+
+
+def _salt(session: Session) -> str:
+    """Sessions with the same one may share keys and values, which depend on the adapter."""
+    opening = session.opening
+    own = "" if opening.params.prompt_logprobs is None else opening.session  # whose logits nobody has left
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}"
+
+
+def _yields(slot: Slot, other: Slot, now: float) -> bool:
+    """Whether ``slot`` has to give its place to ``other``."""
+    idle = slot.session.stalled and now - slot.since > IDLE_S
+    return slot is not other and (idle or rank(slot) > rank(other))

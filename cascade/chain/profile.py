@@ -1,0 +1,120 @@
+"""What a pass of a tier costs: timed over a small grid at start, and kept current from the passes that follow."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cascade.params import SamplingParams
+from cascade.scorer import Row, Scorer
+
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)  # tokens of a pass
+SCORED = 16  # of them at most, own tokens are wanted; the others are a prompt's
+CONTEXT = 512  # positions before those of a pass, where time is taken a second time
+BUDGET_S = 0.6  # for all of it
+ROUNDS = 5
+RATE = 0.05  # weight of the latest pass
+OUTLIER = 2.0  # a pass counts as so many times too slow or too fast at most: machines pause
+PARAMS = SamplingParams(temperature=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds that a pass takes: ``base_s + token_s * max(0, tokens - knee)``, or points ``(tokens, seconds)`` measured.
+
+    Between measured points it is a straight line, before the first the same as there, behind the last it goes on as steep.
+    """
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    knee: int = 1  # tokens that cost no more than one
+    points: tuple[tuple[int, float], ...] = ()  # of increasing tokens
+
+    def __call__(self, num_tokens: int) -> float:
+        points = self.points
+        if not points:
+            return self.base_s + self.token_s * max(0, num_tokens - self.knee)
+        if len(points) == 1 or num_tokens <= points[0][0]:
+            return points[0][1]
+        upper = next((i for i, (tokens, _) in enumerate(points) if tokens >= num_tokens), len(points) - 1)
+        (n0, s0), (n1, s1) = points[upper - 1], points[upper]
+        return s0 + (s1 - s0) * (num_tokens - n0) / (n1 - n0)
+
+
+class Profile:
+    """Seconds of a pass that scores so many tokens, of sessions that hold so many positions together.
+
+    Straight lines between measured numbers of tokens, plus a price for each position held. Safe to read from any thread.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]], context_s: float = 0.0) -> None:
+        """``points`` are numbers of tokens, increasing, and seconds without context; ``context_s`` is for each position."""
+        assert points, "at least one pass was timed"
+        self._tokens = [tokens for tokens, _ in points]
+        self._seconds = [seconds for _, seconds in points]
+        self.context_s = context_s
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """Tokens and seconds."""
+        return tuple(zip(self._tokens, self._seconds, strict=True))
+
+    def cost(self, context: int = 0) -> PassCost:
+        """For the simulator: passes of sessions that hold ``context`` positions together."""
+        return PassCost(points=tuple((tokens, seconds + self.context_s * context) for tokens, seconds in self.points))
+
+    def predict(self, num_tokens: int, context: int = 0) -> float:
+        """Seconds of a pass."""
+        return PassCost(points=self.points)(num_tokens) + self.context_s * context
+
+    def saw(self, num_tokens: int, context: int, seconds: float) -> None:
+        """A pass took so long: the points beside its number of tokens move."""
+        expected = self.predict(num_tokens, context)
+        ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
+        after = bisect_right(self._tokens, num_tokens)
+        beside = [place for place in (after - 1, after) if 0 <= place < len(self._tokens)]
+        if after and self._tokens[after - 1] == num_tokens:
+            beside = [after - 1]
+        for place in beside:
+            self._seconds[place] *= 1 + RATE * (ratio - 1)
+
+
+def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = BUDGET_S) -> Profile:
+    """Time passes of ``model``: rounds over the grid, smallest first, until ``budget_s`` is over; the best time counts.
+
+    A model so slow that the budget ends within the first round is timed at the small sizes alone.
+    """
+    end = time.perf_counter() + budget_s
+    room = model.context_len - 1
+    context = max(1, min(CONTEXT, room // 2))
+    grid = [tokens for tokens in GRID if tokens <= min(max_tokens, room - context)] or [1]
+    best: dict[tuple[int, int], float] = {}
+    _time(model, grid[0], 1)  # the first pass of a process is no measure
+    for _ in range(ROUNDS):
+        for tokens in grid:
+            if best and time.perf_counter() > end:
+                return _fit(best, context)
+            best[tokens, 1] = min(best.get((tokens, 1), float("inf")), _time(model, tokens, 1))
+        best[1, context] = min(best.get((1, context), float("inf")), _time(model, 1, context))
+    return _fit(best, context)
+
+
+def _fit(best: dict[tuple[int, int], float], context: int) -> Profile:
+    context_s = 0.0
+    if (1, context) in best and context > 1:
+        context_s = max(0.0, best[1, context] - best[1, 1]) / (context - 1)
+    return Profile(sorted((tokens, seconds) for (tokens, held), seconds in best.items() if held == 1), context_s)
+
+
+def _time(model: Scorer, num_tokens: int, context: int) -> float:
+    """Seconds of a pass that scores ``num_tokens`` behind ``context`` positions."""
+    tokens = [place % model.vocab_size for place in range(context + num_tokens)]
+    cache = model.new_cache()
+    try:
+        model.run([Row(cache, 0, tokens[:context], 0, PARAMS)])
+        row = Row(cache, context, tokens[context:], min(num_tokens, SCORED), PARAMS)
+        begin = time.perf_counter()
+        model.run([row])
+        return time.perf_counter() - begin
+    finally:
+        cache.free()

@@ -1,0 +1,144 @@
+"""What the terminal shows: text coloured by the history of its tokens, and tables. Renders; the CLI prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from cascade.answer import Chunk, Completion
+from cascade.bench.measure import Measured
+from cascade.messages import Edge, origin_corrected, origin_level
+from cascade.simulation.forecast import Prediction
+
+if TYPE_CHECKING:  # needs torch, and the command line shall start at once
+    from cascade.settings.check import Need
+
+# one colour per level from the bottom; readable on light and dark, and told apart by the colour-blind (Okabe, Ito 2008)
+LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")
+
+
+def level_style(level: int, corrected: bool = False) -> str:
+    """Style of a token whose lowest author is the tier at ``level``; corrections are underlined."""
+    return LEVEL_COLOURS[level % len(LEVEL_COLOURS)] + (" underline" if corrected else "")
+
+
+def legend(names: Sequence[str]) -> Text:
+    """Which colour means which tier."""
+    text = Text()
+    for level, name in enumerate(names):
+        said = "guessed, accepted by all above" if level < len(names) - 1 else "said it itself"
+        text.append(f"■ {name} ", level_style(level)).append(f"{said}   ", "dim")
+    return text.append("underlined", "underline").append(" corrected a wrong guess from below", "dim")
+
+
+def coloured(chunk: Chunk) -> Text:
+    """A piece of text, each token in the colour of its history."""
+    text = Text(chunk.text)
+    begin = 0
+    for end, byte in zip(chunk.ends, chunk.origins, strict=True):
+        text.stylize(level_style(origin_level(byte), origin_corrected(byte)), begin, end)
+        begin = end
+    return text
+
+
+def logprobs(completion: Completion) -> Table:
+    """Log-probability of each token, and the likeliest tokens in its place."""
+    table = Table("token id", "log-probability", "likeliest token ids", title="Log-probabilities of the full model")
+    for token, said in zip(completion.token_ids, completion.logprobs, strict=True):
+        table.add_row(str(token), f"{said.logprob:.3f}", "  ".join(f"{id} {value:.3f}" for id, value in said.top))
+    return table
+
+
+def speeds(results: Iterable[Measured], baseline: str) -> Table:
+    """Tokens per second of each mode beside the mode named ``baseline``."""
+    results = list(results)
+    base = next(r.tokens_per_second for r in results if r.mode.name == baseline)
+    table = Table("mode", "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
+    for result in results:
+        first = sorted(result.first_token_s)[len(result.first_token_s) // 2] * 1e3 if result.first_token_s else 0.0
+        table.add_row(
+            result.mode.name,
+            f"{result.tokens_per_second:.1f}",
+            f"{result.tokens_per_second / base:.2f}x",
+            f"{result.tokens_per_full_pass:.2f}",
+            f"{first:.0f} ms",
+        )
+    return table
+
+
+def acceptance(edges: Iterable[Edge]) -> Table:
+    """What happened on each edge."""
+    table = Table("drafter → verifier", "passes", "proposed", "accepted", "tokens per pass", "waited", title="Edges")
+    for edge in edges:
+        share = f" ({edge.accepted / edge.proposed:.0%})" if edge.proposed else ""
+        table.add_row(
+            f"{edge.drafter or '(alone)'} → {edge.verifier}",
+            str(edge.passes),
+            str(edge.proposed),
+            f"{edge.accepted}{share}",
+            f"{edge.mean_accepted_len:.2f}",
+            f"{edge.waited_s:.2f} s",
+        )
+    return table
+
+
+def predictions(rows: Iterable[Prediction]) -> Table:
+    """What the simulator says of each choice of tiers."""
+    table = Table("tiers", "schedule", "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
+    for row in rows:
+        table.add_row(
+            " → ".join(row.tiers),
+            row.schedule,
+            str(row.window or "-"),
+            f"{row.tokens_per_s:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.bubble_s * 1e3:.1f} ms",
+        )
+    return table
+
+
+def needs(tiers: Iterable[Need]) -> Table:
+    """What each tier takes of its device."""
+    columns = (
+        "tier",
+        "architecture",
+        "parameters",
+        "weights",
+        "dtype",
+        "cache a token",
+        "device",
+        "tokens that fit",
+        "context",
+    )
+    table = Table(*columns, title="Tiers")
+    for need in tiers:
+        model = need.anatomy
+        table.add_row(
+            need.tier,
+            model.architecture,
+            _parameters(model.parameters),
+            _bytes(model.weight_bytes),
+            str(model.dtype).removeprefix("torch.") + (f", {need.quantization}" if need.quantization else ""),
+            _bytes(model.cache_bytes_per_token),
+            f"{need.ranks} x {need.device}, {_bytes(need.device_bytes)}"
+            if need.ranks > 1
+            else f"{need.device}, {_bytes(need.device_bytes)}",
+            f"{need.cache_tokens:,}" if need.cache_tokens > 0 else "none",
+            f"{model.context_len:,}",
+        )
+    return table
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _bytes(number: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            return f"{number / 1024**power:.2f} {unit}"
+    return f"{number} B"

@@ -1,0 +1,135 @@
+"""`cascade top`: a running server, as it is now."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cascade.bench.server_metrics import Metrics, fetch_metrics
+from cascade.cli.screen import level_style
+from cascade.errors import CascadeError
+
+console = Console(highlight=False)
+
+
+@dataclass(slots=True)
+class Frame:
+    """What a server said at one time, of `time.monotonic`; without what could not be had, and why."""
+
+    time_s: float
+    info: Any = None  # cascade.client.ServerInfo, which needs gRPC
+    metrics: Metrics | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+@click.command()
+@click.option("--address", default="127.0.0.1:9000", show_default=True, help="Of the server's gRPC door.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of its HTTP door, for the counters.")
+@click.option("--every", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="Print one frame, with totals since the start instead of rates, and end.")
+def top(address: str, url: str, every: float, once: bool) -> None:
+    """Watch the tiers, edges and sessions of a server until Ctrl-C."""
+    from cascade.client import Client
+
+    with Client(address, api_key=os.environ.get("CASCADE_API_KEY")) as client:
+        last = look(client, url)
+        if once:
+            if last.info is None:
+                raise CascadeError(last.problems[0])
+            console.print(view(last))
+            return
+        try:
+            with Live(view(last), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+                while True:
+                    time.sleep(every)
+                    before, last = last, look(client, url)
+                    live.update(view(last, before), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def look(client: Any, url: str) -> Frame:
+    """Ask a server through both of its doors."""
+    frame = Frame(time.monotonic())
+    try:
+        frame.info = client.describe()
+    except CascadeError as error:
+        frame.problems.append(str(error))
+    try:
+        frame.metrics = fetch_metrics(url)
+    except CascadeError as error:
+        frame.problems.append(str(error))
+    return frame
+
+
+def view(frame: Frame, before: Frame | None = None) -> RenderableType:
+    """The frame as it is shown; with rates since ``before``, else with totals since the server's start."""
+    parts: list[RenderableType] = []
+    if frame.info is not None:
+        parts.append(_tiers(frame.info))
+    if frame.metrics is not None:
+        earlier = before.metrics if before is not None else None
+        seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
+        parts += [_requests(frame.metrics, earlier, seconds), _edges(frame.metrics, earlier, seconds)]
+    parts += [Text(problem, "bold red") for problem in frame.problems]
+    return Group(*parts)
+
+
+def _tiers(info: Any) -> Table:
+    table = Table("tier", "model", "replicas", "sessions", "parameters", "device", "pass of 1 token", title="Tiers")
+    for level, tier in enumerate(info.tiers):
+        cost = f"{tier.pass_cost[0][1] * 1e3:.2f} ms" if tier.pass_cost else "-"
+        table.add_row(
+            Text(f"■ {tier.name}", level_style(level)),
+            tier.model,
+            str(tier.replicas),
+            str(tier.sessions),
+            f"{tier.parameters / 1e6:,.1f} M" if tier.parameters else "-",
+            tier.device or "-",
+            cost,
+        )
+    return table
+
+
+def _requests(now: Metrics, earlier: Metrics | None, seconds: float | None) -> Table:
+    """Answers and tokens; waiting times over the time shown."""
+    change = now.since(earlier)
+    suffix = "" if seconds is None else "/s"
+    columns = ("running", "waiting", f"answers{suffix}", f"refused{suffix}", f"tokens{suffix}", "first token", "gap")
+    table = Table(*columns, title="Requests")
+    rates = [_rate(change.total(name), seconds) for name in ("answers_total", "refused_total", "output_tokens_total")]
+    waits = [change.mean(name) for name in ("first_token_seconds", "piece_gap_seconds")]
+    table.add_row(
+        f"{now.total('running'):.0f}",
+        f"{now.total('waiting'):.0f}",
+        *rates,
+        *("-" if mean is None else f"{mean * 1e3:.1f} ms" for mean in waits),
+    )
+    return table
+
+
+def _edges(now: Metrics, earlier: Metrics | None, seconds: float | None) -> Table:
+    """What happened between neighbouring tiers; of answers that are complete."""
+    suffix = "" if seconds is None else "/s"
+    columns = ("drafter → verifier", f"passes{suffix}", f"proposed{suffix}", f"accepted{suffix}", "acceptance")
+    table = Table(*columns, title="Edges")
+    change = now.since(earlier)
+    for drafter, verifier in now.edges:
+        counts = [change.of_edge(name, drafter, verifier) for name in ("passes_total", "proposed_tokens_total")]
+        accepted = change.of_edge("accepted_tokens_total", drafter, verifier)
+        table.add_row(
+            f"{'(alone)' if drafter == 'none' else drafter} → {verifier}",
+            *(_rate(count, seconds) for count in (*counts, accepted)),
+            f"{accepted / counts[1]:.0%}" if counts[1] else "-",
+        )
+    return table
+
+
+def _rate(count: float, seconds: float | None) -> str:
+    return f"{count:,.0f}" if seconds is None else f"{count / seconds:,.1f}"

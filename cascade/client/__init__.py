@@ -1,0 +1,7 @@
+"""Clients of a served cascade; they need neither torch nor Ray."""
+
+from cascade.client.chat import ChatOptions, ToolCall, Turn, TurnPiece
+from cascade.client.client import AsyncClient, Client
+from cascade.client.received import ServerInfo
+
+__all__ = ["AsyncClient", "ChatOptions", "Client", "ServerInfo", "ToolCall", "Turn", "TurnPiece"]

@@ -1,0 +1,70 @@
+"""LoRA adapters on a model: every row of a pass names one, or none."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cascade.engine.checkpoint import reason
+from cascade.engine.model import Model
+from cascade.errors import ModelError
+from cascade.scorer import Row
+
+
+class AdaptedModel(Model):
+    """A model whose rows follow the adapter ``row.params.adapter`` names; "" is the model itself.
+
+    ``adapters`` are paths or hub ids by name. Rows of different adapters never meet in one forward: a pass is as many forwards
+    as its rows have adapters. Keys and values depend on the adapter, so prefixes must not be shared between adapters.
+    """
+
+    captures = False  # what a layer does depends on the adapter
+
+    def __init__(self, network: PreTrainedModel, adapters: Mapping[str, str], **options: Any) -> None:
+        """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
+        super().__init__(network, **options)
+        self.adapters = tuple(adapters)
+        for name, source in adapters.items():
+            self._load(name, source)
+        self._active: str | None = None
+        self.switch("")
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Own tokens of each row, see `cascade.scorer.Scorer`."""
+        own: list[list[int]] = [[] for _ in rows]
+        for name in dict.fromkeys(row.params.adapter for row in rows):
+            self.switch(name)
+            places = [place for place, row in enumerate(rows) if row.params.adapter == name]
+            for place, tokens in zip(places, super().run([rows[place] for place in places]), strict=True):
+                own[place] = tokens
+        return own
+
+    def switch(self, name: str) -> None:
+        """Let the next forward follow an adapter."""
+        if name == self._active:
+            return
+        if name and name not in self.adapters:
+            raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self.adapters)}")
+        if name:
+            self._network.enable_adapters()
+            self._network.set_adapter(name)
+        else:
+            self._network.disable_adapters()
+        self._active = name
+
+    def _load(self, name: str, source: str) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+                report = self._network.load_adapter(source, adapter_name=name)
+        except Exception as error:  # of any library
+            raise ModelError(f"The adapter {name!r} cannot be loaded from {source!r}: {reason(error)}") from error
+        absent = {key for key in report.missing_keys if f".{name}." in key}  # those of other adapters are reported, too
+        if odd := absent | {*report.unexpected_keys, *map(str, report.mismatched_keys)}:
+            raise ModelError(f"The adapter {name!r} of {source!r} was made for another model: {len(odd)} weights do not fit")
+        try:
+            self._network.set_adapter(name)
+            self._take_path()
+        except ModelError as error:
+            raise ModelError(f"The adapter {name!r} of {source!r} cannot be served: {error}") from error.__cause__

@@ -1,0 +1,225 @@
+"""How a model holds keys and values and attends to them: one strategy for each kind of device, chosen when it is loaded.
+
+On a CPU a session's keys and values are contiguous. On a GPU they lie in blocks: PyTorch's kernel for rows of different
+lengths reads them there, by block tables, and where it cannot, a session's are gathered before each layer.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from cascade.engine import kv
+from cascade.engine.kernels import PAGE, Kernel, find_kernel, padded, sight
+from cascade.engine.kv import ATTENTION, Cache, Pass, Span, Survey
+from cascade.engine.paged_cache import SPARE, Blocks, PagedCache
+
+log = logging.getLogger(__name__)
+
+PAGED = "cascade_paged"  # attention functions over blocks, at Transformers
+GATHERED = "cascade_gathered"
+PROBES = 8  # blocks while a model is tried out
+
+Windows = dict[int, int | None]  # by layer, see `cascade.engine.kv.Survey`
+
+
+class Attention(Protocol):
+    """What a model asks of it."""
+
+    name: str  # of its attention function, at Transformers
+    fills: bool  # passes may have tokens of no row, see `cascade.engine.model.fill`
+
+    def new_cache(self) -> Any:
+        """Keys and values of a new session: a `cascade.scorer.Store`."""
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> Any:
+        """What the layers of a pass are given."""
+
+    def hold(self, tokens: int) -> int:
+        """Make the memory for so many positions, once every layer was seen; how many they are in whole blocks."""
+
+
+class Contiguous:
+    """Each session by itself, see `cascade.engine.kv`."""
+
+    name = ATTENTION
+    fills = True
+
+    def new_cache(self) -> Cache:
+        return Cache()
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
+        return Pass(spans, windows)
+
+    def hold(self, tokens: int) -> int:
+        return tokens
+
+
+class Paged:
+    """In blocks. Passes whose rows are equally long can be captured: see `over`."""
+
+    fills = False
+    most = 0  # tokens of a pass that is worth capturing
+
+    def __init__(self, kernel: Kernel, block: int = PAGE) -> None:
+        self.blocks = Blocks(PROBES, block)
+        self._kernel = kernel
+
+    def new_cache(self) -> PagedCache:
+        return PagedCache(self.blocks)
+
+    def over(self, tables: "Tables", windows: Windows) -> "PagedPass":
+        """A pass over rows whose blocks are ready to be written; those of `Gathered` must be equally long."""
+        return PagedPass(self.blocks, tables, windows, self._kernel)
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """How wide tables are told to be, in blocks, for sessions of up to ``most``."""
+        return (most,)
+
+    def hold(self, tokens: int) -> int:
+        number = max(1, tokens // self.blocks.block)
+        self.blocks = self.blocks.resized(number + SPARE)
+        return number * self.blocks.block
+
+
+@dataclass(slots=True)
+class Tables:
+    """The rows of one pass as the kernel wants them. Query ``i`` of a row's ``n`` sees ``length - n + i + 1`` positions."""
+
+    slots: Tensor  # int64 [total_tokens], where keys and values are written among the positions of all blocks
+    ends: Tensor  # int32 [rows + 1], from 0 on: tokens before the end of each row
+    lengths: Tensor  # int32 [rows], positions in use, this pass's included
+    blocks: Tensor  # int32 [rows, width]
+    longest: int  # row, in tokens
+    farthest: int  # length, at most
+
+
+@dataclass(slots=True)
+class PagedPass:
+    """What `attend` needs, for all layers of a pass."""
+
+    memory: Blocks
+    tables: Tables
+    windows: Windows
+    kernel: Kernel
+
+
+class Gathered(Paged):
+    """A session's blocks are gathered for every layer: for all kinds of layers, on any device."""
+
+    name = GATHERED
+    most = 32
+
+    def __init__(self, block: int = PAGE) -> None:
+        super().__init__(padded, block)
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
+        return Pass(spans, windows)
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        return (*(4**power for power in range(most.bit_length()) if 4**power < most), most)
+
+
+class Varlen(Paged):
+    """``kernel`` reads blocks in place."""
+
+    name = PAGED
+    most = 256
+
+    def __init__(self, kernel: Kernel, device: torch.device, block: int = PAGE) -> None:
+        super().__init__(kernel, block)
+        self._device = device
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> PagedPass:
+        slots: list[int] = []
+        ends, lengths, tables = [0], [], []
+        for span in spans:
+            cache = span.cache
+            assert isinstance(cache, PagedCache)
+            length = span.start + span.end - span.begin
+            cache.prepare(span.start, length)
+            slots += cache.slots(span.start, length)
+            ends.append(span.end)
+            lengths.append(length)
+            tables.append(cache.table[: -(-length // self.blocks.block)])
+        width = max(map(len, tables))
+        flat = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
+        packed = torch.tensor(slots + ends + lengths + flat).to(self._device, non_blocking=True)
+        where, *rest = packed.split([len(slots), len(ends), len(lengths), len(flat)])
+        cut, used, blocks = (part.int() for part in rest)
+        longest = max(span.end - span.begin for span in spans)
+        tables_ = Tables(where, cut, used, blocks.view(len(spans), width), longest, max(lengths))
+        return self.over(tables_, windows)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: PagedPass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed pass over blocks, for `transformers.AttentionInterface`; shapes as of `kv.attend`."""
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    tables, window = cascade_pass.tables, cascade_pass.windows[layer]
+    held = cascade_pass.memory.layer(layer, key[0], value[0])
+    for blocks, new in zip(held, (key, value), strict=True):
+        blocks.flatten(0, 1).index_copy_(0, tables.slots, new[0].transpose(0, 1))
+    special = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}  # for `padded`, see `takes`
+    out = cascade_pass.kernel(
+        query[0].transpose(0, 1),
+        *held,
+        tables.ends,
+        None,
+        tables.longest,
+        tables.farthest,
+        scale=scaling,
+        window_size=sight(window, tables.longest),
+        enable_gqa=query.shape[1] != key.shape[1],
+        seqused_k=tables.lengths,
+        block_table=tables.blocks,
+        **special,
+    )
+    return out.contiguous()[None], None  # some models view it as it is
+
+
+def attend_gathered(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cascade_pass: Pass | PagedPass | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The same where a session's keys and values are gathered: row by row, or all at once in a pass that is captured."""
+    way = attend if isinstance(cascade_pass, PagedPass) else kv.attend
+    return way(module, query, key, value, attention_mask, cascade_pass=cascade_pass, **options)  # type: ignore[arg-type]
+
+
+AttentionInterface.register(PAGED, attend)
+AttentionInterface.register(GATHERED, attend_gathered)
+
+
+def choose(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
+    """The best way on ``device`` for a model that was looked at."""
+    if device.type != "cuda":
+        return Contiguous()
+    kernel = find_kernel(device, dtype, found)
+    if kernel is None:
+        log.warning("PyTorch %s has no kernel for this model on %s: keys and values are gathered", torch.__version__, device)
+        return Gathered()
+    return Varlen(kernel, device)

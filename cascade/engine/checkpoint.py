@@ -1,0 +1,236 @@
+"""What a checkpoint is, told from its configuration and the headers of its files, before any weight is read."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cascade.engine.quantization import METHODS
+from cascade.engine.tokenizer import check_source
+from cascade.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NO_LIMIT = 2**20  # positions of a model that names none
+MEASURE = "cascade_measure"  # an attention function that only notes how much a layer would keep
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A model without its weights."""
+
+    architecture: str
+    parameters: int
+    weight_bytes: int  # in the dtype and quantisation asked for
+    dtype: torch.dtype
+    cache_bytes_per_token: int  # keys and values of all layers
+    context_len: int
+    vocab_size: int  # rows of the output embedding, padding included
+    heads: tuple[int, int]  # of queries, of keys and values
+
+
+def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a path or hub id; raises `ModelError`."""
+    check_source(source)
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any library or downloaded code
+        raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
+
+
+def anatomy(
+    source: str,
+    *,
+    dtype: str | None = None,
+    quantization: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Anatomy:
+    """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served."""
+    config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    if Path(source).is_dir():
+        check_files(Path(source))
+    text = config.get_text_config()
+    chosen = DTYPES[dtype] if dtype else _dtype(text)
+    network = _skeleton(config, source, trust_remote_code)
+    if problem := unlike_attention(config):
+        raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
+    heads = int(text.num_attention_heads)
+    return Anatomy(
+        architecture=type(network).__name__,
+        parameters=sum(weight.numel() for weight in network.parameters()),
+        weight_bytes=_weight_bytes(network, chosen, quantization),
+        dtype=chosen,
+        cache_bytes_per_token=_cache_size(network, text) * chosen.itemsize,
+        context_len=context_len(config),
+        vocab_size=int(text.vocab_size),
+        heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
+    )
+
+
+def unlike_attention(config: PreTrainedConfig) -> str | None:
+    """What in a model's layers a short text would not betray: selections and compressions that begin far from its start."""
+    text = config.get_text_config()
+    if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
+        return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"
+    if any(name.startswith("index_topk") for name in text.to_dict()):
+        return "its layers attend to what an indexer selects"
+    return None
+
+
+def rank_problem(source: str, ranks: int, *, revision: str | None = None, trust_remote_code: bool = False) -> str | None:
+    """Why ``ranks`` processes cannot share the model of a path or hub id, by its configuration; ``None`` if they can."""
+    if ranks == 1:
+        return None
+    text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if not getattr(text, "base_model_tp_plan", None):
+        return (
+            f"tensor_parallel_size is {ranks}, but Transformers has no tensor-parallel plan for {text.model_type}: set it to 1"
+        )
+    if heads % ranks or kv_heads % ranks:
+        fit = ", ".join(str(n) for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n)
+        return (
+            f"tensor_parallel_size is {ranks}, which does not divide the {heads} heads and {kv_heads} key/value heads of "
+            f"{source!r}: take one of {fit}"
+        )
+    return None
+
+
+def context_len(config: PreTrainedConfig) -> int:
+    """Positions a model was made for, and up to which its logits do not depend on how long the text will be."""
+    text = config.get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None) or NO_LIMIT]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per kind of layer
+        if part.get("rope_type") == "longrope":  # other frequencies for all positions once one is beyond
+            limits.append(part.get("original_max_position_embeddings") or NO_LIMIT)
+    return int(min(limits))
+
+
+def check_files(folder: Path) -> None:
+    """See that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
+    for file in _shards(folder):
+        if not file.is_file():
+            raise ModelError(f"The checkpoint {str(folder)!r} lacks its file {file.name}: download it again")
+        if problem := _damage(file):
+            raise ModelError(
+                f"The file {file.name} of the checkpoint {str(folder)!r} is damaged ({problem}): download it again"
+            )
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    if (folder / INDEX).is_file():
+        try:
+            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"The index {INDEX} of the checkpoint {str(folder)!r} is damaged: download it again") from None
+        yield from (folder / name for name in sorted(names))
+    elif (folder / SINGLE).is_file():
+        yield folder / SINGLE
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a safetensors file: its header, or its size."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= size - 8:
+            return "it has no header"
+        try:
+            header = json.loads(opened.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "its header cannot be read"
+    expected = 8 + length + max(ends, default=0)
+    return f"it has {size} bytes and should have {expected}" if size != expected else None
+
+
+def _dtype(text: PreTrainedConfig) -> torch.dtype:
+    chosen = getattr(text, "dtype", None)
+    return chosen if isinstance(chosen, torch.dtype) else torch.float32
+
+
+def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The network without memory for weights; in bfloat16, which all kernels take that ask what they are given."""
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any library or downloaded code
+        raise ModelError(f"No causal language model can be built from the config of {source!r}: {reason(error)}") from error
+    network.tie_weights()
+    return network.eval()
+
+
+def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: str | None) -> int:
+    total = int(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize)
+    if quantization is None:
+        return total
+    kept = network.get_output_embeddings()
+    linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m is not kept]
+    packed = sum(module.weight.numel() for module in linear)
+    return total - round(packed * (dtype.itemsize - METHODS[quantization].bytes_per_weight))
+
+
+def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
+    """Numbers that all layers keep for a token; raises `ModelError` if some layer does not take our attention."""
+    sizes: dict[int, int] = {}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        network.set_attn_implementation(MEASURE)
+        with torch.inference_mode():
+            network(input_ids=ids, use_cache=False, cascade_sizes=sizes)
+    except (RuntimeError, NotImplementedError):  # some read numbers that are not there: of dynamic RoPE, of routers
+        return sum(sizes.values()) * int(text.num_hidden_layers) // len(sizes) if sizes else _nominal_size(text)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise ModelError(
+            f"{type(network).__name__} cannot be served: it does not take packed rows ({reason(error)})"
+        ) from error
+    layers = int(text.num_hidden_layers)
+    if len(sizes) != layers:
+        raise ModelError(
+            f"{type(network).__name__} cannot be served: {len(sizes)} of its {layers} layers "
+            "use the attention interface of Transformers"
+        )
+    return sum(sizes.values())
+
+
+def _nominal_size(text: PreTrainedConfig) -> int:
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * int(text.num_hidden_layers) * heads * width
+
+
+def _measure(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    cascade_sizes: dict[int, int] | None = None,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    if cascade_sizes is None:
+        raise TypeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    cascade_sizes[layer] = key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3]
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what another library says."""
+    with contextlib.suppress(IndexError):
+        return str(error).strip().splitlines()[0]
+    return type(error).__name__
+
+
+AttentionInterface.register(MEASURE, _measure)

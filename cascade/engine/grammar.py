@@ -1,0 +1,255 @@
+"""What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions and grammars.
+
+The work is llguidance's (https://github.com/guidance-ai/llguidance): an Earley parser over a lazily built lexer. Nothing is
+precompiled per grammar, the fuel of every step is bounded, and a matcher is copied in a microsecond, which guesses need.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import InvalidRequest
+from cascade.params import Structured
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # exists for type checkers only
+
+MAX_COMPILED = 256  # grammars remembered
+MAX_STEP = 32  # tokens that are taken with the fuel of one step
+# a space or a new line with its indentation: what models write, and no endless runs of blanks
+JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
+# Where only one text may come, llguidance would take the tokens that the tokenizer cuts it into, and then refuse those that are
+# named like special ones (<tool_call>): any tokens that spell the text will do.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
+# a step that needs more than this, 10 to 20 ms, makes its request fail
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_grammar_size=200_000, verbose_errors=False
+)
+
+
+class Grammars:
+    """Compiles for the tokens of ``tokenizer``, each grammar once. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: LLTokenizer | None = None  # built when first asked for: up to a second with large vocabularies
+        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # and a first token
+        self._lock = threading.Lock()
+
+    def check(self, structured: Structured) -> None:
+        """Raise `InvalidRequest` with the reason if it cannot be compiled."""
+        self.matcher(structured)
+
+    def matcher(self, structured: Structured) -> "Matcher":
+        """A matcher at the beginning of a text; raises `InvalidRequest`."""
+        with self._lock:
+            if structured not in self._compiled:
+                fresh = self._compile(structured)
+                self._compiled[structured] = fresh, self._first(fresh)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(structured)
+            compiled, first = self._compiled[structured]
+            return Matcher(compiled, first, partial(self._renew, structured, compiled))
+
+    def _first(self, compiled: LLMatcher) -> list[int]:
+        """A token that may begin the text, if one may."""
+        ends = self._tokenizer.end_ids
+        allowed = (
+            8 * place + bit
+            for place, byte in enumerate(compiled.deep_copy().compute_bitmask())
+            for bit in range(8)
+            if byte >> bit & 1
+        )
+        return list(islice((token for token in allowed if token not in ends), 1))
+
+    def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
+        """One that shares nothing with others, in place of a ``broken`` one, which nobody shall get again."""
+        with self._lock:
+            if structured in self._compiled and self._compiled[structured][0] is broken:
+                del self._compiled[structured]
+            return self._compile(structured)
+
+    def _compile(self, structured: Structured) -> LLMatcher:
+        end_ids = sorted(self._tokenizer.end_ids)
+        if not end_ids:
+            raise InvalidRequest("structured is set and the model has no end-of-text token: such texts could not end")
+        try:
+            source = _source(structured)
+        except Exception as error:  # of the parser of GBNF, which raises what it likes
+            raise _refusal(structured, str(error)) from None
+        compiled = LLMatcher(self._build(end_ids), source, log_level=0, limits=LIMITS)
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # the first step is the one that builds most
+        if compiled.is_error():
+            raise _refusal(structured, compiled.get_error())
+        return compiled
+
+    def _build(self, end_ids: list[int]) -> LLTokenizer:
+        """The vocabulary as bytes, once."""
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = from_tokenizer(self._tokenizer.backend, eos_token=end_ids)
+            except Exception as error:  # of kinds of tokenizers that it does not know
+                reason = _one_line(str(error))
+                raise InvalidRequest(f"structured cannot be honoured with the tokenizer of this model: {reason}") from error
+        return self._vocabulary
+
+
+class Matcher:
+    """Follows one text; see `cascade.engine.sequence_state.Constraint`.
+
+    Guesses are tried on a copy, so that what breaks behind a wrong one breaks nothing else. Only the lexer is common to all
+    copies of what was compiled: where one of them breaks it, each goes on with a lexer of its own, and without guesses. Then
+    what breaks does so at this text, in any process, with and without drafts.
+    """
+
+    def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
+        self._compiled = compiled
+        self._first = first  # a token that the grammar allows at the beginning
+        self._renew = renew
+        self._machine = compiled.deep_copy()
+        self._taken: list[int] = []  # of the output, by the machine
+        self._num_same = 0  # of them that the output still has
+        self._guesses = True  # they may be tried
+
+    def rewind(self, num_tokens: int) -> None:
+        """All but the first ``num_tokens`` of the output may be others now."""
+        self._num_same = min(self._num_same, num_tokens)
+
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
+        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
+
+        Behind a guess that is not allowed everything is: nobody will ask for it. There are fewer rows if the grammar takes
+        more work behind a guess than a step may. Raises `InvalidRequest` if it does so behind the output.
+        """
+        mask = self._follow(output)
+        if mask is None:  # the tier above does not follow the grammar: guess what it likes
+            return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
+        if not guesses or not self._guesses:
+            return _unpack([mask], 1, vocab_size)
+        masks, num_rows = self._try(mask, guesses)
+        if self._broken:  # nobody knows from which mask on
+            return _unpack([mask], 1, vocab_size)
+        return _unpack(masks, num_rows, vocab_size)
+
+    def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
+        """Masks behind the output and behind each guess, and for how many of these positions there is something to say."""
+        masks, scout = [mask], self._machine.deep_copy()
+        for guess in guesses:
+            if scout.is_stopped() or not _has(masks[-1], guess):
+                return masks, 1 + len(guesses)
+            if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
+                break
+            mask = scout.compute_bitmask()
+            if scout.is_error():
+                break
+            masks.append(mask)
+        return masks, len(masks)
+
+    def _follow(self, output: Sequence[int]) -> bytes | None:
+        """The mask behind ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
+        self._go_back(output)
+        mask = self._take(output[len(self._taken) :], MAX_STEP)
+        if self._guesses and self._broken:
+            self._compiled = self._renew()
+            self._machine, self._taken, self._guesses = self._compiled.deep_copy(), [], False
+            mask = self._take(output, 1)
+        self._num_same = len(self._taken)
+        if self._machine.is_error() or self._broken:
+            reason = _one_line(self._machine.get_error()) or "the lexer has no fuel left"
+            raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
+        return mask if len(self._taken) == len(output) else None
+
+    @property
+    def _broken(self) -> bool:
+        """Whether one of the copies has broken the lexer of them all, which masks do not always tell."""
+        probe = self._compiled.deep_copy()
+        return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
+
+    def _go_back(self, output: Sequence[int]) -> None:
+        """Forget what is no longer the output's."""
+        taken, same = self._taken, self._num_same
+        while same < min(len(taken), len(output)) and taken[same] == output[same]:
+            same += 1
+        if same < len(taken):
+            self._machine.rollback(len(taken) - same)
+            del taken[same:]
+            self._machine.compute_bitmask()  # it remembers one, and takes it for that of another text of the same length
+
+    def _take(self, tokens: Sequence[int], most: int) -> bytes:
+        """Go on with ``tokens``, at most so many in a step; the mask behind them or behind those that are allowed."""
+        mask = b"" if tokens else self._machine.compute_bitmask()
+        for begin in range(0, len(tokens), most):
+            step = list(tokens[begin : begin + most])
+            num_taken = self._machine.try_consume_tokens(step)
+            self._taken += step[:num_taken]
+            mask = self._machine.compute_bitmask()  # which also fuels the next step
+            if num_taken < len(step):
+                break
+        return mask
+
+
+def _has(mask: bytes, token: int) -> bool:
+    return token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
+    """Bits to booleans; rows and ids beyond the masks are allowed and forbidden."""
+    bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+    known = np.unpackbits(bits, axis=1, count=min(vocab_size, 8 * bits.shape[1]), bitorder="little").view(np.bool_)
+    allowed = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    allowed[len(masks) :] = True
+    allowed[: len(masks), : known.shape[1]] = torch.from_numpy(known)
+    return allowed
+
+
+def _source(structured: Structured) -> str:
+    """The grammar in llguidance's own words."""
+    if structured.json_object:
+        return UNFORCED + _json({"type": "object"})
+    if structured.json_schema is not None:
+        return UNFORCED + _json(json.loads(structured.schema))
+    if structured.regex is not None:
+        return UNFORCED + _regex(structured.regex)
+    if structured.choice:
+        return UNFORCED + _regex("|".join(map(_escape, structured.choice)))
+    assert structured.grammar is not None
+    return UNFORCED + any_to_lark(structured.grammar)
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = schema | {"x-guidance": JSON_OPTIONS | schema.get("x-guidance", {})}
+    return f"start: %json {json.dumps(schema)}"
+
+
+def _regex(pattern: str) -> str:
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return str(grammar["lark_grammar"])
+
+
+def _escape(text: str) -> str:
+    """A regular expression that matches ``text`` alone."""
+    return "".join(char if char.isascii() and char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text)
+
+
+def _refusal(structured: Structured, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"structured.{structured.kind} cannot be compiled: {_one_line(reason)}")
+
+
+def _one_line(reason: str) -> str:
+    return re.sub(r"\s+", " ", reason).strip()[:300]

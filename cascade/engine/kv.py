@@ -1,0 +1,325 @@
+"""Keys and values of sessions, and attention over them. Knows nothing of tokens, sampling or sessions.
+
+A row of a pass writes its keys and values at its positions and attends to everything before: rolling back is starting a row
+at an earlier position, and needs no code.
+
+What a query attends to is summed up in an order that depends on its position alone, never on what else is in the pass: each
+looks at all keys up to the end of its *tile* of positions, those behind it hidden. So passes give the same bits, whatever
+shares them; see ``docs/algorithm.md``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cascade.engine.packed_linear import ROWS
+from cascade.scorer import TILE, room, tiled
+
+ATTENTION = "cascade"  # our attention function's name at Transformers
+SURVEY = "cascade_survey"  # another, which only notes what each layer may see
+SCORES = 2**26  # of queries with keys that are held at once
+SHARED = 2**22  # numbers in a mask that is kept from layer to layer
+FAR = 4096  # a position to ask a mask about that names no size of its own
+
+
+class Cache:
+    """Keys and values of one session, per layer ``[1, kv_heads, capacity, head_dim]``; K and V may differ in size.
+
+    Storage is contiguous, so that attention reads it in place, and finite everywhere: what is behind the text is hidden from
+    queries, and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
+    """
+
+    __slots__ = ("_layers", "capacity")
+    block = TILE
+
+    def __init__(self) -> None:
+        self.capacity = 0  # positions
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[1, kv_heads, capacity, head_dim]``."""
+        length = key.shape[1]
+        if start + length > self.capacity:
+            self.reserve(room(start + length, self.capacity))
+        pair = self._layers.get(layer)
+        if pair is None:
+            pair = self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
+        keys, values = pair
+        keys.narrow(2, start, length).copy_(key)
+        values.narrow(2, start, length).copy_(value)
+        return pair
+
+    @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions``, in whole tiles; what is written stays."""
+        positions = tiled(positions)
+        if positions > self.capacity:
+            for layer, (keys, values) in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
+                self._layers[layer] = _resized(keys, positions), _resized(values, positions)
+            self.capacity = positions
+
+    @torch.inference_mode()
+    def take(self, source: "Cache", positions: int) -> None:
+        """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
+        for layer, (keys, values) in source._layers.items():
+            self.write(layer, 0, keys[0, :, :positions], values[0, :, :positions])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._layers.clear()
+        self.capacity = 0
+
+
+def _resized(old: Tensor, capacity: int) -> Tensor:
+    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+    new[:, :, : old.shape[2]] = old
+    return new
+
+
+class Writable(Protocol):
+    """Keys and values of one session that `attend` can use; see `Cache` and `cascade.engine.paged_cache.PagedCache`.
+
+    `write` stores ``[kv_heads, n, head_dim]`` and returns ``[1, kv_heads, m, head_dim]``: whole tiles, with any finite numbers
+    behind the text.
+    """
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Tile(NamedTuple):
+    """Queries ``begin`` to ``end`` of a row, which all lie in one tile and look at its keys, ``first`` to ``last``."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class Span:
+    """Where a row lies in the packed input ``[1, total_tokens]``: tokens ``begin`` to ``end`` are positions ``start`` on."""
+
+    cache: Writable
+    begin: int
+    end: int
+    start: int
+    _tiles: dict[int | None, list[Tile]] = field(default_factory=dict)  # by window, shared by all layers of a pass
+    _masks: dict[tuple[Tile, int | None, int], Tensor] = field(default_factory=dict)
+
+    def tiles(self, window: int | None) -> list[Tile]:
+        """The row, cut where tiles of positions begin."""
+        tiles = self._tiles.get(window)
+        if tiles is None:
+            tiles = self._tiles[window] = []
+            position, end = self.start, self.start + self.end - self.begin
+            while position < end:
+                floor = position - position % TILE
+                upto = min(end, floor + TILE)
+                first = 0 if window is None else max(0, floor - window + 1)
+                tiles.append(Tile(position - self.start, upto - self.start, first, floor + TILE))
+                position = upto
+        return tiles
+
+    def mask(self, tile: Tile, window: int | None, group: int, like: Tensor) -> Tensor:
+        """What is added to scores, ``[n * group, last - first]`` in the dtype of ``like``: 0, or -inf for what is hidden.
+
+        Heads of a query lie behind each other. One row for one query, whatever its group.
+        """
+        key = (tile, window, group)
+        mask = self._masks.get(key)
+        if mask is None:
+            n, at = tile.end - tile.begin, self.start + tile.begin - tile.first
+            mask = like.new_full((n, tile.last - tile.first), -torch.inf)
+            hidden = mask.triu(at + 1)
+            mask = hidden if window is None else hidden + mask.tril(at - window)
+            if n > 1:
+                mask = F.pad(mask.repeat_interleave(group, dim=0), (0, 0, 0, -n * group % ROWS))
+            if mask.numel() <= SHARED:
+                self._masks[key] = mask
+        return mask
+
+
+@dataclass(slots=True)
+class Pass:
+    """The rows of one forward, on their way through the model to the attention function."""
+
+    spans: Sequence[Span]
+    windows: dict[int, int | None]  # by layer: positions a query sees, itself included; see `Survey`
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a forward with the attention `SURVEY` found: the window of each layer, as by the mask the model makes for it."""
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+    strange: bool = False  # some layer's mask is neither causal nor a sliding window
+    heads: set[tuple[int, int, int, int]] = field(default_factory=set)  # of queries, of keys; sizes of keys, of values
+    plain: bool = True  # no layer caps scores or lets heads attend to nothing
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of its scores; ``window`` is how many positions a query sees, itself included."""
+
+    group: int  # heads of queries that share one of keys
+    window: int | None
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: Pass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed pass, for `transformers.AttentionInterface`.
+
+    ``query`` ``[1, heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[1, kv_heads, total_tokens, head_dim]``; returns
+    ``[1, total_tokens, heads, head_dim]``. Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the
+    pass's, for not every model that slides says so here.
+    """
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    queries = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))
+    scoring = Scoring(queries.shape[2], cascade_pass.windows[layer], scaling, softcap, s_aux)
+    sizes = [span.end - span.begin for span in cascade_pass.spans]
+    if filled := query.shape[2] - sum(sizes):  # see `cascade.engine.model.fill`
+        sizes.append(filled)
+    # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
+    finite = (part[0].nan_to_num(0.0, 0.0, 0.0).split(sizes, dim=1) for part in (key, value))
+    rows = zip(cascade_pass.spans, _by_row(queries, sizes), *finite, strict=False)  # places that are filled have no span
+    out = [_row(span, layer, row, scoring) for span, *row in rows]
+    if filled:
+        out.append(out[0].new_zeros(filled, *out[0].shape[1:]))
+    whole = torch.cat(out) if len(out) > 1 else out[0]
+    return whole.flatten(1, 2).contiguous()[None], None  # some models view it as it is
+
+
+def _by_row(queries: Tensor, sizes: list[int]) -> list[Tensor]:
+    """``[total_tokens, kv_heads, group, head_dim]``, cut. Groups of rows of one token are filled up, see `_tile`."""
+    rows = list(queries.split(sizes))
+    missing = -queries.shape[2] % ROWS
+    if missing and 1 in sizes:
+        single = F.pad(queries, (0, 0, 0, missing)).split(sizes)  # all at once
+        rows = [one if len(one) == 1 else row for one, row in zip(single, rows, strict=True)]
+    return rows
+
+
+def _row(span: Span, layer: int, row: Sequence[Tensor], scoring: Scoring) -> Tensor:
+    """Write one row's keys and values and attend over its session's, ``[n, kv_heads, group, head_dim]``, tile by tile.
+
+    ``row`` are its query ``[n, kv_heads, group, head_dim]``, key and value ``[kv_heads, n, head_dim]``.
+    """
+    query, key, value = row
+    keys, values = span.cache.write(layer, span.start, key, value)
+    tiles = span.tiles(scoring.window)
+    if len(tiles) == 1:
+        return _tile(span, tiles[0], query, keys, values, scoring)
+    pieces = [_tile(span, tile, query[tile.begin : tile.end], keys, values, scoring) for tile in tiles]
+    return torch.cat(pieces)
+
+
+def _tile(span: Span, tile: Tile, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    """``[n, kv_heads, group, head_dim]`` against ``[1, kv_heads, capacity, head_dim]``."""
+    n, group = len(query), scoring.group
+    # heads that share keys become queries of one head: nothing is copied for them
+    folded = query if n == 1 else query.transpose(0, 1).flatten(1, 2)[None]
+    if missing := -folded.shape[2] % ROWS:  # kernels take the last one to three of many in another order, too
+        folded = F.pad(folded, (0, 0, 0, missing))
+    key, value = (part.narrow(2, tile.first, tile.last - tile.first) for part in (keys, values))
+    mask = span.mask(tile, scoring.window, group, query)
+    if scoring.softcap is None and scoring.sinks is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scaling)
+    else:
+        out = _written_out(folded, key, value, mask, scoring, n)
+    if n == 1:
+        return out[:, :, :group]
+    return out[0, :, : n * group].view(len(out[0]), n, group, -1).transpose(0, 1)
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring, n: int) -> Tensor:
+    """The same for models that cap scores (Gemma 2) or let heads attend to nothing (GPT-OSS)."""
+    _, kv_heads, rows, head_dim = query.shape
+    if kv_heads > 1 and kv_heads * rows * key.shape[2] > SCORES:
+        heads = zip(*(part.split(1, dim=1) for part in (query, key, value)), _by_head(scoring, kv_heads), strict=True)
+        return torch.cat([_written_out(q, k, v, mask, own, n) for q, k, v, own in heads], dim=1)
+    scores = query @ key.transpose(2, 3) * (head_dim**-0.5 if scoring.scaling is None else scoring.scaling)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores + mask
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(kv_heads, 1, -1).expand(-1, n, -1).reshape(1, kv_heads, -1, 1)
+        scores = torch.cat([scores, F.pad(sinks, (0, 0, 0, rows - sinks.shape[2]))], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    return weights @ value
+
+
+def _by_head(scoring: Scoring, kv_heads: int) -> list[Scoring]:
+    """The same for the queries of each head of keys."""
+    if scoring.sinks is None:
+        return [scoring] * kv_heads
+    return [scoring._replace(sinks=sinks) for sinks in scoring.sinks.chunk(kv_heads)]
+
+
+def survey(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: Survey | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Note the window and the kind of a layer; the outcome of attention is of no interest."""
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
+    cascade_pass.strange |= window < 0
+    cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
+    cascade_pass.heads.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+    cascade_pass.plain &= softcap is None and s_aux is None
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def sight(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
+    """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
+
+    Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
+    """
+    far = 2 * local_size if local_size else FAR
+    counts = set()
+    for position in (far, far + far // 4):  # chunks, unlike windows, show less to one than to the other
+        query, keys, first = torch.tensor(position), torch.arange(position + 2), torch.tensor(0)
+        seen = mask_function(first, first, query, keys).expand_as(keys)
+        count = int(seen.sum())
+        regular = seen[position + 1 - count : position + 1].all() and not seen[position + 1]
+        counts.add(-1 if not regular else 0 if count == position + 1 else count)
+    return torch.tensor(counts.pop() if len(counts) == 1 else -1).reshape(1, 1, 1, 1)
+
+
+# No mask function is registered for ATTENTION: for a name without one Transformers builds no masks, and none are wanted.
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(SURVEY, survey)
+AttentionMaskInterface.register(SURVEY, sight)

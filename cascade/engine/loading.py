@@ -1,0 +1,99 @@
+"""From a path or hub id to a network on its device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from cascade.engine import budget
+from cascade.engine.checkpoint import DTYPES, anatomy, reason
+from cascade.engine.devices import GIB, default_device, free_bytes
+from cascade.engine.quantization import quantize_shares, quantizer
+from cascade.errors import ModelError
+
+
+def load(
+    source: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+    ranks: int = 1,
+) -> PreTrainedModel:
+    """Load weights shard by shard to the device, in the checkpoint's dtype unless one is named, with a progress bar.
+
+    ``device`` is the GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no
+    causal language model, or has more weights than the device has memory. With more than one of ``ranks`` the process must have
+    joined them, see `cascade.engine.parallel`, and loads its share to its own device.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    place = _device(source, device)
+    chosen = DTYPES[dtype] if dtype else None
+    config = quantizer(quantization, place, chosen) if quantization else None
+    options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
+    known = {"revision": revision, "trust_remote_code": trust_remote_code}
+    _check_room(source, place, ranks, dtype=dtype, quantization=quantization if ranks == 1 else None, **known)
+    if ranks > 1:
+        _check_rank(source, place)
+        options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
+    else:
+        options["device_map"] = {"": place}
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen or "auto", output_loading_info=True, **known, **options
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
+    except Exception as error:  # of any library or downloaded code
+        raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
+    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+        raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    if quantization and ranks > 1:
+        quantize_shares(network, quantization)
+    return network
+
+
+def common_room(sources: Sequence[str], device: torch.device, **options: Any) -> int | None:
+    """Positions that each of the models of ``sources``, whose weights are on a GPU already, may hold there.
+
+    ``None`` on a host, where each has a share by itself. ``options`` are those of `cascade.engine.checkpoint.anatomy`.
+    """
+    if device.type != "cuda":
+        return None
+    sizes = [anatomy(source, **options).cache_bytes_per_token for source in sources]
+    return budget.cache_tokens(device, sum(sizes), budget.UTILIZATION)
+
+
+_ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
+
+
+def _device(source: str, device: str | None) -> torch.device:
+    try:
+        place = torch.device(device or default_device())
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
+    return place
+
+
+def _check_rank(source: str, device: torch.device) -> None:
+    """Ranks load to the devices they see: Transformers does not ask."""
+    seen = torch.device(default_device())
+    if device.type != seen.type:
+        raise ModelError(
+            f"The ranks of {source!r} cannot load to {device} while they see {seen}: "
+            f"hide it from them, or set device to {seen.type}"
+        )
+
+
+def _check_room(source: str, device: torch.device, ranks: int, **options: Any) -> None:
+    need, free = anatomy(source, **options).weight_bytes // ranks, free_bytes(device)
+    if need > free:
+        raise ModelError(
+            f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"
+        )

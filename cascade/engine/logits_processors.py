@@ -1,0 +1,104 @@
+"""Sampling parameters that need a state: bias, penalties, `min_tokens` and grammars, and the log-probabilities of own tokens.
+
+A tier scores a position before it is known whether the guesses before it are right. Its own token is that of the text *with*
+these guesses, so each position of a row sees those that the row feeds before it, and nothing of what comes later.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cascade.engine.sequence_state import SequenceState
+from cascade.messages import Logprobs
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+
+def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Logits ``[sum of num_own, V]`` after bias, penalties and masks; the very same where no row asks for them.
+
+    Rows without a state keep their values, so that companions do not change a text.
+    """
+    states = [row.state for row in rows if row.state is not None]
+    for row in rows:
+        if row.state is not None:
+            row.state.rewind(row.start)
+    if not any(state.alters for state in states):
+        return logits
+    shaped = logits.to(torch.float32, copy=True)
+    begin = 0
+    for row in rows:
+        if row.state is not None and row.state.alters and row.num_own and not row.state.scores_prompt(_first(row)):
+            _shape(shaped[begin : begin + row.num_own], row, row.state)
+        begin += row.num_own
+    return shaped
+
+
+def _shape(scores: Tensor, row: Row, state: SequenceState) -> None:
+    """Change scores ``[num_own, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks."""
+    params = row.params
+    position = _first(row)
+    guesses = row.tokens[len(row.tokens) - row.num_own + 1 :]
+    if params.biases:
+        ids, bias = state.bias(scores)
+        scores.index_add_(1, ids, bias.expand(len(scores), -1))
+    if params.penalised:
+        _penalise(scores, params, state.counts(position, guesses, scores), state)
+    _mask(scores, params, state, position, guesses)
+
+
+def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: SequenceState) -> None:
+    """Repetition over prompt and output as in CTRL (arXiv 1909.05858); frequency and presence over the output, as OpenAI's."""
+    if params.repetition_penalty != 1:
+        penalty = params.repetition_penalty
+        seen = (counts > 0) | state.in_prompt(scores)
+        scores.copy_(torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores))
+    if params.frequency_penalty:
+        scores.sub_(counts, alpha=params.frequency_penalty)
+    if params.presence_penalty:
+        scores.sub_((counts > 0).float(), alpha=params.presence_penalty)
+
+
+def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> None:
+    """Take away ending tokens before `min_tokens`, and what the grammar forbids; where nothing is left, it may end."""
+    num_early = min(max(0, params.min_tokens - (position - state.prompt_len)), len(scores))
+    if state.constraint is None:
+        if num_early:
+            scores[:num_early].index_fill_(1, state.ends(scores), -torch.inf)
+        return
+    output = state.text[state.prompt_len : position]
+    allowed = state.constraint.allowed(output, guesses, scores.shape[-1])
+    state.num_known = len(allowed)
+    if num_early:
+        going_on = allowed[:num_early].index_fill(1, state.ends(allowed), False)
+        allowed[:num_early] = torch.where(going_on.any(-1, keepdim=True), going_on, allowed[:num_early])
+    scores[: len(allowed)].masked_fill_(~allowed.to(scores.device, non_blocking=True), -torch.inf)
+
+
+def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
+    """Leave the log-probabilities of ``own`` tokens, or of the prompt's, in the states of the rows that ask for them.
+
+    They are those of ``logits`` ``[sum of num_own, V]`` as the model gave them, before any sampling parameter.
+    """
+    begin = 0
+    for row, tokens in zip(rows, own, strict=True):
+        if row.state is not None and row.params.logprobs is not None and tokens:
+            position, end = _first(row), begin + len(tokens)
+            said = row.state.text[position : position + len(tokens)] if row.state.scores_prompt(position) else tokens
+            row.state.note(position, _logprobs(logits[begin:end], said, row.params.logprobs))
+        begin += len(tokens)
+
+
+def _first(row: Row) -> int:
+    """Position of the row's first own token."""
+    return row.start + len(row.tokens) - row.num_own + 1
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Log-probabilities of ``tokens`` ``[n]`` and of the ``num_top`` likeliest ones, one host read each."""
+    logs = logits.float().log_softmax(-1)
+    chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
+    top = logs.topk(min(num_top, logs.shape[-1]), dim=-1)
+    ranked = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, (ids, values) in zip(chosen, ranked, strict=True)]

@@ -1,0 +1,287 @@
+"""One batched pass over an unmodified Transformers model: rows of any sessions from any positions, packed into one input."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cascade.engine import budget
+from cascade.engine.attention import Attention, Contiguous, Paged, choose
+from cascade.engine.checkpoint import context_len, reason, unlike_attention
+from cascade.engine.devices import add_exactly
+from cascade.engine.graphs import Capture, Graphs, Recorder
+from cascade.engine.kv import SURVEY, Span, Survey
+from cascade.engine.loading import load
+from cascade.engine.logits_processors import report, shape
+from cascade.engine.packed_linear import ROWS, pack, watch
+from cascade.engine.quantization import nbytes
+from cascade.engine.sampling import own_tokens
+from cascade.engine.threads import Threads
+from cascade.errors import ModelError
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
+COARSE = 0.15  # the same for other dtypes, such as bfloat16
+SCORED = 16  # own tokens of a pass that is timed, at most
+
+
+class Model:
+    """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
+
+    captures = True  # passes may be captured: they do the same whenever they run
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        *,
+        cache_tokens: int | None = None,
+        gpu_memory_utilization: float = budget.UTILIZATION,
+        attention: Attention | None = None,
+        capture: Capture | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Take over a loaded network; raises `ModelError` if it cannot take the path.
+
+        There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
+        room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
+        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU. Passes on a CPU take ``num_threads``;
+        without a number, as many of those PyTorch may use as they are worth, see `cascade.engine.threads`.
+        """
+        self._network = network.eval()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
+        self.device: torch.device = network.device
+        self.dtype: torch.dtype = network.dtype
+        add_exactly(self.device)
+        self._vocab_size = self.bytes_per_token = 0
+        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.kv.Survey`
+        self._fewest = 1  # tokens of a pass
+        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose`
+        self._chosen = attention is not None
+        try:
+            self._take_path()
+        except ModelError as error:
+            raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
+        room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
+        try:
+            self.cache_tokens: int = self._attention.hold(room)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{self.device} has no memory for a cache of {room} tokens: set cache_tokens to fewer") from error
+        self._pass = self._captured(capture) if self.captures else self._score
+        self.threads: Threads = self._counted(num_threads)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        quantization: str | None = None,
+        cache_tokens: int | None = None,
+        gpu_memory_utilization: float = budget.UTILIZATION,
+        num_threads: int | None = None,
+    ) -> Self:
+        """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`.
+
+        ``quantization`` is one of `cascade.engine.quantization.METHODS`, see `load`; the rest is for the model itself.
+        """
+        network = load(
+            source,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+        )
+        memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
+        return cls(network, num_threads=num_threads, **memory)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding, padding included."""
+        return self._vocab_size
+
+    @property
+    def context_len(self) -> int:
+        """Positions the model was made for, and up to which its logits do not depend on how long the text will be."""
+        return context_len(self._network.config)
+
+    @property
+    def path(self) -> str:
+        """How it holds keys and values, for people."""
+        return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
+
+    @property
+    def num_parameters(self) -> int:
+        return int(self._network.num_parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights, as they are held."""
+        return sum(map(nbytes, self._network.parameters()))
+
+    @property
+    def healthy(self) -> bool:
+        """False once no pass will succeed any more."""
+        return True
+
+    def close(self) -> None:
+        """Free what is not this process's own."""
+
+    def new_cache(self) -> Any:
+        """Keys and values of a new session: a `cascade.scorer.Store`."""
+        return self._attention.new_cache()
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        with self.threads.use(sum(len(row.tokens) for row in rows)):
+            return self._pass(rows)
+
+    def _counted(self, num_threads: int | None) -> Threads:
+        """How many threads passes get."""
+        if num_threads is not None or self.device.type != "cpu":
+            return Threads(num_threads or torch.get_num_threads())
+        return Threads.find(self._try, torch.get_num_threads())
+
+    def _try(self, num_tokens: int) -> None:
+        """A pass, to time it."""
+        tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
+        cache = self.new_cache()
+        self._pass([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
+        cache.free()
+
+    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[list[int]]]:
+        """How passes are run: by graphs where there is one, if the device and the model have any."""
+        attention = self._attention
+        if capture is None and self.device.type == "cuda":
+            capture = Recorder(self.device)
+        if capture is None or not isinstance(attention, Paged):
+            return self._score
+        positions = min(self.context_len, self.cache_tokens)
+        sizes = {"vocab_size": self.vocab_size, "context_len": positions}
+        graphs = Graphs(self._forward, attention, self._windows, dtype=self.dtype, device=self.device, **sizes)
+        if not graphs.record(capture):
+            return self._score
+        return lambda rows: graphs.run(rows) or self._score(rows)
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[Row]) -> list[list[int]]:
+        wanted = [(row.params, row.start + len(row.tokens) - row.num_own + 1, row.num_own) for row in rows]
+        logits = self.logits(rows)
+        tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())
+        own = [[next(tokens) for _ in range(row.num_own)] for row in rows]
+        report(logits, rows, own)
+        return own
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[Row]) -> Tensor:
+        """Logits ``[sum of num_own, vocab_size]`` of the rows' last positions, in the model's dtype."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        spans: list[Span] = []
+        for row in rows:
+            begin, end = len(tokens), len(tokens) + len(row.tokens)
+            spans.append(Span(row.cache, begin, end, row.start))
+            tokens += row.tokens
+            positions += range(row.start, row.start + len(row.tokens))
+            keep += range(end - row.num_own, end)
+        wanted = len(keep)
+        if self._attention.fills:
+            fill(tokens, positions, keep, self._fewest)
+        # one copy to the device for all three
+        packed = torch.tensor(tokens + positions + keep).to(self.device, non_blocking=True)
+        n, plan = len(tokens), self._attention.plan(spans, self._windows)
+        return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
+
+    def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
+        call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
+        if self._keeps_logits:
+            out: Tensor = call(logits_to_keep=keep).logits[0]
+            return out
+        head = self._network.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
+            out = call().logits[0]
+        return out
+
+    @torch.inference_mode()
+    def _take_path(self) -> None:
+        """Switch the network to our attention; raise if not all its layers use it, or if it then says something else."""
+        network = self._network
+        if problem := unlike_attention(network.config):
+            raise ModelError(problem)
+        network.set_attn_implementation("eager")  # the one that every network has
+        texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
+        with watch(network) as together:
+            expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        if not expected.isfinite().all():
+            raise ModelError("its logits are not finite numbers")
+        self._vocab_size = int(expected.shape[-1])
+        self._fewest = ROWS if pack(network, together) else 1
+        try:
+            seen = self._survey()
+            self._windows = seen.windows
+            if not self._chosen:
+                self._attention, self._chosen = choose(self.device, self.dtype, seen), True
+            network.set_attn_implementation(self._attention.name)
+            found = self._replay(texts)
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+            raise ModelError(f"it does not take packed rows ({reason(error)})") from error
+        if not _close(found, expected[:, -found.shape[1] :], TOLERANCE.get(self.dtype, COARSE)):
+            raise ModelError("its logits change when rows are packed into one input")
+
+    def _survey(self) -> Survey:
+        """What kind of layers it has."""
+        self._network.set_attn_implementation(SURVEY)
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        found = Survey()
+        self._network(input_ids=ids, use_cache=False, cascade_pass=found)
+        layers = self._network.config.get_text_config().num_hidden_layers
+        if len(found.windows) != layers:
+            raise ModelError(f"{len(found.windows)} of its {layers} layers use the attention interface of Transformers")
+        if found.strange:
+            raise ModelError("it has layers that are neither full nor sliding attention")
+        return found
+
+    def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""
+        cut, params = [4, 5], SamplingParams()
+        caches = [self.new_cache() for _ in texts]
+        drafts = [[*text[:n], *reversed(text)] for text, n in zip(texts, cut, strict=True)]
+        self.logits([Row(cache, 0, draft, 1, params) for cache, draft in zip(caches, drafts, strict=True)])
+        rows = [Row(cache, n, text[n:], 5, params) for cache, text, n in zip(caches, texts, cut, strict=True)]
+        logits = self.logits(rows).view(len(texts), 5, -1)
+        self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
+        return logits
+
+
+def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) -> None:
+    """Let a pass have at least so many tokens and logits: what is added belongs to no row, and nobody looks at it."""
+    missing = rows - len(tokens)
+    if missing > 0:
+        tokens += [0] * missing
+        positions += [0] * missing
+    keep += keep[-1:] * (rows - len(keep))
+
+
+def _probe_texts(vocab_size: int) -> list[list[int]]:
+    """Two texts of 10 tokens, scored at load to see that the model takes the path."""
+    return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether logits ``[texts, n, vocab_size]`` agree at most positions of each text.
+
+    Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
+    """
+    found, expected = found.float(), expected.float()
+    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
+    errors = (found - expected).norm(dim=-1) / size
+    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number

@@ -1,0 +1,140 @@
+"""What the own tokens of a session depend on besides the logits of their pass: the text before them.
+
+One `SequenceState` belongs to one session at one tier, beside its keys and values, and like these it is told with every row
+from where on the text may be another one than before. It counts the tokens of the output and follows the grammar, each up to
+the last token of the text; the guesses behind it are looked at for one pass only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cascade.errors import InvalidRequest
+from cascade.messages import Logprobs, Open
+from cascade.params import Structured
+
+
+class Constraint(Protocol):
+    """What a text has to be; see `cascade.engine.grammar.Matcher`."""
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all but the first ``num_tokens`` of the output."""
+
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
+        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
+
+        Fewer rows, at least one, where that is not known behind a guess.
+        """
+
+
+class SequenceState:
+    """The output of a session so far, and what was said of its tokens.
+
+    ``text`` is the session's own list, which grows and is cut while this history looks at it.
+    """
+
+    def __init__(self, opening: Open, text: Sequence[int], constraint: Constraint | None = None) -> None:
+        params = opening.params
+        self.prompt_len = opening.prompt_len
+        self.text = text
+        self.constraint = constraint
+        self.alters = params.penalised or bool(params.biases or params.min_tokens or params.structured)
+        self.num_known: int | None = None  # own tokens of the last row that count, all of them unless its constraint knew less
+        self._params = params
+        self._end_ids = sorted(opening.ends)
+        self._begin = len(opening.tokens)  # of the tokens that this session picks itself
+        self._logprobs: list[Logprobs] = []  # from _begin on
+        self._prompt: list[Logprobs] = []  # from position 1 on
+        self._counted: list[int] = []  # output tokens in _counts
+        self._counts: Tensor | None = None  # [vocab_size] float32
+        self._in_prompt: Tensor | None = None  # [vocab_size] bool
+        self._bias: tuple[Tensor, Tensor] | None = None  # ids and what is added to their logits
+        self._ends: Tensor | None = None
+
+    def rewind(self, position: int) -> None:
+        """The text from ``position`` on may be another one than before."""
+        num_tokens = max(0, position - self.prompt_len)
+        if self.constraint is not None:
+            self.constraint.rewind(num_tokens)
+        if gone := self._counted[num_tokens:]:
+            assert self._counts is not None
+            _add(self._counts, gone, -1.0)
+            del self._counted[num_tokens:]
+
+    def counts(self, end: int, guesses: Sequence[int], like: Tensor) -> Tensor:
+        """How often the output up to ``end``, and then each guess more, has each token: float32, as ``like`` ``[n, V]``."""
+        if self._counts is None:
+            self._counts = torch.zeros(like.shape[-1], device=like.device)
+        new = self.text[self.prompt_len + len(self._counted) : end]
+        if new:
+            _add(self._counts, new, 1.0)
+            self._counted += new
+        counts = self._counts.expand_as(like)
+        if guesses:
+            ids = torch.tensor(guesses).to(like.device, non_blocking=True).expand(len(like), -1)
+            counts = counts.scatter_add(1, ids, torch.ones(ids.shape, device=like.device).tril(-1))
+        return counts
+
+    def in_prompt(self, like: Tensor) -> Tensor:
+        """Which tokens the prompt has: bool ``[V]``."""
+        if self._in_prompt is None:
+            self._in_prompt = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
+            self._in_prompt[torch.tensor(self.text[: self.prompt_len], device=like.device)] = True
+        return self._in_prompt
+
+    def bias(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids ``[k]`` and what is added to their logits, float32 ``[k]``."""
+        if self._bias is None:
+            pairs = [pair for pair in self._params.biases if pair[0] < like.shape[-1]]
+            ids = torch.tensor([token for token, _ in pairs], dtype=torch.long, device=like.device)
+            self._bias = ids, torch.tensor([bias for _, bias in pairs], device=like.device)
+        return self._bias
+
+    def ends(self, like: Tensor) -> Tensor:
+        """Ending tokens, int64 ``[k]``."""
+        if self._ends is None:
+            ids = [token for token in self._end_ids if token < like.shape[-1]]
+            self._ends = torch.tensor(ids, dtype=torch.long, device=like.device)
+        return self._ends
+
+    def scores_prompt(self, position: int) -> bool:
+        """A row whose first own token is that of ``position`` is there for the log-probabilities of the prompt."""
+        return position < self.prompt_len
+
+    def note(self, position: int, logprobs: Sequence[Logprobs]) -> None:
+        """Keep what a pass said of the tokens from ``position`` on: own ones, or those of the prompt."""
+        if self.scores_prompt(position):
+            self._prompt[position - 1 :] = logprobs
+        else:
+            self._logprobs[position - self._begin :] = logprobs
+
+    @property
+    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        """What the passes said of the prompt's tokens but the first."""
+        return tuple(self._prompt)
+
+    def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
+        """What the passes said of ``num_tokens`` own tokens from ``start`` on."""
+        begin = start - self._begin
+        return tuple(self._logprobs[begin : begin + num_tokens])
+
+
+def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
+    ids = torch.tensor(tokens).to(counts.device, non_blocking=True)
+    counts.index_add_(0, ids, torch.full((len(tokens),), what, device=counts.device))
+
+
+def state_maker(matcher: Callable[[Structured], Constraint] | None = None) -> Callable[[Open, Sequence[int]], SequenceState]:
+    """What makes the states of a tier's sessions; ``matcher`` compiles what texts have to be, and raises `InvalidRequest`."""
+
+    def make(opening: Open, text: Sequence[int]) -> SequenceState:
+        structured = opening.params.structured
+        if structured is None:
+            return SequenceState(opening, text)
+        if matcher is None:
+            raise InvalidRequest("this tier cannot follow a grammar: its model came without a tokenizer")
+        return SequenceState(opening, text, matcher(structured))
+
+    return make

@@ -1,0 +1,139 @@
+"""Whether the tiers of a configuration belong together and fit on their devices, told before any weight is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from cascade.engine.checkpoint import Anatomy, anatomy, rank_problem, read_config
+from cascade.engine.devices import ACCELERATORS, GIB, default_device, free_bytes
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ConfigError, ModelError
+from cascade.settings.config import CascadeConfig, TierConfig
+
+MIN_TOKENS = 4096  # of cache, or the model's context if that is shorter: below that a tier is of no use
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a tier's replica takes, and what its device has."""
+
+    tier: str
+    model: str
+    anatomy: Anatomy
+    quantization: str | None
+    ranks: int  # devices that share the weights and the cache
+    device: str  # such as cuda, cpu or H100
+    device_bytes: int  # of each rank; free now on a device of this machine, all of it on a named accelerator
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of each rank."""
+        return -(-self.anatomy.weight_bytes // self.ranks)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Positions of keys and values that fit beside the weights; negative if these do not fit themselves."""
+        return (self.device_bytes - self.weight_bytes) * self.ranks // self.anatomy.cache_bytes_per_token
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence if the tier cannot run there."""
+        wanted = min(MIN_TOKENS, self.anatomy.context_len)
+        if self.cache_tokens >= wanted:
+            return None
+        return (
+            f"Tier {self.tier} takes {self.weight_bytes / GIB:.2f} GiB of weights and {self.device} has "
+            f"{self.device_bytes / GIB:.2f} GiB, which leaves no room for {wanted} tokens of "
+            "cache: take a larger device, quantization, or tensor_parallel_size"
+        )
+
+
+def needs(config: CascadeConfig) -> list[Need]:
+    """What every tier will take, bottom to top; raises `ConfigError` if a model cannot be served at all."""
+    return [_need(tier) for tier in config.tiers]
+
+
+def verify(config: CascadeConfig) -> None:
+    """Compare tokenizers, contexts and vocabularies of all tiers; raises `ConfigError`."""
+    full = config.tiers[-1]
+    tokenizers = {tier.name: _tokenizer(tier) for tier in config.tiers}
+    fingerprint = tokenizers[full.name].fingerprint
+    for tier in config.tiers:
+        if tokenizers[tier.name].fingerprint != fingerprint:
+            raise ConfigError(
+                f"Tier {tier.name} ({tier.model_loading_config.source}) and tier {full.name} "
+                f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
+            )
+        text = _config(tier).get_text_config()
+        _check_ranks(tier)
+        context = getattr(text, "max_position_embeddings", None)
+        if config.max_model_len is not None and context is not None and context < config.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, but tier {tier.name} takes {context} tokens: "
+                "lower it or choose another model"
+            )
+        num_ids = tokenizers[full.name].num_ids
+        if text.vocab_size < num_ids:
+            raise ConfigError(
+                f"Tier {tier.name} has {text.vocab_size} token ids and the tokenizer {num_ids}: choose models of one family"
+            )
+
+
+def _need(tier: TierConfig) -> Need:
+    engine = tier.engine_kwargs
+    ranks = engine.tensor_parallel_size
+    try:
+        found = anatomy(
+            tier.model_loading_config.source,
+            dtype=engine.dtype,
+            quantization=engine.quantization if ranks == 1 else None,  # ranks quantise their shares once they hold them
+            revision=engine.revision,
+            trust_remote_code=engine.trust_remote_code,
+        )
+    except ModelError as error:
+        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
+    device, size = _device(tier)
+    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, device, size)
+
+
+def _check_ranks(tier: TierConfig) -> None:
+    engine = tier.engine_kwargs
+    problem = rank_problem(
+        tier.model_loading_config.source,
+        engine.tensor_parallel_size,
+        revision=engine.revision,
+        trust_remote_code=engine.trust_remote_code,
+    )
+    if problem:
+        raise ConfigError(f"The model of tier {tier.name} cannot be shared: {problem}")
+
+
+def _device(tier: TierConfig) -> tuple[str, int]:
+    """Name and memory: of the accelerator if its size is known, else of this machine's device."""
+    kind = tier.accelerator_type or ""
+    if tier.engine_kwargs.device is None and kind in ACCELERATORS:
+        return kind, ACCELERATORS[kind] * GIB
+    name = tier.engine_kwargs.device or default_device()
+    try:
+        return name, free_bytes(torch.device(name))
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"device of tier {tier.name} is {name!r}, which this machine does not have") from None
+
+
+def _tokenizer(tier: TierConfig) -> Tokenizer:
+    engine = tier.engine_kwargs
+    source = tier.model_loading_config.source
+    try:
+        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
+
+
+def _config(tier: TierConfig) -> PreTrainedConfig:
+    engine = tier.engine_kwargs
+    source = tier.model_loading_config.source
+    try:
+        return read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None

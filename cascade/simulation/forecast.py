@@ -1,0 +1,266 @@
+"""How fast a cascade would be, from measured pass costs, hop delays and acceptance: every choice of tiers, simulated.
+
+The simulator runs the real sessions; own tokens come from a `Trace`, which says at each position of a text which tiers agree.
+The best trace is a recorded one (`Trace.recorded`): real agreement comes in bursts, and independent draws overrate short
+windows and underrate long ones. Without one, `Trace.drawn` makes it up from an acceptance per edge.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from cascade.chain.planner import Policy
+from cascade.params import DEFAULT_WINDOW, SamplingParams
+from cascade.scorer import Row
+from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+
+Schedule: TypeAlias = Literal["alone", "lockstep", "async"]
+LOCKSTEP_WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+STRIDE = 7919  # positions between the parts of a trace that requests of neighbouring seeds read
+MIXER = 0x9E3779B97F4A7C15
+_LOT_BITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Shares of own tokens, on the true text, that a tier has in common with another; tiers go bottom to top.
+
+    ``by_next[i]`` is with the tier above tier ``i``, ``by_full[i]`` with the full one; their last entries are the same number.
+    Where ``by_full`` is not given it is the product of the edges in between, which is what unrelated errors give: measured
+    pairs lie within 0.05 of it. Tiers that are no neighbours and not the full one follow: a tier depends on those above
+    only through the next one.
+    """
+
+    by_next: tuple[float, ...]
+    by_full: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.by_full or len(self.by_full) == len(self.by_next)
+        assert all(0 <= share <= 1 for share in (*self.by_next, *self.by_full))
+
+    @property
+    def shares(self) -> tuple[tuple[float, float], ...]:
+        """Of each lower tier: acceptance by the next, by the full one."""
+        product = tuple(itertools.accumulate(reversed(self.by_next), lambda a, b: a * b))[::-1]
+        return tuple(zip(self.by_next, self.by_full or product, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What each tier says at each position of the true text.
+
+    ``says[p][i]`` stands for the token of tier ``i``, bottom to top: 0 for the full tier's, equal numbers for equal tokens.
+    """
+
+    says: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def recorded(cls, own: Sequence[Sequence[int]]) -> "Trace":
+        """From the own tokens of each tier, bottom to top, along the full tier's text ``own[-1]``.
+
+        A pass of every tier over a finished text gives them.
+        """
+        return cls(tuple(tuple(0 if token == at[-1] else 1 + token for token in at) for at in zip(*own, strict=True)))
+
+    @classmethod
+    def agreeing(cls, right: Sequence[Sequence[bool]]) -> "Trace":
+        """From whether each lower tier, bottom to top, agrees with the full one; their errors are taken to differ."""
+        return cls(tuple((*(0 if ok else 1 + i for i, ok in enumerate(at)), 0) for at in zip(*right, strict=True)))
+
+    @classmethod
+    def drawn(cls, acceptance: Acceptance, length: int, seed: int = 0, burst: float = 0.0) -> "Trace":
+        """Made up: with probability ``burst`` a position is like the one before, else an independent draw."""
+        lots = random.Random(seed)
+        says: list[tuple[int, ...]] = []
+        for _ in range(length):
+            repeat = says and lots.random() < burst
+            says.append(says[-1] if repeat else _draw(acceptance, lots.random))
+        return cls(tuple(says))
+
+    def only(self, tiers: Sequence[int]) -> "Trace":
+        """The same text for some of the tiers, by index, the last being the full one."""
+        return Trace(tuple(tuple(at[i] for i in tiers) for at in self.says))
+
+    def accepted(self, drafter: int, verifier: int) -> float:
+        """Share of positions where two tiers say the same."""
+        return sum(at[drafter] == at[verifier] for at in self.says) / len(self.says)
+
+
+def _draw(acceptance: Acceptance, lot: Callable[[], float]) -> tuple[int, ...]:
+    """One position. Of all ways to meet the shares of a tier, the next and the full one, the one in the middle."""
+    says = [0]
+    above = 1.0  # acceptance of the tier above by the full one
+    for level, (by_next, by_full) in reversed(list(enumerate(acceptance.shares))):
+        least = max(0.0, by_next + above - 1, by_full + above - 1, (by_next + above + by_full - 1) / 2)
+        both = (min(least, by_next, above, by_full) + min(by_next, above, by_full)) / 2  # right, like the tier above
+        draw = lot()
+        if not says[0]:
+            right, same = both / above, 0.0
+        else:
+            right, same = (by_full - both) / (1 - above), (by_next - both) / (1 - above)
+        says.insert(0, 0 if draw < right else says[0] if draw < right + same else 1 + level)
+        above = by_full
+    return tuple(says)
+
+
+class Reader:
+    """The tier ``index`` of a trace as a model: it says what the trace says, and goes on by chance behind a wrong token.
+
+    There it agrees with the tier above as often as on the text. True tokens are even and wrong ones odd, so that the last
+    token tells whether a text is the true one. A request reads from a place given by its seed.
+    """
+
+    vocab_size = 2**62
+    context_len = cache_tokens = 2**31
+    block = 16
+
+    def __init__(self, trace: Trace, index: int) -> None:
+        self._says = trace.says
+        self._index = index
+        tiers = range(len(trace.says[0]) - 1)
+        self._alike = [trace.accepted(i, i + 1) for i in tiers]  # per edge
+
+    def new_cache(self) -> "Reader":
+        return self  # needs to know nothing but the last token
+
+    def reserve(self, positions: int) -> None:
+        """Nothing is kept."""
+
+    def take(self, source: "Reader", positions: int) -> None:
+        """Nothing is kept."""
+
+    def free(self) -> None:
+        """Nothing is kept."""
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._score(row) for row in rows]
+
+    def _score(self, row: Row) -> list[int]:
+        seed = row.params.seed or 0
+        begin = row.start + len(row.tokens) - row.num_own + 1
+        last = row.tokens[len(row.tokens) - row.num_own :]
+        return [self._own(token, begin + i, seed) for i, token in enumerate(last)]
+
+    def _own(self, last: int, position: int, seed: int) -> int:
+        if last % 2:
+            return self._astray(last, position)
+        says = self._says[(position + STRIDE * seed) % len(self._says)][self._index]
+        return _wrong(position, says) if says else 2 * position
+
+    def _astray(self, last: int, position: int) -> int:
+        token = _wrong(last, position)
+        for level in range(len(self._alike) - 1, self._index - 1, -1):
+            if _lot(last, position, level) >= self._alike[level]:
+                token = _wrong(last, position, level)
+        return token
+
+
+def _hash(*key: int) -> int:
+    """The same in every process: Python salts the hashes of strings, not of integers."""
+    value: int = hash(key) * MIXER % 2**64
+    value = (value ^ value >> 29) * MIXER % 2**64
+    return value >> 64 - _LOT_BITS
+
+
+def _lot(*key: int) -> float:
+    return float(_hash(*key) / 2**_LOT_BITS)
+
+
+def _wrong(*key: int) -> int:
+    return 2 * _hash(*key) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """A tier that may take part."""
+
+    name: str
+    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens, such as a `PassCost`
+    hop_s: float = 0.0  # one way to the tier above
+    policy: Policy = DEFAULT_POLICY
+    device: str = ""  # see `cascade.simulation.scenario.SimTier`
+    message_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One way to serve, simulated."""
+
+    tiers: tuple[str, ...]  # bottom to top
+    schedule: Schedule
+    window: int  # tokens a lower tier may run ahead; 0 for the full tier alone
+    tokens_per_s: float
+    speedup: float  # over the full tier alone
+    tokens_per_pass: float  # of the full tier
+    busy: tuple[float, ...]  # share of the time that each tier was in a pass
+    bubble_s: float  # mean time from a correction by the full tier to its next pass
+
+
+def prediction_rows(
+    costs: Sequence[TierCost],
+    acceptance: Acceptance | Trace,
+    *,
+    window: int = DEFAULT_WINDOW,
+    lockstep_windows: Sequence[int] = LOCKSTEP_WINDOWS,
+    num_tokens: int = 1000,
+    num_requests: int = 1,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Every choice among the lower tiers, in lockstep with its best window and async with ``window``; fastest last.
+
+    ``costs`` go bottom to top, the last is the full tier. All choices write the same text of ``num_tokens`` tokens per request,
+    so their differences are less noisy than their values. ``num_requests`` of them run at once and share the passes.
+    """
+    trace = acceptance if isinstance(acceptance, Trace) else Trace.drawn(acceptance, 4 * num_tokens, seed)
+    bench = Bench(tuple(costs), trace, num_tokens, num_requests)
+    full = len(costs) - 1
+    rows = [bench.prediction((full,), "alone", 0)]
+    for lower in itertools.chain.from_iterable(itertools.combinations(range(full), size) for size in range(1, full + 1)):
+        chosen = (*lower, full)
+        locked = [bench.prediction(chosen, "lockstep", w) for w in lockstep_windows]
+        rows += [max(locked, key=lambda row: row.speedup), bench.prediction(chosen, "async", window)]
+    return sorted(rows, key=lambda row: row.speedup)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Requests that every choice of tiers has to serve."""
+
+    costs: tuple[TierCost, ...]
+    trace: Trace
+    num_tokens: int  # per request
+    num_requests: int = 1
+    front_device: str = ""  # see `cascade.simulation.scenario.Scenario`
+    front_s: float = 0.0
+
+    def outcome(
+        self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW, adaptive: bool = False
+    ) -> Outcome:
+        """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
+        trace = self.trace.only(chosen)
+        picked = [self.costs[i] for i in chosen]
+        tiers = tuple(
+            SimTier(c.name, Reader(trace, i), c.cost, c.hop_s, c.policy, c.device, c.message_s) for i, c in enumerate(picked)
+        )
+        params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
+        requests = tuple(Request(params=one) for one in params)
+        front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
+        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive))
+
+    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
+        """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""
+        outcome = self.outcome(chosen, lockstep=schedule == "lockstep", window=window)
+        alone = self.outcome(chosen[-1:]) if schedule != "alone" else outcome
+        return Prediction(
+            tuple(self.costs[i].name for i in chosen),
+            schedule,
+            window,
+            outcome.tokens_per_s,
+            outcome.tokens_per_s / alone.tokens_per_s,
+            outcome.tokens_per_pass,
+            tuple(usage.busy_s / outcome.elapsed_s for usage in outcome.usage),
+            outcome.usage[-1].mean_bubble_s,
+        )

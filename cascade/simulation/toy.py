@@ -1,0 +1,204 @@
+"""Models that need no weights, for tests and simulations: the idea of httpx's ``MockTransport``, shipped with the package.
+
+    >>> full, tiny = ToyModel(32), ToyModel(32, agreement=0.7)
+    >>> Cascade([tiny, full], tokenizer)
+
+A `ToyModel` is strict where a real model is silently wrong: its cache holds what was written at each position, stale or not.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cascade.messages import Open
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+if TYPE_CHECKING:
+    from cascade.engine.sequence_state import SequenceState
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at temperature 1
+_CACHED = 1 << 16  # contexts and positions remembered
+
+
+class ToyCache:
+    """Tokens by position, as a model's keys and values: a write voids nothing behind it."""
+
+    block = 16
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.room: int | None = None  # positions reserved; None: nobody keeps count
+        self.freed = False
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * len(self.tokens)
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        """Keep ``tokens`` at ``start`` and behind; positions before ``start`` must have been written."""
+        assert not self.freed, "the cache was freed"
+        assert 0 <= start <= len(self.tokens), f"nothing was written at {len(self.tokens)}, and {start} is behind it"
+        assert self.room is None or start + len(tokens) <= self.room, f"room for {self.room} positions was reserved"
+        self.tokens[start : start + len(tokens)] = tokens
+
+    def reserve(self, positions: int) -> None:
+        assert not self.freed, "the cache was freed"
+        self.room = max(self.room or 0, positions)
+
+    def take(self, source: "ToyCache", positions: int) -> None:
+        assert not source.freed, "the cache was freed"
+        assert positions <= len(source.tokens), f"{len(source.tokens)} positions were written, not {positions}"
+        self.write(0, source.tokens[:positions])
+
+    def free(self) -> None:
+        self.freed = True
+        self.tokens.clear()
+
+
+class ToyModel:
+    """A language whose next-token logits are a hash of the last ``order`` tokens in the cache and of ``seed``.
+
+    Models with one ``seed``, ``vocab_size`` and ``order`` share the language. One with ``agreement`` below 1 has other logits,
+    and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
+    often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
+    the sampling parameters only temperature and seed are honoured, unless a row has a state: then all are, with the noise of
+    `cascade.engine.sampling`. A pass sleeps ``pass_s + token_s * tokens`` seconds.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 32,
+        order: int = 3,
+        seed: int = 0,
+        *,
+        agreement: float = 1.0,
+        context_len: int = 4096,
+        cache_tokens: int = 1 << 20,
+        pass_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> None:
+        assert vocab_size >= 2
+        assert order >= 1
+        assert 0 <= agreement <= 1
+        self.vocab_size = vocab_size
+        self.order = order
+        self.seed = seed
+        self.agreement = agreement
+        self.context_len = context_len
+        self.cache_tokens = cache_tokens
+        self.pass_s = pass_s
+        self.token_s = token_s
+        self.passes = 0
+        self.tokens = 0  # scored, in all passes
+
+    def new_cache(self) -> ToyCache:
+        return ToyCache()
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Own tokens of each row, see `cascade.scorer.Scorer`."""
+        own = [self._score(row) for row in rows]
+        num_tokens = sum(len(row.tokens) for row in rows)
+        self.passes += 1
+        self.tokens += num_tokens
+        if self.pass_s or self.token_s:
+            time.sleep(self.pass_s + self.token_s * num_tokens)
+        return own
+
+    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
+        """Of the token behind ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
+        logits = _language(self.seed, self.vocab_size, context)
+        lot = _mix(_fold(context, self.seed ^ hash(self.agreement)) ^ _GOLDEN)
+        return logits if lot < self.agreement * 2**64 else logits[1:] + logits[:1]
+
+    def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
+        """The own token at ``position``, behind ``context``: argmax of logits / temperature + noise(seed, position)."""
+        scores = self.logits(context)
+        if params.temperature > 0:
+            assert params.seed is not None
+            noise = _gumbel(params.seed, position, self.vocab_size)
+            scores = tuple(x / params.temperature + g for x, g in zip(scores, noise, strict=True))
+        return scores.index(max(scores))
+
+    def _score(self, row: Row) -> list[int]:
+        assert isinstance(row.cache, ToyCache)
+        assert 0 <= row.num_own <= len(row.tokens) > 0
+        end = row.start + len(row.tokens)
+        assert end <= self.context_len, f"{end} tokens do not fit into a context of {self.context_len}"
+        assert all(0 <= token < self.vocab_size for token in row.tokens), "a token is not of the vocabulary"
+        row.cache.write(row.start, row.tokens)
+        tokens = row.cache.tokens
+        ends = range(end - row.num_own + 1, end + 1)
+        contexts = [tuple(tokens[max(0, p - self.order) : p]) for p in ends]
+        if row.state is not None:
+            return self._shaped(row, contexts)
+        return [self.own(context, p, row.params) for context, p in zip(contexts, ends, strict=True)]
+
+    def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
+        """What `cascade.engine.model.Model` does with its logits."""
+        import torch  # plain rows do without
+
+        from cascade.engine.logits_processors import report, shape
+        from cascade.engine.sampling import own_tokens
+
+        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
+        position = row.start + len(row.tokens) - row.num_own + 1
+        own: list[int] = own_tokens(shape(logits, [row]), [(row.params, position, row.num_own)]).tolist()
+        report(logits, [row], [own])
+        return own
+
+
+def full_text(model: ToyModel, opening: Open) -> list[int]:
+    """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
+    text = list(opening.tokens)
+    state = _history(opening, text) if opening.params.shaped else None
+    cache = model.new_cache()
+    known, limit = 0, opening.prompt_len + opening.params.max_tokens
+    while len(text) < limit and not (len(text) > opening.prompt_len and text[-1] in opening.ends):
+        [[token]] = model.run([Row(cache, known, text[known:], 1, opening.params, state)])
+        known = len(text)
+        text.append(token)
+    return text
+
+
+def _history(opening: Open, text: list[int]) -> "SequenceState":
+    from cascade.engine.sequence_state import SequenceState  # needs torch, which plain texts do without
+
+    return SequenceState(opening, text)
+
+
+@lru_cache(_CACHED)
+def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> tuple[float, ...]:
+    key = _fold(context, seed)
+    return tuple(_SPREAD * _uniform(key, token) for token in range(vocab_size))
+
+
+@lru_cache(_CACHED)
+def _gumbel(seed: int, position: int, vocab_size: int) -> tuple[float, ...]:
+    """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.gumbel`."""
+    key = _mix(_mix(position + _GOLDEN) ^ _mix(seed))
+    return tuple(-math.log(-math.log(_uniform(key, token))) for token in range(vocab_size))
+
+
+def _fold(tokens: tuple[int, ...], seed: int) -> int:
+    key = _mix(seed + _GOLDEN)
+    for token in tokens:
+        key = _mix(key ^ (token + 1) * _GOLDEN)
+    return key
+
+
+def _uniform(key: int, index: int) -> float:
+    """Strictly between 0 and 1."""
+    return ((_mix(key + (index + 1) * _GOLDEN) >> 11) + 0.5) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
+    z &= _MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+    return z ^ z >> 31

@@ -1,0 +1,135 @@
+"""API keys: who asks, and what the requests of one key may take together."""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cascade.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from cascade.settings.config import AccessConfig, KeyLimits
+
+MIN_KEY_CHARS = 16
+ANONYMOUS = "anonymous"  # everybody, when no keys are set
+
+
+@dataclass(slots=True)
+class Account:
+    """What the requests of one key take. Tokens are charged as they come; a debt makes the next requests wait."""
+
+    name: str
+    limits: KeyLimits = field(default_factory=KeyLimits)
+    num_running: int = 0
+    _balance: float = 0.0  # tokens
+    _since: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self._balance = float(self.limits.tokens_per_minute or 0)
+
+    @contextlib.contextmanager
+    def admitted(self, num_answers: int) -> Iterator[None]:
+        """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
+        most = self.limits.max_running
+        if most is not None and num_answers > most:
+            raise InvalidRequest(
+                f"The request asks for {num_answers} answers at once: key {self.name} may have {most}; "
+                "send fewer prompts, or a smaller n"
+            )
+        self._check_rate()
+        if most is not None and self.num_running + num_answers > most:
+            raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {self.num_running}")
+        self.num_running += num_answers
+        try:
+            yield
+        finally:
+            self.num_running -= num_answers
+
+    def charge(self, num_tokens: int) -> None:
+        """Tokens that were read or written for the key."""
+        self._balance -= num_tokens
+
+    def _check_rate(self) -> None:
+        rate = self.limits.tokens_per_minute
+        if rate is None:
+            return
+        now = time.monotonic()
+        self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
+        self._since = now
+        if self._balance <= 0:
+            wait_s = (1 - self._balance) * 60 / rate
+            raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
+
+
+class Access:
+    """The keys of a server."""
+
+    def __init__(self, keys: Mapping[str, str], config: AccessConfig) -> None:
+        unknown = set(config.limits) - set(keys)
+        if unknown:
+            raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
+        self._accounts = {
+            _digest(key): Account(name, config.limits.get(name, config.default_limits)) for name, key in keys.items()
+        }
+        self._anonymous = Account(ANONYMOUS, config.default_limits)
+
+    @classmethod
+    def load(cls, config: AccessConfig) -> "Access":
+        """Read the keys; raises `ConfigError`."""
+        keys = _parse(os.environ.get(config.keys_env, ""), f"The environment variable {config.keys_env}")
+        if config.keys_file is not None:
+            try:
+                text = Path(config.keys_file).read_text(encoding="utf-8")
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which cannot be read: {reason}") from None
+            more = _parse(text, config.keys_file)
+            if not more:
+                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which has no keys: write NAME=KEY lines")
+            keys |= more
+        return cls(keys, config)
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody may ask."""
+        return not self._accounts
+
+    def account(self, authorization: str | None) -> Account:
+        """Whose request it is, by ``Bearer KEY``; raises `Unauthenticated`. Takes the same time whichever key is meant."""
+        if self.open:
+            return self._anonymous
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthenticated("The request has no API key: send it as 'Authorization: Bearer KEY'")
+        asked = _digest(key.strip())
+        found = [account for digest, account in self._accounts.items() if hmac.compare_digest(digest, asked)]
+        if not found:
+            raise Unauthenticated("The API key is not known here")
+        return found[0]
+
+
+def _digest(key: str) -> bytes:
+    """Equally long for all keys, so that a comparison tells nothing of their lengths."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _parse(text: str, where: str) -> dict[str, str]:
+    """Keys by name, of lines NAME=KEY; empty lines and those that begin with # say nothing. Errors never show a key."""
+    keys: dict[str, str] = {}
+    for number, line in enumerate(text.replace(",", "\n").splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, key = (part.strip() for part in line.partition("="))
+        if not equals or not name:
+            raise ConfigError(f"{where}: entry {number} is not NAME=KEY")
+        if len(key) < MIN_KEY_CHARS:
+            raise ConfigError(f"{where}: the key {name!r} has {len(key)} characters; it needs at least {MIN_KEY_CHARS}")
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{where}: the key {name!r} is not printable ASCII, which no request can send: choose another")
+        if name in keys or key in keys.values():
+            raise ConfigError(f"{where}: entry {number} repeats a name or a key")
+        keys[name] = key
+    return keys

@@ -1,0 +1,98 @@
+"""What the router counts, as Prometheus reads it at GET /metrics."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cascade.answer import Completion, Undrafted
+from deployments.admission.gate import Gate
+
+log = logging.getLogger(__name__)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Counters of one router; ``names`` are the tiers, bottom to top."""
+
+    def __init__(self, gate: Gate, names: Sequence[str]) -> None:
+        self._registry = CollectorRegistry()
+        made: dict[str, Any] = {"registry": self._registry, "namespace": "cascade"}
+        self._answers = Counter(
+            "answers", "Answers that ended, by how: a finish reason, an error's code, left.", ["outcome"], **made
+        )
+        self._refused = Counter("refused", "Requests that got an error, by its code.", ["code"], **made)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
+        self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)
+        self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)
+        self._accepted = Counter("accepted_tokens", "Guesses that were right, by edge.", ["drafter", "verifier"], **made)
+        self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
+        self._first = Histogram("first_token_seconds", "From a request's arrival to the first piece.", buckets=SECONDS, **made)
+        self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
+        self._plain = Counter("undrafted_answers", "Answers without a single guess scored, by reason.", ["reason"], **made)
+        self._active = Gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not.", **made)
+        self._replicas = Gauge("replicas", "Replicas that run, by tier.", ["tier"], **made)
+        self._pass = Gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ["tier", "tokens"], **made)
+        self._context = Gauge("context_seconds", "What each position held adds to a pass, by tier.", ["tier"], **made)
+        self._drafted: bool | None = None  # what the log has said; nothing yet
+        running = Gauge("running", "Answers being written.", **made)
+        waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
+        running.set_function(lambda: gate.num_running)
+        waiting.set_function(lambda: gate.num_waiting)
+        Gauge("tiers", "Tiers in the configuration.", **made).set(len(names))
+
+    def text(self) -> bytes:
+        """In Prometheus' text form."""
+        return generate_latest(self._registry)
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def piece(self, seconds: float, first: bool) -> None:
+        """One piece came so long after the one before it, or after the request."""
+        (self._first if first else self._gaps).observe(seconds)
+
+    def ended(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
+        """An answer is over."""
+        self._answers.labels(outcome).inc()
+        self._prompt.inc(prompt_tokens)
+        self._output.inc(output_tokens)
+
+    def completed(self, completion: Completion) -> None:
+        """What happened on every edge for an answer."""
+        edges = completion.stats.edges
+        for edge in edges:
+            labels = (edge.drafter or "none", edge.verifier)
+            self._proposed.labels(*labels).inc(edge.proposed)
+            self._accepted.labels(*labels).inc(edge.accepted)
+            self._passes.labels(*labels).inc(edge.passes)
+        why = completion.stats.undrafted
+        if why is not None:
+            self._plain.labels(why).inc()
+        if why not in ("disabled", "short"):  # else the answer says nothing of the tiers below
+            self._drafts(why)
+
+    def started(self, drafters: int) -> None:
+        """So many tiers below the full one are ready, of one or more that are configured."""
+        self._drafts(None if drafters else "no_replica")
+
+    def tier(self, name: str, replicas: int, state: Mapping[str, Any] | None) -> None:
+        """A tier has so many replicas, and one of them says this of itself."""
+        self._replicas.labels(name).set(replicas)
+        for point in (state or {}).get("pass_cost", ()):
+            self._pass.labels(name, point["tokens"]).set(point["seconds"])
+        if state is not None and "context_s" in state:
+            self._context.labels(name).set(state["context_s"])
+
+    def _drafts(self, why: Undrafted | None) -> None:
+        """Whether drafts reach the full tier; said once when it changes."""
+        active = why is None
+        self._active.set(active)
+        if not active and self._drafted is not False:
+            log.warning("Speculation is configured but inactive (%s): answers are those of the full tier alone", why)
+        elif active and self._drafted is False:
+            log.info("Speculation is active again")
+        self._drafted = active

@@ -1,0 +1,113 @@
+"""The assistant whose turn it is: what conversations ask of the full tier, by whatever protocol they come."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import InvalidRequest
+from cascade.params import SamplingParams
+from deployments.admission.front import Front
+from deployments.chat.calls import Reader
+from deployments.chat.conversation import ChatMessage, Conversation, ToolBody, turns
+from deployments.chat.template import Style
+from deployments.chat.thoughts import TAIL, Splitter, opened, prompted
+from deployments.chat.tools import Plan, Toolbox
+
+LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A conversation as the full tier is asked to go on with it."""
+
+    ids: list[int]  # of the prompt
+    params: SamplingParams
+    reader: Callable[[], Reader] | None  # takes an answer apart, if it may call tools or think
+
+
+class Assistant:
+    """Of a served model; ``tool_format`` is how it writes calls, found out if not given; ``check`` is that of the router."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_format: str | None,
+        front: Front,
+        max_model_len: int,
+        check: Callable[[SamplingParams], Awaitable[None]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._toolbox = Toolbox(tokenizer, tool_format)
+        self._front = front
+        self._max_model_len = max_model_len
+        self._check = check
+
+    async def task(self, said: Conversation, sampled: Callable[[int], SamplingParams]) -> Task:
+        """``sampled`` says how tokens are chosen, given how many there is room for; raises `InvalidRequest`."""
+        plan = self._toolbox.plan(said)
+        ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
+        room = self._max_model_len - len(ids)
+        params = sampled(max(1, min(room, self._front.limits.max_tokens or room)))
+        within, held = self._thinks(said, ids), await self._held_to(plan, params)
+        if held.structured is not None and within is not None:
+            held, within = await self._held_behind(plan, held, within)
+        return Task(ids, held, self._reader(said, plan, within))
+
+    async def _held_behind(self, plan: Plan, held: SamplingParams, within: bool) -> tuple[SamplingParams, bool | None]:
+        """``held`` with room for thoughts, and what is left of `_thinks`; raises `InvalidRequest`.
+
+        Where a grammar leaves words free before calls, thoughts are such words. Others begin with the first token: then there
+        are thoughts only if the prompt has begun them.
+        """
+        assert held.structured is not None
+        if plan.structured is not None and plan.free and plan.form is not None and plan.form.begin:
+            return held, within
+        if not within:
+            return held, None
+        await self._check(held)
+        return replace(held, structured=self._toolbox.after_thoughts(held.structured, plan.structured is not None)), True
+
+    def _thinks(self, said: Conversation, ids: Sequence[int]) -> bool | None:
+        """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart behind it."""
+        if said.separate_reasoning is False or not self._toolbox.template.thinks:
+            return None
+        if said.continue_final_message:
+            last = said.messages[-1]
+            return None if last.thoughts and not opened(last.text) else opened(last.text)
+        return prompted(self._tokenizer.backend.decode(list(ids[-TAIL:]), skip_special_tokens=False))
+
+    def _reader(self, said: Conversation, plan: Plan, within: bool | None) -> Callable[[], Reader] | None:
+        """Of each answer, if there is something to take apart."""
+        if within is None and plan.form is None:
+            return None
+        told = said.include_reasoning is not False
+        return lambda: self._toolbox.reader(plan, None if within is None else Splitter(within), told)
+
+    async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
+        """Token ids of a conversation; raises `InvalidRequest`."""
+        said = turns(messages)
+        shown = None if tools is None else [tool.plain for tool in tools]
+        num_chars = sum(len(message.text) + len(message.thoughts or "") for message in messages)
+        num_chars += sum(len(str(turn["tool_calls"])) for turn in said if "tool_calls" in turn) + len(str(shown or ""))
+        self._front.check_length(num_chars)
+        encode = self._toolbox.template.encode
+        if num_chars < LONG_PROMPT:
+            return encode(said, shown, style)
+        return await asyncio.to_thread(encode, said, shown, style)
+
+    async def _held_to(self, plan: Plan, params: SamplingParams) -> SamplingParams:
+        """``params`` that make the text calls of tools; raises `InvalidRequest`."""
+        if plan.structured is None:
+            return params
+        if params.structured is not None:
+            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out")
+        if params.ignore_eos:
+            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end")
+        for index, schema in plan.schemas.items():
+            try:
+                await self._check(replace(params, structured=schema))
+            except InvalidRequest as error:
+                where = f"tools.{index}.function.parameters"
+                raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
+        return replace(params, structured=plan.structured)

@@ -1,0 +1,147 @@
+"""Between the client's protocol and the library's words."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from cascade.answer import Chunk, Completion
+from cascade.client.wire import decode_sampling, encode_lane
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import InvalidRequest
+from cascade.messages import origin_corrected, origin_level
+from cascade.params import Handling, SamplingParams, Speculation
+from cascade.v1 import serving_pb2 as pb
+
+Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
+
+MAX_PROMPT_CHARS = 4_000_000
+
+
+def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the prompt; raises `InvalidRequest`."""
+    refuse_unknown(request, "the request")
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
+    if kind == "token_ids":
+        refuse_unknown(request.token_ids, "token_ids")
+        return list(request.token_ids.ids)
+    if len(request.prompt) > MAX_PROMPT_CHARS:
+        raise InvalidRequest(f"The prompt has {len(request.prompt)} characters: at most {MAX_PROMPT_CHARS} are tokenized")
+    return tokenizer.encode(request.prompt)
+
+
+def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
+    """Sampling parameters, defaults where nothing is set, ``room`` that of ``max_tokens``; raises `InvalidRequest`."""
+    sampling = request.sampling
+    refuse_unknown(sampling, "sampling")
+    refuse_unknown(sampling.structured, "structured")
+    if room is None or sampling.HasField("max_tokens"):
+        return decode_sampling(sampling)
+    roomy = pb.Sampling(max_tokens=room)
+    roomy.MergeFrom(sampling)
+    return decode_sampling(roomy)
+
+
+def parse_speculation(request: Asked) -> Speculation:
+    """How drafts may be used; raises `InvalidRequest`."""
+    speculation = request.speculation
+    refuse_unknown(speculation, "speculation")
+    names = ("mode", "window", "schedule")
+    chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
+    return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
+
+
+def parse_handling(request: Asked) -> Handling:
+    """How it is treated beside others; raises `InvalidRequest`."""
+    return Handling(request.priority, request.cache_salt, request.watch)
+
+
+def refuse_unknown(message: ProtoMessage, where: str) -> None:
+    """A parameter is honoured or refused: raises `InvalidRequest` if there are fields that this version does not know."""
+    unknown = [field.field_number for field in UnknownFieldSet(message)]  # type: ignore[attr-defined]
+    if unknown:
+        numbers = ", ".join(map(str, unknown))
+        raise InvalidRequest(f"There are unknown fields in {where} (numbers {numbers}): is the client newer than the server?")
+
+
+def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
+    """Tokens of a piece with their history; ``num_chars`` come before it in the message's text."""
+    tokens = [
+        pb.Token(id=id, level=origin_level(byte), corrected=origin_corrected(byte), end=num_chars + end)
+        for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
+    ]
+    if chunk.logprobs:
+        for token, said in zip(tokens, chunk.logprobs, strict=True):
+            token.logprob = said.logprob
+            token.top.extend(pb.TopToken(id=id, logprob=value) for id, value in said.top)
+    return tokens
+
+
+def all_tokens(chunks: Iterable[Chunk]) -> Iterator[pb.Token]:
+    """Tokens of all pieces of an answer."""
+    num_chars = 0
+    for chunk in chunks:
+        yield from tokens(chunk, num_chars)
+        num_chars += len(chunk.text)
+
+
+def prompt(chunk: Chunk) -> list[pb.PromptToken]:
+    """Tokens of the prompt, with the first piece if they were asked for."""
+    return [
+        pb.PromptToken(id=one.id, logprob=one.logprob, top=[pb.TopToken(id=id, logprob=value) for id, value in one.top])
+        for one in chunk.prompt
+    ]
+
+
+def response(chunk: Chunk) -> pb.GenerateResponse:
+    """One piece of an answer."""
+    return pb.GenerateResponse(
+        text=chunk.text,
+        tokens=tokens(chunk),
+        finish=None if chunk.completion is None else finish(chunk.completion),
+        prompt=prompt(chunk),
+        lanes=map(encode_lane, chunk.lanes),
+    )
+
+
+def whole(chunks: Sequence[Chunk]) -> pb.CompleteResponse:
+    """The answer of these pieces."""
+    end = ending(chunks)
+    return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
+
+
+def ending(chunks: Sequence[Chunk]) -> Completion:
+    """What the last piece of an answer brings."""
+    completion = chunks[-1].completion
+    assert completion is not None, "the last piece brings the completion"
+    return completion
+
+
+def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
+    """How the answer ended, with the last message; ``reason`` overrules the completion's own."""
+    edges = [
+        pb.Edge(
+            drafter=edge.drafter,
+            verifier=edge.verifier,
+            passes=edge.passes,
+            proposed=edge.proposed,
+            accepted=edge.accepted,
+            emitted=edge.emitted,
+            mean_accepted_len=edge.mean_accepted_len,
+            waited_s=edge.waited_s,
+            accepted_by_position=edge.accepted_by_position,
+        )
+        for edge in completion.stats.edges
+    ]
+    return pb.Finish(
+        reason=reason or completion.finish_reason,
+        seed=completion.seed,
+        prompt_tokens=completion.stats.prompt_tokens,
+        completion_tokens=completion.stats.completion_tokens,
+        edges=edges,
+        first_token_s=completion.stats.first_token_s,
+        undrafted=completion.stats.undrafted,
+    )

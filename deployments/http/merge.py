@@ -1,0 +1,83 @@
+"""The pieces of several answers in one stream."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+
+from cascade.answer import Chunk
+from deployments.admission.status import refusal
+from deployments.http.reply import DONE, Echo, Form, closing, event, opening, piece, whole
+
+Pieces = AsyncGenerator[tuple[int, Chunk], None]
+
+
+async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
+    """The pieces of all answers as they come, with the index of their answer. One that fails ends them all."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # who does not read stalls them all
+    tasks = [asyncio.create_task(_feed(queue, index, source)) for index, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gathered(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> dict[str, object]:
+    """The whole answer."""
+    answers: list[list[Chunk]] = [[] for _ in echoes]
+    async with contextlib.aclosing(pieces):
+        async for index, chunk in pieces:
+            answers[index].append(chunk)
+    return whole(form, answers, echoes)
+
+
+async def streamed(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. What fails behind the first piece is an event too."""
+    lengths: dict[int, int] = {}  # characters of each choice so far
+    readers = [None if form.reader is None else form.reader() for _ in echoes]
+    ended = []
+    try:
+        async with contextlib.aclosing(pieces):
+            async for index, chunk in pieces:
+                head = None if index in lengths else opening(form, index, echoes[index], chunk)
+                offset = lengths.setdefault(index, len(echoes[index].text))
+                lengths[index] += len(chunk.text)
+                if chunk.completion is not None:
+                    ended.append(chunk.completion)
+                said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
+                if said:
+                    yield b"".join(map(event, said))
+    except Exception as error:
+        if not lengths:
+            raise
+        yield event(refusal(error).body)
+        return
+    if form.usage:
+        yield event(closing(form, ended, readers))
+    yield DONE
+
+
+async def _feed(
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]], index: int, source: AsyncGenerator[Chunk, None]
+) -> None:
+    try:
+        async with contextlib.aclosing(source) as chunks:
+            async for chunk in chunks:
+                await queue.put((index, chunk))
+        await queue.put((index, None))
+    except Exception as error:
+        await queue.put((index, error))

@@ -1,0 +1,247 @@
+"""What OpenAI's clients may ask for. Unknown fields, and values that cannot be honoured, are errors."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from cascade.errors import InvalidRequest
+from cascade.params import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS, Handling, SamplingParams, Speculation, Structured
+from cascade.settings.config import MAX_ANSWERS, MAX_PROMPTS, MAX_TIERS
+from deployments.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
+from deployments.chat.template import Style
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
+
+PLAIN = (  # fields that mean the same as those of `SamplingParams`
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "adapter",
+)
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class SpeculationBody(Body):
+    """How drafts may be used; never changes the text."""
+
+    mode: Literal["auto", "off"] = "auto"
+    tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
+    window: int | None = None
+    schedule: Literal["async", "lockstep"] = "async"
+
+    def parsed(self) -> Speculation:
+        tiers = None if self.tiers is None else tuple(self.tiers)
+        return Speculation(self.mode, tiers, self.window, self.schedule)
+
+
+class StructuredBody(Body):
+    """What the text has to be: exactly one of these."""
+
+    json_schema: dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    grammar: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        return {name: value for name, value in self.model_dump().items() if value is not None and value is not False}
+
+
+class StreamOptions(Body):
+    """Of streamed answers."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What both kinds of completions take. ``None`` is the default everywhere."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None  # noted by OpenAI, not here: has no effect
+    # extensions, named as in vLLM
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    adapter: str | None = None  # LoRA adapter of the full model
+    priority: int | None = None
+    cache_salt: str | None = None
+    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
+    structured: StructuredBody | None = None
+    speculation: SpeculationBody | None = None
+    history: bool = False  # each piece says its token ids, where they end and who wrote them
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _is_short(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:  # each item may be an error of its own
+            raise ValueError(f"it has {len(value)} tokens: at most {MAX_BIASES} are taken")
+        return value
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    def drafts(self) -> Speculation:
+        return Speculation() if self.speculation is None else self.speculation.parsed()
+
+    def handling(self) -> Handling:
+        return Handling(self.priority or 0, self.cache_salt or "", self.watch)
+
+    def shaping(self) -> dict[str, Any]:
+        """What `SamplingParams` takes in another form; raises `InvalidRequest`."""
+        chosen: dict[str, Any] = {}
+        if self.logit_bias is not None:
+            chosen["logit_bias"] = {_token(name): bias for name, bias in self.logit_bias.items()}
+        if self.structured is not None:
+            chosen["structured"] = Structured(**self.structured.chosen)
+        return chosen
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """Sampling parameters; raises `InvalidRequest`."""
+        chosen = {name: value for name in PLAIN if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **self.shaping())
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def shaping(self) -> dict[str, Any]:
+        if self.logprobs is None:
+            return super().shaping()
+        return super().shaping() | {"logprobs": self.logprobs} | ({"prompt_logprobs": self.logprobs} if self.echo else {})
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One or more texts or lists of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("prompt is an empty list: give a text, token ids, or a list of either")
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+class JsonSchema(Body):
+    """What an answer must look like."""
+
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured(self) -> Structured | None:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise InvalidRequest(
+                f"response_format has a json_schema and the type {self.type!r}: say 'json_schema' or leave it out"
+            )
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Structured(json_object=True)
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
+        schema = self.json_schema.json_schema
+        return Structured(json_schema=schema) if schema else Structured(json_object=True)
+
+
+class ChatBody(SamplingBody, Conversation):
+    """POST /v1/chat/completions."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    def shaping(self) -> dict[str, Any]:
+        chosen = super().shaping()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true")
+        if self.logprobs:
+            chosen["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None and (form := self.response_format.structured) is not None:
+            if "structured" in chosen:
+                raise InvalidRequest("response_format and structured are both given: leave one out")
+            chosen["structured"] = form
+        return chosen
+
+    @property
+    def limit(self) -> int | None:
+        """Output tokens at most, if the request says so."""
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TokenizeBody(StyleBody):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.messages is not None:
+            self.check_style(self.messages)
+        elif self.style != Style():
+            raise ValueError("fields that say how messages become a prompt are given without messages: leave them out")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[TokenIds, Field(max_length=1_000_000)]
+
+
+def _token(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InvalidRequest(f"logit_bias has the key {text[:40]!r}: keys are token ids")
+    return int(text)

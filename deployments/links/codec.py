@@ -1,0 +1,138 @@
+"""Messages of a link to and from the wire."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cascade.client.wire import decode_lane, decode_sampling, encode_lane, encode_sampling
+from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.v1 import link_pb2 as pb
+
+
+def encode(messages: Iterable[Message]) -> pb.Batch:
+    """All messages as one batch."""
+    return pb.Batch(messages=[_encode(message) for message in messages])
+
+
+def decode(batch: pb.Batch) -> list[Message]:
+    """The messages of a batch; raises `ValueError` if one is malformed."""
+    return [_decode(message) for message in batch.messages]
+
+
+def _encode(message: Message) -> pb.Message:
+    session = message.session
+    match message:
+        case Commit(_, start, tokens):
+            return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens))
+        case Proposal():
+            return pb.Message(session=session, proposal=_encode_proposal(message))
+        case Close():
+            return pb.Message(session=session, close=pb.Close())
+        case Failed(_, reason, tier, fault):
+            return pb.Message(session=session, failed=pb.Failed(reason=reason, tier=tier, fault=fault))
+        case Open():
+            return pb.Message(session=session, open=_encode_open(message))
+
+
+def _encode_open(opening: Open) -> pb.Open:
+    return pb.Open(
+        tokens=opening.tokens,
+        prompt_len=opening.prompt_len,
+        sampling=encode_sampling(replace(opening.params, stop=())),
+        ends=sorted(opening.ends),
+        tier=opening.tier,
+        chain=opening.chain,
+        window=opening.window,
+        draft_window=opening.draft_window,
+        lockstep=opening.lockstep,
+        priority=opening.priority,
+        cache_salt=opening.cache_salt,
+        adaptive=opening.adaptive,
+        watch=opening.watch,
+    )
+
+
+def _encode_proposal(proposal: Proposal) -> pb.Proposal:
+    return pb.Proposal(
+        start=proposal.start,
+        tokens=proposal.tokens,
+        origins=proposal.origins,
+        edges=map(_encode_edge, proposal.edges),
+        logprobs=map(_encode_logprobs, proposal.logprobs),
+        prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
+        spared=proposal.spared,
+        lanes=map(encode_lane, proposal.lanes),
+    )
+
+
+def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
+    return pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
+
+
+def _encode_edge(edge: Edge) -> pb.LinkEdge:
+    return pb.LinkEdge(
+        drafter=edge.drafter,
+        verifier=edge.verifier,
+        passes=edge.passes,
+        proposed=edge.proposed,
+        accepted=edge.accepted,
+        emitted=edge.emitted,
+        waited_s=edge.waited_s,
+        accepted_by_position=edge.accepted_by_position,
+    )
+
+
+def _decode(message: pb.Message) -> Message:
+    session = message.session
+    match message.WhichOneof("kind"):
+        case "commit":
+            return Commit(session, message.commit.start, tuple(message.commit.tokens))
+        case "proposal":
+            return _decode_proposal(session, message.proposal)
+        case "close":
+            return Close(session)
+        case "failed":
+            return Failed(session, message.failed.reason, message.failed.tier, message.failed.fault)
+        case "open":
+            return _decode_open(session, message.open)
+    raise ValueError("a message has no kind")
+
+
+def _decode_open(session: str, opening: pb.Open) -> Open:
+    if not 0 < opening.prompt_len <= len(opening.tokens):
+        raise ValueError("a text begins with its prompt")
+    return Open(
+        session=session,
+        tokens=tuple(opening.tokens),
+        prompt_len=opening.prompt_len,
+        params=decode_sampling(opening.sampling),
+        ends=frozenset(opening.ends),
+        tier=opening.tier,
+        chain=tuple(opening.chain),
+        window=opening.window,
+        draft_window=opening.draft_window,
+        lockstep=opening.lockstep,
+        priority=opening.priority,
+        cache_salt=opening.cache_salt,
+        adaptive=opening.adaptive,
+        watch=opening.watch,
+    )
+
+
+def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
+    if len(said.origins) != len(said.tokens):
+        raise ValueError("a proposal has one origin a token")
+    if said.logprobs and len(said.logprobs) != len(said.tokens):
+        raise ValueError("a proposal has log-probabilities for all tokens or for none")
+    logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
+    edges = tuple(map(_decode_edge, said.edges))
+    lanes = tuple(map(decode_lane, said.lanes))
+    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, said.spared, prompt, lanes)
+
+
+def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:
+    return Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True)))
+
+
+def _decode_edge(edge: pb.LinkEdge) -> Edge:
+    positions = tuple(edge.accepted_by_position[:MAX_POSITIONS])
+    return Edge(edge.drafter, edge.verifier, edge.passes, edge.proposed, edge.accepted, edge.emitted, edge.waited_s, positions)

@@ -1,0 +1,227 @@
+"""The caller's end of links: an Open takes a lease on a replica of the tier it names, and what follows goes there."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cascade.messages import Close, Failed, Link, Message, Open, mint
+from cascade.settings.config import LinkTLS
+from cascade.v1 import link_pb2 as pb
+from cascade.v1 import link_pb2_grpc
+from deployments.links.codec import decode, encode
+from deployments.links.held_lease import HeldLeases, Lease, Lessor
+from deployments.links.tls import channel
+from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Route:
+    """Where the messages of a session go."""
+
+    tier: str
+    waiting: list[Message]  # until there is a stream
+    stream: "Stream | None" = None
+    opening: "asyncio.Task[None] | None" = None
+    lease: Lease | None = None
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class Stream:
+    """The one stream to a replica, for all sessions that go there."""
+
+    address: str
+    secret: str
+    mailbox: Mailbox
+    sessions: set[str] = field(default_factory=set)
+    task: "asyncio.Task[None] | None" = None
+
+
+class Downlink(Link):
+    """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
+
+    Made in a running event loop; `send` may be called from any thread. While sessions begin, one more replica of each tier is
+    held for ``spare_s`` at most, for the next of them: see `session`.
+    """
+
+    def __init__(
+        self,
+        lessors: Mapping[str, Lessor],
+        deliver: Callable[[Sequence[Message]], object],
+        *,
+        lease_timeout_s: float = 5.0,
+        spare_s: float = 0.0,
+        tls: LinkTLS | None = None,
+    ) -> None:
+        self._lessors = lessors
+        self._deliver = deliver
+        self._lease_timeout_s = lease_timeout_s
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._routes: dict[str, Route] = {}
+        self._streams: dict[str, Stream] = {}
+        self._spares = {tier: HeldLeases(lessor, spare_s) for tier, lessor in lessors.items()}
+
+    def session(self, tier: str) -> str:
+        """A name for a session that is opened at ``tier`` at once: if a replica is held ahead, the one it is held for."""
+        return self._spares[tier].session or mint()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._routes)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self.put, messages)
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """`send` from the loop's own thread."""
+        batches: dict[str, list[Message]] = {}
+        for message in messages:
+            if isinstance(message, Open):
+                self._open(message)
+                continue
+            route = self._routes.get(message.session)
+            if route is None:
+                continue
+            if route.stream is None:
+                route.waiting.append(message)
+            else:
+                batches.setdefault(route.stream.address, []).append(message)
+            if isinstance(message, Close):
+                self._leave(message.session)
+        for address, batch in batches.items():
+            if address in self._streams:
+                self._streams[address].mailbox.put(batch)
+
+    async def close(self) -> None:
+        """Break all links and let go of all leases."""
+        for spares in self._spares.values():
+            await spares.close()
+        for session in list(self._routes):
+            self._leave(session)
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # sessions
+
+    def _open(self, opening: Open) -> None:
+        route = self._routes[opening.session] = Route(opening.tier, [opening])
+        spares = self._spares.get(opening.tier)
+        spare = None if spares is None else spares.take(opening.session)
+        if spare is None:
+            route.opening = self._loop.create_task(self._take_lease(opening, route))
+        else:
+            route.lease = spare.lease
+            self._join(opening.session, route, spare.ticket)
+
+    async def _take_lease(self, opening: Open, route: Route) -> None:
+        session = opening.session
+        try:
+            lessor = self._lessors[opening.tier]
+            route.lease = lessor(session)
+            ticket = await asyncio.wait_for(anext(aiter(route.lease)), self._lease_timeout_s)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # whatever Ray raises: the tier cannot be had
+            reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
+            log.info("Session %s: %s: %s", session, reason, error)
+            self._fail(session, reason)
+            return
+        if self._routes.get(session) is not route:  # closed while the address was on its way: `wait_for` may swallow a cancel
+            return
+        route.opening = None
+        self._join(session, route, ticket)
+
+    def _join(self, session: str, route: Route, ticket: str) -> None:
+        """Send what waits for a leased replica, and what follows."""
+        route.stream = self._stream(ticket)
+        route.stream.sessions.add(session)
+        route.stream.mailbox.put(route.waiting)
+        route.waiting = []
+
+    def _leave(self, session: str) -> None:
+        """Forget a session and let go of its lease."""
+        route = self._routes.pop(session, None)
+        if route is None:
+            return
+        if route.opening is not None:
+            route.opening.cancel()
+        if route.stream is not None:
+            route.stream.sessions.discard(session)
+        if route.lease is not None:
+            with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
+                route.lease.cancel()
+
+    def _fail(self, session: str, reason: str) -> None:
+        route = self._routes.get(session)
+        if route is not None:
+            route.opening = None
+            self._leave(session)
+            self._deliver([Failed(session, reason, route.tier)])
+
+    # streams
+
+    def _stream(self, ticket: str) -> Stream:
+        address, _, secret = ticket.partition(" ")
+        if address not in self._streams:
+            stream = self._streams[address] = Stream(address, secret, Mailbox(self._loop))
+            stream.task = self._loop.create_task(self._run(stream))
+        return self._streams[address]
+
+    async def _run(self, stream: Stream) -> None:
+        """Carry messages both ways until the link breaks; then its sessions have failed."""
+        reason = "the replica closed it"
+        joined: grpc.aio.Channel | None = None
+        try:
+            joined = channel(stream.address, CHANNEL_OPTIONS, self._tls)
+            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(stream.secret)),))
+            await race(self._read(call), _write(call, stream.mailbox))
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or str(error.code())
+        except Exception as error:  # whatever it is, the sessions must go on without this replica
+            log.exception("The link to %s broke", stream.address)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._streams.pop(stream.address, None)
+            for spares in self._spares.values():
+                spares.distrust(stream.address)
+            for session in list(stream.sessions):
+                self._fail(session, f"the link to {stream.address} broke ({reason})")
+            if joined is not None:
+                await joined.close(None)
+
+    async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
+        async for batch in call:
+            self._hear(decode(batch))
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        known = [message for message in messages if message.session in self._routes]
+        for message in known:
+            if isinstance(message, Failed):
+                self._leave(message.session)
+            else:
+                self._answered(message.session)
+        if known:
+            self._deliver(known)
+
+    def _answered(self, session: str) -> None:
+        """The first answer of a session is here: what it takes to hold a replica for the next one delays nobody now."""
+        route = self._routes.get(session)
+        if route is not None and not route.answered:
+            route.answered = True
+            self._spares[route.tier].renew()
+
+
+async def _write(call: Any, mailbox: Mailbox) -> None:
+    while True:
+        await call.write(encode(await mailbox.take()))

@@ -1,0 +1,101 @@
+"""TLS: mutual on the links between tiers, where both ends show a certificate of the same authority; one-sided at the doors."""
+
+import contextlib
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from cascade.errors import ConfigError
+from cascade.settings.config import DoorTLS, LinkTLS
+
+
+def check(tls: LinkTLS) -> None:
+    """Shake hands with ourselves; raises `ConfigError` for whatever would keep this process and its peers apart."""
+    _read(tls, "authority")
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.verify_mode = ssl.CERT_REQUIRED
+    for context in (client, server):
+        _load(context, tls)
+        try:
+            context.load_verify_locations(tls.authority)
+        except ssl.SSLError as error:
+            raise ConfigError(f"link_tls.authority is {tls.authority!r}, which has no certificates in PEM: {error}") from None
+    try:
+        _shake(client, server, tls.server_name)
+    except ssl.SSLError as error:
+        why = getattr(error, "verify_message", "") or error.reason or str(error)
+        raise ConfigError(
+            f"link_tls.certificate is {tls.certificate!r}, which peers would refuse ({why.rstrip('.')}): "
+            f"link_tls.authority must have signed it, for servers and clients and the name {tls.server_name!r}"
+        ) from None
+
+
+def check_door(tls: DoorTLS) -> None:
+    """Raise `ConfigError` if the files cannot be used."""
+    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls)
+
+
+def server_credentials(tls: LinkTLS | DoorTLS) -> grpc.ServerCredentials:
+    """Of a link, let in who has a certificate of the authority; of a door, everybody.
+
+    Files that change are read again for later connections.
+    """
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        with contextlib.suppress(ConfigError):  # files that are just being exchanged: as before
+            return configuration()
+        return None
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        pair = _read(tls, "key"), _read(tls, "certificate")
+        return grpc.ssl_server_certificate_configuration([pair], _read(tls, "authority") if mutual else None)
+
+    mutual = isinstance(tls, LinkTLS)
+    # None means: as before, which the stubs do not know
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, mutual)  # type: ignore[arg-type]
+
+
+def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | None) -> grpc.aio.Channel:
+    """To a replica, which shows a certificate for ``tls.server_name`` whatever its address is; raises `ConfigError`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(_read(tls, "authority"), _read(tls, "key"), _read(tls, "certificate"))
+    named = [*options, ("grpc.ssl_target_name_override", tls.server_name)]
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def _load(context: ssl.SSLContext, tls: LinkTLS | DoorTLS) -> None:
+    """Give ``context`` its certificate and key."""
+    for field in ("certificate", "key"):
+        _read(tls, field)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{_section(tls)}.certificate {tls.certificate!r} and {_section(tls)}.key {tls.key!r} are no pair in PEM: {error}"
+        ) from None
+
+
+def _read(tls: LinkTLS | DoorTLS, field: str) -> bytes:
+    path = getattr(tls, field)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{_section(tls)}.{field} is {path!r}, which cannot be read: {error.strerror or error}") from None
+
+
+def _section(tls: LinkTLS | DoorTLS) -> str:
+    return "link_tls" if isinstance(tls, LinkTLS) else "router.listen.tls"
+
+
+def _shake(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:
+    """Join both in memory; raises `ssl.SSLError`."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up, server_hostname=name), server.wrap_bio(up, down, server_side=True)]
+    while ends:
+        for end in list(ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                ends.remove(end)

@@ -1,0 +1,213 @@
+"""The replica's end of links: a gRPC server for the tiers above, and the leases by which their sessions hold this replica."""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from cascade.chain.tier import Tier
+from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.settings.config import LinkTLS
+from cascade.v1 import link_pb2 as pb
+from cascade.v1 import link_pb2_grpc
+from deployments.links.codec import decode, encode
+from deployments.links.tls import server_credentials
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0  # a lease whose session has not been opened by then ends
+MAX_MESSAGE_BYTES = 64 * 2**20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # a host that vanishes is noticed within ten seconds; a process that dies closes its connection at once
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # the one that counts in gRPC 1.85: 60 seconds unless set
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # also how long a connection may take to come about
+]
+
+
+class Mailbox(Link):
+    """Messages on their way out: sent from any thread, taken by a coroutine that writes all that are there as one batch."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._messages: list[Message] = []
+        self._filled = asyncio.Event()
+
+    def send(self, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self.put, messages)
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """`send` from the loop's own thread."""
+        self._messages += messages
+        self._filled.set()
+
+    async def take(self) -> list[Message]:
+        """Everything that was sent since the last call, at least one message."""
+        await self._filled.wait()
+        self._filled.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
+
+class Leases:
+    """Which sessions may be opened here, and until when the callers hold this replica."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, asyncio.Event] = {}
+        self._opened: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, session: str) -> None:
+        """Somebody holds this replica for a session."""
+        self._ended[session] = asyncio.Event()
+
+    async def ended(self, session: str) -> None:
+        """Return when the session is over, or when nobody has opened it for a while."""
+        ended = self._ended[session]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), OPEN_TIMEOUT_S)
+        if session in self._opened:
+            await ended.wait()
+
+    def remove(self, session: str) -> None:
+        """The replica is let go."""
+        self._ended.pop(session, None)
+        self._opened.discard(session)
+
+    def open(self, session: str) -> bool:
+        """The session begins; False if nobody has leased it."""
+        if session not in self._ended or session in self._opened:
+            return False
+        self._opened.add(session)
+        return True
+
+    def end(self, session: str) -> None:
+        """The session is over."""
+        if session in self._ended:
+            self._ended[session].set()
+
+
+class LinkServer(link_pb2_grpc.LinkServicer):
+    """Takes links from the tiers above and hands their messages to ``tier``; only over ``tls``, if it is given."""
+
+    def __init__(self, tier: Tier, tls: LinkTLS | None = None) -> None:
+        self._tier = tier
+        self._tls = tls
+        self._server: grpc.aio.Server | None = None
+        self.leases = Leases()
+        self.address = ""
+        self.secret = secrets.token_urlsafe(32)  # only who can take a lease, a member of the Ray cluster, gets to know it
+
+    async def start(self, host: str) -> None:
+        """Listen on any free port of ``host``, the address under which other nodes reach this one."""
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        link_pb2_grpc.add_LinkServicer_to_server(self, self._server)
+        host = f"[{host}]" if ":" in host else host
+        if self._tls is None:
+            port = self._server.add_insecure_port(f"{host}:0")
+        else:
+            port = self._server.add_secure_port(f"{host}:0", server_credentials(self._tls))
+        await self._server.start()
+        self.address = f"{host}:{port}"
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Break all links."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def lease(self, session: str) -> AsyncIterator[str]:
+        """Yield the ticket for the link of ``session``, address and secret, then stay until the session is over.
+
+        A caller that drops the lease closes the session.
+        """
+        self.leases.add(session)
+        try:
+            yield f"{self.address} {self.secret}"
+            await self.leases.ended(session)
+        finally:
+            self.leases.remove(session)
+            self._tier.post([Close(session)])
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
+    ) -> None:
+        """One stream: what comes in goes to the tier, what the tier says goes out. Only for who knows the secret."""
+        said = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not (isinstance(said, str) and hmac.compare_digest(said.encode(), authorization(self.secret).encode())):
+            log.warning("%s was refused: it does not know the secret of this replica", context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
+        mailbox = Mailbox(asyncio.get_running_loop())
+        sessions: set[str] = set()
+        try:
+            await race(self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions))
+        except ValueError as error:
+            log.warning("A link was broken off: %s", error)
+        finally:
+            self._tier.drop(mailbox)
+            for session in list(sessions):
+                self._end(session, sessions)
+
+    async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
+        async for batch in batches:
+            known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
+            if known:
+                self._tier.post(known, mailbox)
+
+    async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
+        while True:
+            messages = await mailbox.take()
+            for message in messages:
+                if isinstance(message, Failed):
+                    self._end(message.session, sessions)
+            await context.write(encode(messages))
+
+    def _admit(self, message: Message, mailbox: Mailbox, sessions: set[str]) -> bool:
+        """Whether the message may reach the tier: only of sessions that hold a lease and came over this link."""
+        session = message.session
+        if isinstance(message, Open):
+            if not self.leases.open(session):
+                mailbox.put([Failed(session, f"nobody holds a lease for session {session}", self._tier.name)])
+                return False
+            sessions.add(session)
+            return True
+        known = session in sessions
+        if isinstance(message, Close):
+            self._end(session, sessions)
+        return known
+
+    def _end(self, session: str, sessions: set[str]) -> None:
+        if session in sessions:  # else it is a session of another link
+            sessions.remove(session)
+            self.leases.end(session)
+
+
+def authorization(secret: str) -> str:
+    """What the upper side of a link says to be let in."""
+    return f"Bearer {secret}"
+
+
+async def race(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one ends, then stop the others; raises what it raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,208 @@
+"""`cascade bench`: what it sends, what it counts, what it writes. No figure of speed is judged."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from cascade.answer import Chunk
+from cascade.bench.load import Cell, Plan, joined, load, quantile, same_text
+from cascade.bench.prompts import BUILT_IN, UNSORTED, Prompt, read_prompts
+from cascade.bench.report import acceptance, document
+from cascade.cli.bench import modes
+from cascade.cli.main import main
+from cascade.client import AsyncClient
+from cascade.errors import ConfigError, Overloaded
+from cascade.params import SamplingParams, Speculation
+from tests.doors import House, house
+
+TIERS = ("tiny", "medium", "full")
+GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def loaded(served: House, plan: Plan) -> list[Cell]:
+    async def measure() -> list[Cell]:
+        async with AsyncClient(served.grpc) as client:
+            return await load(client.stream, plan)
+
+    return asyncio.run(measure())
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    """Guards the three ways to write a prompt, and texts that look a little like JSON."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\\nb", "category": "code"}\n"quoted"\n\n[1, 2, \n  {"prompt": "c"}\n', encoding="utf-8")
+    assert read_prompts(path) == (Prompt("a\nb", "code"), Prompt("quoted"), Prompt("[1, 2, "), Prompt("c", UNSORTED))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no prompts"),
+        ('{"prompt": ', "Line 1"),
+        ('ok\n{"prompt": "a", "colour": "red"}', "Line 2"),
+        ('{"category": "code"}', "no prompt"),
+        ('{"prompt": ""}', "no prompt"),
+        ('{"prompt": 3}', "no prompt"),
+    ],
+)
+def test_wrong_prompts_are_named(tmp_path: Path, text: str, words: str) -> None:
+    """Guards against prompts that are silently dropped or sent as they were not meant."""
+    path = tmp_path / "prompts"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_prompts(path)
+
+
+def test_batches_keep_every_client_busy() -> None:
+    """Guards the comparison at high concurrency: no mode ends a batch with idle clients, no prompt is left out."""
+    plan = Plan(modes(TIERS, False), BUILT_IN, (1, 3, 16), GREEDY)
+    for category in plan.categories:
+        for n in plan.concurrency:
+            batch = plan.batch(category, n)
+            assert len(batch) % n == 0
+            assert set(batch) == {prompt for prompt in BUILT_IN if prompt.category == category}
+    assert plan.num_requests == 3 * sum(len(plan.batch(c, n)) for c in plan.categories for n in plan.concurrency)
+
+
+def test_modes_end_with_the_whole_cascade() -> None:
+    """Guards which mode is the base, and which one is drawn."""
+    assert [mode.name for mode in modes(TIERS, False)] == ["full alone", "cascade", "tiny → medium → full"]
+    assert [mode.name for mode in modes(TIERS, True)][2:4] == ["tiny → full", "medium → full"]
+    assert [mode.speculation for mode in modes(("full",), True)] == [Speculation("off")]
+
+
+def test_quantiles_are_values_that_were_seen() -> None:
+    """Guards the ends: the p99 of few values is the largest one."""
+    assert quantile([], 0.5) == 0
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2
+    assert quantile([3.0, 1.0, 2.0], 0.99) == 3
+    assert quantile(list(range(1, 101)), 0.99) == 99
+
+
+def test_load_counts_what_the_server_said() -> None:
+    """Guards tokens, requests, acceptance and texts of every cell against being lost or counted twice."""
+    prompts = (Prompt("def a", "code"), Prompt("def b", "code"), Prompt("Once", "prose"))
+    plan = Plan(modes(TIERS, True), prompts, (1, 4), GREEDY, rounds=2)
+    with house() as served:
+        cells = loaded(served, plan)
+        served.settle()
+    assert len(cells) == 5 * 2 * 2
+    assert sum(cell.requests for cell in cells) == plan.num_requests
+    for cell in cells:
+        assert not cell.errors
+        assert cell.tokens == cell.requests * GREEDY.max_tokens
+        assert len(cell.first_token_s) == cell.requests
+        assert sum(cell.first_token_s) + sum(cell.gaps_s) <= cell.seconds * cell.concurrency + 1e-9
+    assert same_text(cells)
+    whole = document(cells, version="x")
+    last = whole["cells"][-1]
+    assert (last["category"], last["mode"], last["requests"]) == ("all", "tiny → medium → full", 2 * (4 + 4))
+    assert whole["failed"] == 0
+    assert {(edge["drafter"], edge["verifier"]) for edge in last["edges"]} >= {("medium", "full"), ("tiny", "medium")}
+    off = next(cell for cell in joined(cells) if cell.mode.name == "full alone")
+    assert acceptance(off, ("medium", "full")) is None
+
+
+async def test_failed_requests_are_counted() -> None:
+    """Guards against a comparison that is fast because requests were refused."""
+    with house(max_running=2, max_waiting=0) as served:
+        plan = Plan(modes(TIERS, False), (Prompt("a"),), (2,), GREEDY)
+        async with AsyncClient(served.grpc) as client:
+            turn = 0
+
+            async def stream(prompt: str, params: SamplingParams, speculation: Speculation) -> AsyncIterator[Chunk]:
+                nonlocal turn
+                turn += 1
+                if turn > 6 and turn % 2:  # behind the warm-up
+                    raise Overloaded("full")
+                async for chunk in client.stream(prompt, params, speculation):
+                    yield chunk
+
+            cells = await load(stream, plan)
+    assert [cell.errors for cell in cells] == [["Overloaded: full"]] * 3
+    assert document(cells)["failed"] == 3
+
+
+def test_different_texts_are_noticed() -> None:
+    """Guards the sentence that says whether speculation was lossless."""
+    mode = modes(TIERS, False)[0]
+    one, other = Cell(mode, "a", 1, texts={"x": (1, 2)}), Cell(mode, "a", 1, texts={"x": (1, 3)})
+    assert same_text([one, one])
+    assert not same_text([one, other])
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> None:
+    """Guards the command as a whole, against a server: tables, JSON, and a picture that says what it shows."""
+    picture, written = tmp_path / f"bench.{kind}", tmp_path / "bench.json"
+    options = ["--concurrency", "1,2", "--max-tokens", "8", "--category", "code", "--category", "data"]
+    with house() as served:
+        code, output = run("--address", served.grpc, *options, "--json", str(written), "--picture", str(picture))
+    assert code == 0, output
+    assert "All modes gave the same text" in output
+    said: dict[str, Any] = json.loads(written.read_text())
+    assert said["categories"] == ["code", "data"]
+    assert len(said["cells"]) == 3 * 2 * (2 + 1)
+    if kind == "svg":
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_without_a_server(tmp_path: Path) -> None:
+    """Guards the embedded family in this process: the same text with every chain."""
+    written = tmp_path / "bench.json"
+    code, output = run("--pairs", "--max-tokens", "8", "--category", "code", "--json", str(written))
+    assert code == 0, output
+    said = json.loads(written.read_text())
+    assert said["same_text"] is True
+    names = {cell["mode"] for cell in said["cells"]}
+    assert names == {"full alone", "cascade", "tiny → full", "medium → full", "tiny → medium → full"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--concurrency", "0"], "1 to 10000"),
+        (["--concurrency", "1,x"], "1 to 10000"),
+        (["--picture", "bench.gif"], ".svg or .png"),
+        (["--json", "no/such/folder/bench.json"], "no folder"),
+        (["--category", "poems"], "poems"),
+        (["--address", "127.0.0.1:1"], "127.0.0.1:1"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
+    """Guards users against tracebacks, and against minutes of measuring before a mistake is noticed."""
+    code, output = run(*arguments)
+    assert code != 0
+    assert words in output
+    assert "Traceback" not in output
+
+
+def test_many_streams_at_once() -> None:
+    """Guards against errors, mixed-up texts and leaks under 64 concurrent streams."""
+    prompts = tuple(Prompt(f"prompt {number}") for number in range(64))
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+    threads = threading.active_count()
+    with house() as served:
+        cells = loaded(served, Plan(modes(TIERS, False), prompts, (64,), params))
+        served.settle()
+        assert not served.net.failures
+    assert threading.active_count() == threads
+    assert [cell.errors for cell in cells] == [[], [], []]
+    assert all(len(cell.texts) == 64 and cell.tokens == 64 * params.max_tokens for cell in cells)
+    assert same_text(cells)
+    assert len(set(cells[0].texts.values())) > 32  # some prompts lead the toy to the same text

@@ -1,0 +1,144 @@
+"""Every answer says what happened between the tiers, and the server when nothing does."""
+
+import asyncio
+import http.client
+import json
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+
+from cascade.answer import Completion, Stats, Undrafted
+from cascade.client import Client
+from cascade.messages import Edge
+from cascade.params import SamplingParams, Speculation
+from deployments.admission.gate import Gate
+from deployments.admission.metrics import Metrics
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, ask
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+        built.settle()
+
+
+def test_grpc_reports_positions_and_reasons(served: House) -> None:
+    """Guards the way from the full tier to the client: counts by position, time to first token, the reason."""
+    with Client(served.grpc) as client:
+        drafted = client.generate(
+            PROMPT, SamplingParams(max_tokens=200, seed=3), Speculation(schedule="lockstep", window=4)
+        ).stats
+        alone = client.generate(PROMPT, SamplingParams(max_tokens=8, seed=3), Speculation("off")).stats
+    top = [edge for edge in drafted.edges if edge.verifier == "full"]
+    assert sum(edge.accepted for edge in top) > 0
+    assert all(sum(edge.accepted_by_position) <= edge.accepted for edge in drafted.edges)
+    assert all(edge.accepted_by_position[0] <= edge.passes for edge in drafted.edges if edge.accepted)
+    assert (drafted.undrafted, alone.undrafted) == (None, "disabled")
+    assert drafted.first_token_s is not None
+    assert drafted.first_token_s > 0
+
+
+def test_http_reports_the_same(served: House) -> None:
+    """Guards the extension of the final piece."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "speculation": {"mode": "off"}}
+    status, _, answer = ask(served, "/v1/completions", body)
+    assert status == 200, answer
+    said = answer["choices"][0]["cascade"]
+    assert said["undrafted"] == "disabled"
+    assert said["first_token_s"] > 0
+    assert [edge["accepted_by_position"] for edge in said["edges"]] == [[]]
+    assert b'cascade_undrafted_answers_total{reason="disabled"}' in ask(served, "/metrics")[2]
+
+
+def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the log against silence and against a line for every request; requests without drafts by choice say nothing."""
+    metrics = Metrics(Gate(4, 4), ("tiny", "full"))
+
+    def answered(why: Undrafted | None) -> None:
+        metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why)))
+
+    with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
+        for why in (None, "no_replica", "disabled", "short", "late", "no_replica", None, None):
+            answered(why)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    answered("no_replica")
+    assert "cascade_speculation_active 0.0" in metrics.text().decode()
+
+
+def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
+    metrics = Metrics(Gate(4, 4), ("tiny", "full"))
+    with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
+        metrics.started(1)
+        assert "cascade_speculation_active 1.0" in metrics.text().decode()
+        assert caplog.records == []
+        metrics.started(0)
+    assert "cascade_speculation_active 0.0" in metrics.text().decode()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with house() as built:
+        assert b"cascade_speculation_active 1.0" in ask(built, "/metrics")[2]
+
+
+def test_costs_of_passes_are_metrics(served: House) -> None:
+    """Guards what a planner reads: replicas and the cost of a pass, of every tier, as its replicas say."""
+    text = ask(served, "/metrics")[2].decode()
+    for tier in ("tiny", "medium", "full"):
+        assert f'cascade_replicas{{tier="{tier}"}} 1.0' in text
+        assert f'cascade_pass_seconds{{tier="{tier}",tokens="8"}} 0.5' in text
+        assert f'cascade_context_seconds{{tier="{tier}"}} 0.125' in text
+
+
+def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against figures that leave out what the router does before it admits a request, such as to compile a grammar."""
+    check, slow_s = served.router.check, 0.3
+
+    async def slowly(params: SamplingParams) -> None:
+        await asyncio.sleep(slow_s)
+        await check(params)
+
+    monkeypatch.setattr(served.router, "check", slowly)
+    with Client(served.grpc) as client:
+        seconds = client.generate(PROMPT, SamplingParams(max_tokens=4)).stats.first_token_s
+    assert seconds is not None
+    assert seconds >= slow_s
+    answer = ask(served, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4})[2]
+    assert answer["choices"][0]["cascade"]["first_token_s"] >= slow_s
+
+
+def test_answers_count_as_they_ended() -> None:
+    """Guards operators: clients that left, aborted or had a deadline counted as failures of the server."""
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with house(pass_s=0.01) as built:
+        status, _, _ = ask(built, "/v1/completions", body, X_Request_Timeout_Seconds="0.2")
+        assert status in (200, 504)
+        address = urlsplit(built.url)
+        for rounds in range(2):  # over HTTP and gRPC
+            if rounds:
+                with Client(built.grpc) as client:
+                    stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
+                    next(stream)
+                    stream.close()
+            else:
+                connection = http.client.HTTPConnection(address.netloc, timeout=30)
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                connection.getresponse().read(10)
+                connection.close()
+            built.settle()
+        with Client(built.grpc, timeout_s=30) as client, ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, built, "/v1/completions", body, X_Request_Id="to-end")
+            while not (ended := built.router.front.abort(built.router.front.access.account(None), "to-end")):
+                time.sleep(0.01)
+            asked.result(30)
+            client.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert ended == 1
+        built.settle()
+        lines = ask(built, "/metrics")[2].decode().splitlines()
+    said = {line for line in lines if line.startswith("cascade_answers_total")}
+    ends = {"deadline_exceeded": 1, "left": 2, "aborted": 1, "length": 1}
+    assert said == {f'cascade_answers_total{{outcome="{end}"}} {count}.0' for end, count in ends.items()}

@@ -1,0 +1,77 @@
+"""The cost of a tier's pass: timed at start, kept current, and what the simulator lives from."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cascade.chain.profile import CONTEXT, GRID, Profile, measure
+from cascade.engine.model import Model
+from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import ToyModel
+from tests.architectures import build
+
+POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))
+
+
+def test_costs_of_a_known_model_are_found() -> None:
+    """Guards the profile against timing something else than the pass: a model that sleeps says what it costs."""
+    profile = measure(ToyModel(pass_s=0.004, token_s=0.0005), max_tokens=16)
+    for tokens in (1, 4, 16):
+        assert profile.predict(tokens) >= 0.004 + 0.0005 * tokens
+    assert profile.predict(16) > profile.predict(1)
+    assert [tokens for tokens, _ in profile.points] == [tokens for tokens in GRID if tokens <= 16]
+
+
+def test_a_slow_model_is_timed_at_small_sizes_alone() -> None:
+    """Guards the start of large models: the budget ends the timing, with what there is by then."""
+    model = ToyModel(pass_s=0.02)
+    profile = measure(model, budget_s=0.05)
+    assert 1 <= len(profile.points) < 6
+    assert model.passes < 16
+    assert profile.predict(512) > 0
+
+
+@pytest.mark.parametrize("context_len", [2, 16, 700])
+def test_short_contexts_are_respected(context_len: int) -> None:
+    """Guards models of short context against being timed where they have no positions: `ToyModel` asserts it."""
+    profile = measure(ToyModel(context_len=context_len))
+    assert profile.points[-1][0] + min(CONTEXT, (context_len - 1) // 2) < max(context_len, 3)
+
+
+def test_network_is_timed_and_left_clean() -> None:
+    """Guards the real path, and the memory of the caches that were used."""
+    profile = measure(Model(build("llama")))
+    assert profile.points[0][0] == 1
+    assert all(seconds > 0 for _, seconds in profile.points)
+    assert profile.context_s >= 0
+
+
+@given(tokens=st.integers(1, 200), context=st.integers(0, 1000), factor=st.floats(0.6, 1.9))
+def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) -> None:
+    """Guards currency: when passes become slower or faster, the profile follows, and only beside that number of tokens."""
+    profile = Profile(POINTS, context_s=1e-6)
+    seconds = profile.predict(tokens, context) * factor
+    for _ in range(400):
+        profile.saw(tokens, context, seconds)
+    assert profile.predict(tokens, context) == pytest.approx(seconds, rel=0.02)
+    if tokens == 1:
+        assert profile.points[2:] == POINTS[2:]
+
+
+def test_one_pause_is_no_measure() -> None:
+    """Guards against a single pass that the machine stopped in: it would turn every plan upside down."""
+    profile = Profile(POINTS)
+    profile.saw(1, 0, 30.0)
+    assert profile.predict(1) < 0.011
+    profile.saw(1, 0, 0.0)
+    assert profile.predict(1) > 0.009
+
+
+def test_simulator_takes_the_profile() -> None:
+    """Guards the seam to the simulator: virtual time is what the profile says."""
+    profile = Profile(POINTS, context_s=1e-5)
+    request = Request(prompt=(0,))
+    tier = SimTier("full", ToyModel(), profile.cost(context=100))
+    outcome = simulate(Scenario((tier,), (request,)))
+    assert outcome.elapsed_s == pytest.approx(outcome.usage[-1].passes * (0.010 + 100 * 1e-5))

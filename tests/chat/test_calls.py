@@ -1,0 +1,194 @@
+"""Reading calls of tools out of what models write: every format, piece by piece, and what is no call."""
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cascade.answer import Chunk, Completion, Stats
+from deployments.chat.calls import Reader
+from deployments.chat.tools import FORMATS
+from deployments.http.reply import Echo, Form, whole
+
+NAMES = frozenset({"get_weather", "add"})
+PARIS = '{"city": "Paris }\\" {", "days": [1, {"a": "\\\\"}]}'
+END = Completion("", (), "stop", 1, Stats(1, 1))
+CALLED: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {  # format, text, content, calls
+    "one": (
+        "hermes",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>',
+        "",
+        [("get_weather", json.loads(PARIS))],
+    ),
+    "words before, two calls": (
+        "hermes",
+        'I look.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n',
+        "I look.",
+        [("add", {}), ("add", {"a": 1})],
+    ),
+    "name last, arguments as text": (
+        "hermes",
+        '<tool_call>{"arguments": "{\\"a\\": 2}", "name": "add"}</tool_call>',
+        "",
+        [("add", {"a": 2})],
+    ),
+    "an end that is missing": ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "", [("add", {})]),
+    "unknown function": (
+        "hermes",
+        '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>',
+        [],
+    ),
+    "no JSON": ("hermes", "so <tool_call> add(1)  ", "so <tool_call> add(1)  ", []),
+    "half a mark": ("hermes", "1 <tool_ca", "1 <tool_ca", []),
+    "plain": ("hermes", " some words \n", " some words \n", []),
+    "list": (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a]b"}, {"name": "add", "arguments": {}}]',
+        "",
+        [("add", {"a": 1}), ("add", {})],
+    ),
+    "no list": ("mistral", "[TOOL_CALLS]add{}", "[TOOL_CALLS]add{}", []),
+    "a bare name": (
+        "mistral11",
+        'I look. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS] {"b": "}"} ',
+        "I look.",
+        [("add", {"a": 1}), ("get_weather", {"b": "}"})],
+    ),
+    "a bare name of nobody": ("mistral11", "[TOOL_CALLS]nobody[ARGS]{}", "[TOOL_CALLS]nobody[ARGS]{}", []),
+    "a list where names are bare": ("mistral11", '[TOOL_CALLS][{"name": "add"}]', '[TOOL_CALLS][{"name": "add"}]', []),
+    "no arguments": (
+        "hermes",
+        '<tool_call>\n{"name": "add"}\n</tool_call><tool_call>{"name": "add", "arguments": null}</tool_call>',
+        "",
+        [("add", {}), ("add", {})],
+    ),
+    "a line for each": (
+        "llama3",
+        '{"name": "add", "parameters": {"a": 1}}\n{"type": "function", "name": "add", "parameters": {"a": 2}}',
+        "",
+        [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    "words behind a call": (
+        "llama3",
+        '{"name": "add", "parameters": {}} and {"name": "add", "parameters": {}}',
+        ' and {"name": "add", "parameters": {}}',
+        [("add", {})],
+    ),
+    "a name without arguments is no call": ("llama3", '{"name": "add"}', '{"name": "add"}', []),
+    "parameters": ("llama3", ' {"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+    "two in a row": (
+        "llama3",
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}\n',
+        "",
+        [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    "JSON that is an answer": ("llama3", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    "words, then JSON": ("llama3", 'So {"name": "add", "parameters": {}}', 'So {"name": "add", "parameters": {}}', []),
+}
+
+
+def chunks(text: str, cuts: list[int]) -> list[Chunk]:
+    """``text`` in pieces; the last one says that it has ended."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
+    return [Chunk(p, (), (), b"", END if i == len(pieces) - 1 else None) for i, p in enumerate(pieces)]
+
+
+def reader(name: str) -> Reader:
+    return Reader(FORMATS[name], NAMES, {})
+
+
+def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
+    form = Form("chat", "1", "m", reader=lambda: reader(name))
+    choice: dict[str, Any] = whole(form, [pieces], [Echo()])["choices"][0]
+    return choice
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_calls_are_read(name: str) -> None:
+    """Guards every format, whole and in any pieces: words stay words, arguments are the model's own."""
+    form, text, content, calls = CALLED[name]
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 200), max_size=12))
+    def run(cuts: list[int]) -> None:
+        choice = message(form, chunks(text, cuts))
+        said = choice["message"]
+        assert (said["content"] or "") == content
+        got = said.get("tool_calls", [])
+        assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in got] == calls
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        assert len({one["id"] for one in got}) == len(calls)
+
+    run()
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Guards streaming: a name as soon as it is known, arguments piece by piece, nothing of the marks."""
+    text = CALLED["one"][1]
+    one = reader("hermes")
+    deltas = [one.take(chunk).body for chunk in chunks(text, list(range(len(text))))]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert not any("content" in delta for delta in deltas)
+    assert set(calls[0]) == {"index", "id", "type", "function"}
+    assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == PARIS
+    assert len(calls) > len(PARIS) / 2
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_cut_calls_are_not_finished(form: str) -> None:
+    """Guards `finish_reason`: text that was cut within a call does not pass for one, and the rest of it is not lost."""
+    begin = FORMATS[form].begin + ("[" if FORMATS[form].listed else "")
+    call = f"add{named}" if (named := FORMATS[form].named) else f'{{"name": "add", "{FORMATS[form].key}": '
+    text = f'{begin}{call}{{"a": [1, 2'
+    choice = message(form, chunks(text, []))
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, 2'
+
+
+def test_hidden_marks_are_put_back() -> None:
+    """Guards marks that are special tokens: decoding leaves them out of the text."""
+    text = 'I see [{"name": "add", "arguments": {}}]'
+    chunk = Chunk(text, (5, 9, 7), (5, 5, len(text)), b"\0\0\0", END)
+    delta = Reader(FORMATS["mistral"], NAMES, {9: "[TOOL_CALLS]"}).take(chunk)
+    assert (delta.content, delta.calls[0]["function"]) == ("I see", {"name": "add", "arguments": "{}"})
+    assert len(delta.calls[0]["id"]) == 9
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_breaks_a_reader(form: str) -> None:
+    """Guards against models that write nonsense: no error, and without a call nothing is lost."""
+    dice = random.Random(1)
+    marks = [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        ",",
+        ";",
+        " ",
+        "\n",
+        ":",
+    ]
+    words = [*marks, '"name"', '"arguments"', '"parameters"', '"add"', '"x"', "add", "{}", '{"name": "add", ']
+    for _ in range(3000):
+        text = "".join(dice.choices(words, k=dice.randrange(20)))
+        pieces = chunks(text, [dice.randrange(100) for _ in range(4)])
+        said = message(form, pieces)["message"]
+        if not said.get("tool_calls"):
+            assert said["content"] == text
+        assert said == message(form, chunks(text, []))["message"] or said.get("tool_calls")

@@ -1,0 +1,290 @@
+"""Tools of chats, asked by OpenAI's own client: shown to the model, called, enforced, or refused with one sentence."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from cascade.engine.tokenizer import Tokenizer
+from deployments.chat.prompt import ChatTemplate
+from deployments.chat.tools import FORMATS, Toolbox
+from tests.doors import House, house
+from tests.router.test_http import ask
+from tests.talkers import talker, talking
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+STOP: dict[str, Any] = {"type": "function", "function": {"name": "stop"}}
+TOOLS: Any = [WEATHER, STOP]
+SAID = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}]',
+    "mistral11": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}',
+    "llama3": '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}',
+}
+FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("mistral11", True), ("llama3", True)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: f"{family[0]}-{'tokens' if family[1] else 'spelled'}")
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, str]]:
+    """Parrots with the tokenizers of every family, and the format of their calls."""
+    name, marks = request.param
+    with talking(tmp_path_factory.mktemp(name), name, marks=marks, pass_s=0.003) as built:
+        yield built, name
+
+
+def create(house: House, said: str, **asked: Any) -> tuple[Any, list[Any]]:
+    """The choice of a whole answer, and the pieces of the same one streamed."""
+    messages: Any = [{"role": "user", "content": said}]
+    with OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        full: dict[str, Any] = {"model": house.model, "messages": messages, "seed": 3, "max_tokens": 200} | asked
+        full.setdefault("extra_body", {}).setdefault("speculation", {"tiers": ["tiny", "medium"]})  # whether they pay or not
+        whole = client.chat.completions.create(**full)
+        pieces = list(client.chat.completions.create(stream=True, **full))
+    return whole.choices[0], pieces
+
+
+def joined(pieces: list[Any]) -> tuple[str, list[list[Any]], str]:
+    """Content, calls (id, name, arguments) and the reason of a streamed answer, as clients put them together."""
+    content, calls = "", []
+    for piece in pieces:
+        delta = piece.choices[0].delta
+        content += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.index == len(calls):
+                assert call.type == "function"
+                calls.append([call.id, call.function.name, ""])
+            calls[call.index][2] += call.function.arguments
+    return content, calls, pieces[-1].choices[0].finish_reason
+
+
+def test_free_choice_is_read(served: tuple[House, str]) -> None:
+    """Guards `auto`: what the model says is read, whole and streamed, with words before it; drafts are used."""
+    house, name = served
+    before = "" if name == "llama3" else "I look it up."
+    waiting = {"speculation": {"tiers": ["tiny", "medium"], "schedule": "lockstep"}}  # for drafts, however busy the machine is
+    choice, pieces = create(house, before + SAID[name], tools=TOOLS, temperature=0, extra_body=waiting)
+    assert (choice.message.content or "") == before
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        {"city": "Rome", "days": 3},
+    )
+    assert choice.finish_reason == "tool_calls"
+    content, calls, reason = joined(pieces)
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert (content, reason) == (before, "tool_calls")
+    assert [one[1:] for one in calls] == [[call.function.name, call.function.arguments]]
+    assert len([1 for piece in pieces if piece.choices[0].delta.tool_calls]) > 1
+    assert choice.cascade["edges"][0]["accepted"] > 0
+
+
+def test_words_are_words(served: tuple[House, str]) -> None:
+    """Guards answers that call nothing: with `auto` and with `none`, which reads nothing and shows no tools."""
+    house, _ = served
+    for asked, said in (({"tools": TOOLS}, "It rains."), ({"tools": TOOLS, "tool_choice": "none"}, "(" + SAID["llama3"])):
+        choice, pieces = create(house, said, temperature=0, **asked)
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
+        assert joined(pieces) == (said, [], "stop")
+    plain = ask(house, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})[2]["count"]
+    shown = ask(house, "/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})[2]["count"]
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": TOOLS, "tool_choice": "none"}
+    assert ask(house, "/v1/chat/completions", body)[2]["usage"]["prompt_tokens"] == plain < shown
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_calls_are_enforced(served: tuple[House, str], choice: Any, temperature: float) -> None:
+    """Guards `required` and named functions: a model that wants to say something else calls, with arguments of the schema.
+
+    The text is that of the full tier alone, with and without drafts.
+    """
+    house, _ = served
+    answers = []
+    for mode in ("auto", "off"):
+        extra = {"speculation": {"mode": mode}, "logit_bias": {"11": 0.5}}
+        one, pieces = create(
+            house, "Rome, 3 days?", tools=TOOLS, tool_choice=choice, temperature=temperature, seed=8, extra_body=extra
+        )
+        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
+        assert one.finish_reason == "tool_calls"
+        assert not one.message.content
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), CITY if name == "get_weather" else {"maxProperties": 0})
+        assert choice == "required" or [name for name, _ in calls] == ["get_weather"]
+        content, streamed, reason = joined(pieces)
+        assert (content, [tuple(call[1:]) for call in streamed], reason) == ("", calls, "tool_calls")
+        answers.append(calls)
+    assert answers[0] == answers[1]
+
+
+def test_strict_functions_are_held_to_their_schema(served: tuple[House, str]) -> None:
+    """Guards `strict` with a free choice: words are free, a call is not; without it the model's own arguments stand."""
+    house, name = served
+    wrong = SAID[name].replace('"days": 3', '"days": 77')
+    loose, _ = create(house, wrong, tools=[WEATHER], temperature=0)
+    assert json.loads(loose.message.tool_calls[0].function.arguments)["days"] == 77
+    tools: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}, STOP]
+    strict, pieces = create(house, wrong, tools=tools, temperature=0)
+    [call] = strict.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), CITY)
+    assert joined(pieces)[1][0][2] == call.function.arguments
+    if name == "llama3":  # Guards against a special token before the call, which made words of it that nobody held to anything
+        tagged, _ = create(house, "<|python_tag|>" + wrong, tools=tools, temperature=0)
+        [call] = tagged.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), CITY)
+    for said in ("No call at all: 5 < 6 {x}.", ""):
+        words, _ = create(house, said, tools=tools, temperature=0)
+        assert (words.message.content, words.finish_reason) == (said, "stop")
+
+
+def test_one_call_or_several(served: tuple[House, str]) -> None:
+    """Guards `parallel_tool_calls`: false leaves one call, also where the model would make two."""
+    house, name = served
+    first = SAID[name]
+    two = {
+        "hermes": f"{first}\n{first}",
+        "mistral": first[:-1] + ", " + first[first.index("{") :],
+        "mistral11": first + first,
+        "llama3": f"{first}; {first}",
+    }[name]
+    several, _ = create(house, two, tools=TOOLS, temperature=0)
+    assert len(several.message.tool_calls) == 2
+    assert len({call.id for call in several.message.tool_calls}) == 2
+    single, pieces = create(house, two, tools=TOOLS, temperature=0, parallel_tool_calls=False)
+    assert len(single.message.tool_calls) == len(joined(pieces)[1]) == 1
+
+
+def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
+    """Guards conversations with calls and results: OpenAI's own message goes back as it came, and the template shows all."""
+    house, name = served
+    choice, _ = create(house, SAID[name], tools=TOOLS, temperature=0)
+    call = choice.message.tool_calls[0]
+    messages: Any = [
+        {"role": "user", "content": "Weather?"},
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    with OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(model=house.model, messages=messages, tools=TOOLS, temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == "Thanks."
+    body = {"messages": [{"role": "user", "content": "x"}, json.loads(choice.message.model_dump_json()), messages[2]]}
+    body["messages"][1] = {key: value for key, value in body["messages"][1].items() if value is not None}
+    prompt = house.router.tokenizer.backend.decode(ask(house, "/tokenize", body)[2]["tokens"])
+    assert "get_weather: Sunny." in prompt
+    assert '"city": "Rome"' in prompt
+
+
+def test_cut_calls_say_so(served: tuple[House, str]) -> None:
+    """Guards `max_tokens` within a call: `length`, never `tool_calls`."""
+    house, name = served
+    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=10)
+    assert choice.finish_reason == joined(pieces)[2] == "length"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no tools": ({"tool_choice": "required"}, "tool_choice is given without tools"),
+    "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls is given without tools"),
+    "empty": ({"tools": []}, "tools"),
+    "kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
+    "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
+    "twice": ({"tools": [STOP, STOP]}, "two functions named 'stop'"),
+    "choice": ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    "nobody": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "go"}}}, "'go'"),
+    "schema": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 5}}}]},
+        "tools.0.function.parameters: no JSON schema, properties: 5",
+    ),
+    "no object": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools.0.function.parameters: the schema must be that of an object",
+    ),
+    "cannot be enforced": (
+        {
+            "tools": [STOP, {"type": "function", "function": {"name": "a", "parameters": {"not": {"type": "null"}}}}],
+            "tool_choice": "required",
+        },
+        "tools.1.function.parameters cannot be compiled",
+    ),
+    "too large": (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": f"f{i}", "parameters": {"required": ["x" * 5000]}}} for i in range(14)
+            ],
+            "tool_choice": "required",
+        },
+        "tools need a grammar",
+    ),
+    "form": ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one out"),
+    "endless": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    "user calls": (
+        {"messages": [{"role": "user", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": ""}}]}]},
+        "messages.0: tool_calls are given with the role 'user'",
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
+    "no id": ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
+    "nobody asked": (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        "messages.0.tool_call_id is '1': no call before it has this id",
+    ),
+    "arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "[1]"}}]}]},
+        "messages.0.tool_calls.0.function.arguments is '[1]': it must be the text of a JSON object",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_honoured_is_refused(served: tuple[House, str], name: str) -> None:
+    """Guards the sentences: they name the field, the value and what to do."""
+    body, words = BAD[name]
+    sound = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    status, _, answer = ask(served[0], "/v1/chat/completions", sound | body)
+    assert status == 400, answer
+    assert words in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 400
+
+
+def test_base_models_call_only_when_told() -> None:
+    """Guards models whose template shows no tools: `auto` is refused, a named function enforced; results join the text."""
+    with house() as built:
+        sound: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "tools": [STOP]}
+        status, _, answer = ask(built, "/v1/chat/completions", sound)
+        assert (status, "shows no tools" in answer["error"]["message"]) == (400, True)
+        chosen = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}
+        status, _, answer = ask(built, "/v1/chat/completions", sound | chosen)
+        assert status == 200, answer
+        message = answer["choices"][0]["message"]
+        [call] = message["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("stop", {})
+        said = [
+            *sound["messages"],
+            message,
+            {"role": "tool", "content": "Done.", "tool_call_id": call["id"]},
+        ]
+        ids = ask(built, "/tokenize", {"messages": said})[2]["tokens"]
+        assert built.router.tokenizer.decode(ids) == 'x\n\n{"name": "stop", "arguments": {}}\n\nDone.'
+        built.settle()
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "strange", None])
+def test_formats_are_found_out(tmp_path: Path, name: str | None) -> None:
+    """Guards detection: the template is asked to write a call; what is not known is not guessed."""
+    tokenizer = Tokenizer.from_pretrained(talker(tmp_path, name))
+    toolbox = Toolbox(tokenizer, None)
+    assert toolbox.format == FORMATS.get(name or "")
+    assert toolbox.template.shows_tools == (name is not None)
+    assert Toolbox(tokenizer, "mistral").format == FORMATS["mistral"]
+    assert ChatTemplate(tokenizer).written_call == toolbox.template.written_call

@@ -1,0 +1,332 @@
+"""Conversations over gRPC: what HTTP gives and refuses, gRPC gives and refuses, whole and in pieces."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from openai import OpenAI
+
+from cascade.client import AsyncClient, Client
+from cascade.client.chat import Turn, TurnPiece, TurnPieces
+from cascade.errors import InvalidRequest, Unavailable
+from cascade.params import Handling, SamplingParams, Speculation, Structured
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
+from tests.doors import House
+from tests.router.test_http import ask
+from tests.router.test_servers import wait_until
+from tests.talkers import talking
+
+MOST = 300  # tokens that an answer may have
+ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}
+CALLS: dict[str, Any] = {"role": "user", "content": "I look it up." + SAID["hermes"]}
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}],
+}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {  # messages, options, sampling
+    "words": ([{"role": "system", "content": "Be brief."}, ASKED | {"name": "ann"}], {}, {}),
+    "sampled": ([ASKED], {}, {"temperature": 1.0, "seed": 7, "top_k": 40, "max_tokens": 30}),
+    "as long as there is room for": ([ASKED], {}, {"ignore_eos": True}),
+    "cut": ([ASKED], {}, {"max_tokens": 2}),
+    "gone on with": ([ASKED, {"role": "assistant", "content": "one two"}], {"continue_final_message": True}, {}),
+    "without a turn": ([ASKED], {"add_generation_prompt": False}, {"max_tokens": 5}),
+    "a call": ([CALLS], {"tools": TOOLS}, {}),
+    "no call": ([CALLS], {"tools": TOOLS, "tool_choice": "none"}, {}),
+    "enforced": ([ASKED], {"tools": TOOLS, "tool_choice": "required"}, {"temperature": 1.0, "seed": 5}),
+    "one enforced": ([ASKED], {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False}, {"seed": 6}),
+    "a result": ([ASKED, CALLED, RESULT, ASKED], {"tools": TOOLS}, {}),
+    "a call that is cut": ([CALLS], {"tools": TOOLS}, {"max_tokens": 14}),
+    "structured": ([ASKED], {}, {"structured": Structured(regex="[a-c]{3,9}"), "seed": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """Parrots that know conversations and tools."""
+    with talking(tmp_path_factory.mktemp("hermes"), "hermes", pass_s=0.001, limits={"max_tokens": MOST}) as built:
+        yield built
+
+
+@pytest.fixture
+def client(served: House) -> Iterator[Client]:
+    """Behind it nothing may be left anywhere."""
+    with Client(served.grpc) as client:
+        yield client
+    served.settle()
+
+
+def params(sampling: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": MOST, "temperature": 0.0, "seed": 3, **sampling})
+
+
+def body(messages: Any, options: Any, sampling: dict[str, Any]) -> dict[str, Any]:
+    """The same over HTTP."""
+    said = {"temperature": 0.0, "seed": 3, **sampling}
+    if isinstance(structured := said.get("structured"), Structured):
+        said["structured"] = {"regex": structured.regex}
+    return {"messages": messages, **options, **said, "history": True}
+
+
+def meaning(turn: Turn) -> tuple[Any, ...]:
+    """What must be the same in both protocols."""
+    stats = turn.completion.stats
+    calls = [(call.name, call.arguments) for call in turn.calls]
+    return turn.content, calls, turn.finish_reason, stats.prompt_tokens, stats.completion_tokens, turn.completion.seed
+
+
+def heard(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """The same of a whole answer over HTTP."""
+    [choice], usage = answer["choices"], answer["usage"]
+    message = choice["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    return message["content"], calls, choice["finish_reason"], *tokens, choice["cascade"]["seed"]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_both_protocols_say_the_same(served: House, client: Client, name: str) -> None:
+    """Guards the promise that gRPC offers what HTTP does: words, calls, reason, usage and tokens, whole and in pieces."""
+    messages, options, sampling = CONVERSATIONS[name]
+    status, _, answer = ask(served, "/v1/chat/completions", body(messages, options, sampling))
+    assert status == 200, answer
+    for speculation in (Speculation("off"), Speculation(tiers=("tiny", "medium"))):
+        turn = client.chat(messages, params(sampling), speculation, **options)
+        pieces = list(client.stream_chat(messages, params(sampling), speculation, **options))
+        assert meaning(turn) == heard(answer)
+        assert list(turn.completion.token_ids) == answer["choices"][0]["cascade"]["token_ids"]
+        check_pieces(pieces, turn)
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as openai:
+        extra = body(messages, options, sampling)
+        streamed = joined(list(openai.chat.completions.create(model=served.model, messages=[], stream=True, extra_body=extra)))
+    assert (streamed[0], [tuple(call[1:]) for call in streamed[1]], streamed[2]) == (turn.content or "", *meaning(turn)[1:3])
+
+
+def check_pieces(pieces: list[TurnPiece], turn: Turn) -> None:
+    """Joined, the pieces of a streamed turn are the whole one."""
+    last = pieces[-1].turn
+    assert last is not None
+    assert meaning(last) == meaning(turn)
+    assert (last.completion.text, last.completion.token_ids) == (turn.completion.text, turn.completion.token_ids)
+    assert "".join(piece.content for piece in pieces) == (turn.content or "")
+    assert "".join(piece.chunk.text for piece in pieces) == turn.completion.text
+    assert sum((piece.chunk.token_ids for piece in pieces), ()) == turn.completion.token_ids
+    begun = [call for piece in pieces for call in piece.calls if call.id]
+    assert [(call.index, call.name) for call in begun] == [(index, call.name) for index, call in enumerate(turn.calls)]
+
+
+def test_calls_stream_and_are_answered(client: Client) -> None:
+    """Guards deltas of calls, which come bit by bit, and turns that go back as they came with the result behind them."""
+    pieces = list(client.stream_chat([CALLS], params({}), tools=TOOLS))
+    assert sum(bool(piece.calls) for piece in pieces) > 1
+    turn = pieces[-1].turn
+    assert turn is not None
+    assert turn.completion.text == CALLS["content"]
+    [call] = turn.calls
+    assert json.loads(call.arguments) == {"city": "Rome", "days": 3}
+    answered = [CALLS, turn.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}, ASKED]
+    assert client.chat(answered, params({}), tools=TOOLS).content == ASKED["content"]
+
+
+def test_without_a_limit_an_answer_has_the_room_there_is(served: House) -> None:
+    """Guards the default of `max_tokens`, which is 128 for prompts: chats have the room that is left, as over HTTP."""
+    sampling = pb.Sampling(temperature=0, ignore_eos=True, min_tokens=200)
+    asked = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], sampling=sampling)
+    with grpc.insecure_channel(served.grpc) as channel:
+        response = serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked)
+    assert response.finish.completion_tokens == MOST
+    assert not response.HasField("text")
+    with Client(served.grpc) as client:
+        assert client.chat([ASKED]).finish_reason == "stop"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, words of the sentence
+    "nobody's role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is 'robot'"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
+    "no messages": ({"messages": []}, "messages: list should have at least 1 item"),
+    "an answer to nothing": ({"messages": [RESULT, ASKED]}, "messages.0.tool_call_id is 'c1': no call before it"),
+    "a user's call": ({"messages": [CALLED | {"role": "user"}]}, "only the assistant calls tools"),
+    "too many": ({"messages": [ASKED] * 5000}, "messages: list should have at most 4096 items"),
+    "nothing to choose from": ({"tool_choice": "required"}, "tool_choice is given without tools"),
+    "no such choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice is 'maybe'"),
+    "a choice that is not there": (
+        {"tools": [STOP], "tool_choice": NAMED},
+        "tool_choice names 'get_weather': tools have stop",
+    ),
+    "twice": ({"tools": [STOP, STOP]}, "tools have two functions named 'stop'"),
+    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
+    "no schema": (
+        {"tools": [STOP, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools.1.function.parameters: the schema must be that of an object",
+    ),
+    "a schema that cannot be enforced": (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}],
+            "tool_choice": "required",
+        },
+        "tools.0.function.parameters cannot be compiled",
+    ),
+    "enforced twice": (
+        {"tools": [WEATHER], "tool_choice": "required", "structured": {"regex": "a"}},
+        "tools and response_format or structured are both enforced",
+    ),
+    "arguments": (
+        {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "5"}}]}]},
+        "messages.0.tool_calls.0.function.arguments is '5': it must be the text of a JSON object",
+    ),
+    "half a character": (
+        {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]},
+        "half a character",
+    ),
+    "nothing to go on with": ({"continue_final_message": True}, "the last message must be the assistant's"),
+    "both": ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
+    "a variable": ({"chat_template_kwargs": {"mood": "calm"}}, "chat_template_kwargs has 'mood'"),
+    "too long": ({"max_tokens": MOST + 1}, f"max_tokens is {MOST + 1}: this server writes at most {MOST}"),
+}
+SAMPLED = ("structured", "max_tokens")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_both_protocols_refuse_alike(served: House, client: Client, name: str) -> None:
+    """Guards the sentences: what is wrong with a conversation is wrong in both protocols, for the same reason."""
+    changes, words = BAD[name]
+    asked = {"messages": [ASKED], **changes}
+    status, _, answer = ask(served, "/v1/chat/completions", {"seed": 3, **asked})
+    assert status == 400, answer
+    message = answer["error"]["message"]
+    assert words in message
+    sampling = {key: asked.pop(key) for key in SAMPLED if key in asked}
+    if "structured" in sampling:
+        sampling["structured"] = Structured(**sampling["structured"])
+    messages = asked.pop("messages")
+    with pytest.raises(InvalidRequest) as whole:
+        client.chat(messages, params(sampling), **asked)
+    with pytest.raises(InvalidRequest) as streamed:
+        list(client.stream_chat(messages, params(sampling), **asked))
+    assert str(whole.value) == str(streamed.value) == message.replace("The body", "The request")
+
+
+def unknown() -> pb.ChatRequest:
+    """A newer client's: a message has a field that is not known here."""
+    message = pb.ChatMessage.FromString(b"\xfa\x07\x01x" + pb.ChatMessage(role="user").SerializeToString())
+    return pb.ChatRequest(messages=[message])
+
+
+USER = pb.ChatMessage(role="user", content="x")
+RAW: dict[str, tuple[pb.ChatRequest, str]] = {
+    "nothing at all": (pb.ChatRequest(), "messages: list should have at least 1 item"),
+    "unknown": (unknown(), "There are unknown fields in messages (numbers 127)"),
+    "a choice of nothing": (
+        pb.ChatRequest(messages=[USER], tool_choice=pb.ToolChoice()),
+        "tool_choice has neither mode nor function: set one of them",
+    ),
+    "no JSON": (
+        pb.ChatRequest(messages=[USER], tools=[pb.Tool(function=pb.Function(name="f", parameters="{"))]),
+        "tools.0.function.parameters: it must be the text of a JSON object",
+    ),
+    "deep JSON": (
+        pb.ChatRequest(messages=[USER], chat_template_kwargs='{"a": ' + "[" * 100_000),
+        "chat_template_kwargs: it must be the text of a JSON object",
+    ),
+    "a list": (
+        pb.ChatRequest(messages=[USER], chat_template_kwargs="[1]"),
+        "chat_template_kwargs: it must be the text of a JSON object",
+    ),
+    "half a character": (
+        pb.ChatRequest(messages=[USER], chat_template_kwargs='{"a": "\\ud800"}'),
+        "chat_template_kwargs: it has half a character",
+    ),
+    "sampling": (pb.ChatRequest(messages=[USER], sampling=pb.Sampling(temperature=-1)), "temperature is -1.0"),
+    "watched": (pb.ChatRequest(messages=[USER], watch=True), "only streams tell of guesses, so ask for Chat"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_the_protocol_can_say_wrong_is_refused(served: House, name: str) -> None:
+    """Guards fields that are JSON in a text, unions with nothing set, and clients that know more than the server."""
+    asked, words = RAW[name]
+    with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", [{"role": "user", "content": "x", "mood": "calm"}], [{"role": "user", "content": 5}], [["user", "x"]]],
+    ids=str,
+)
+def test_what_cannot_be_sent_is_said(client: Client, messages: Any) -> None:
+    """Guards callers against protobuf's own errors."""
+    with pytest.raises(InvalidRequest, match="The request cannot be sent"):
+        client.chat(messages)
+
+
+def test_a_client_that_leaves_frees_everything(served: House, client: Client) -> None:
+    """Guards sessions: a conversation that is given up is over on every tier."""
+    stream = client.stream_chat([ASKED], params({"ignore_eos": True}), tools=TOOLS)
+    next(stream)
+    gate = served.router.front.gate
+    assert gate.num_admitted == 1
+    stream.close()  # type: ignore[attr-defined]
+    wait_until(lambda: gate.num_admitted == 0)
+    served.settle()
+    assert client.chat([ASKED], params({})).content == ASKED["content"]
+
+
+def test_a_stream_that_breaks_off_is_no_answer() -> None:
+    """Guards half an answer that looked whole."""
+    pieces = TurnPieces()
+    pieces.take(pb.ChatResponse(content="a", text="a"))
+    with pytest.raises(Unavailable):
+        pieces.check()
+
+
+async def test_event_loops_have_conversations(served: House) -> None:
+    """Guards the asynchronous client: the same turns; watched ones with lanes."""
+    async with AsyncClient(served.grpc) as client:
+        turn = await client.chat([CALLS], params({}), tools=TOOLS)
+        watched = client.stream_chat([CALLS], params({}), Speculation(tiers=("tiny",)), Handling(watch=True), tools=TOOLS)
+        pieces = [piece async for piece in watched]
+    check_pieces(pieces, turn)
+    assert {lane.tier for piece in pieces for lane in piece.chunk.lanes} == {"tiny"}
+    served.settle()
+
+
+def test_log_probabilities_are_of_the_models_own_text(client: Client) -> None:
+    """Guards tokens beside calls: ids, places and log-probabilities fit the text that the calls were read from."""
+    turn = client.chat([CALLS], params({"logprobs": 2, "prompt_logprobs": 1}), tools=TOOLS)
+    completion = turn.completion
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert len(completion.prompt) == completion.stats.prompt_tokens
+
+
+def test_the_service_shows_its_conversations(served: House) -> None:
+    """Guards grpcurl: reflection knows both calls and what they take."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        service = DescriptorPool(ProtoReflectionDescriptorDatabase(channel)).FindServiceByName("cascade.v1.Cascade")
+        assert {"Chat", "CompleteChat"} <= set(service.methods_by_name)
+        assert "messages" in service.methods_by_name["Chat"].input_type.fields_by_name
+
+
+def test_a_turn_is_a_message() -> None:
+    """Guards calls that come in pieces: joined, they may be sent back, in OpenAI's form."""
+    pieces = TurnPieces()
+    pieces.take(pb.ChatResponse(tool_calls=[pb.ToolCall(id="a", function=pb.CalledFunction(name="f", arguments='{"x"'))]))
+    rest = pb.ToolCall(function=pb.CalledFunction(arguments=": 1}"))
+    turn = pieces.take(pb.ChatResponse(tool_calls=[rest], finish=pb.Finish(reason="tool_calls"))).turn
+    assert turn is not None
+    assert turn.finish_reason == "tool_calls"
+    assert turn.message == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+    }

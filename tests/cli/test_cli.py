@@ -1,0 +1,153 @@
+"""The command line: what it prints, how it fails, and that Ctrl-C leaves nothing running."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from cascade import Cascade, SamplingParams, Structured
+from cascade.cli.main import main
+from cascade.cli.options import parameters, sampling_options
+from cascade.client import Client
+
+PROMPT = "def read(path):\n"
+
+
+def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
+    """Exit code, and what was printed: of a success standard output alone."""
+    result = CliRunner().invoke(main, list(arguments), input=input)
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output if result.exit_code else result.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["serve"], ["demo"], ["generate"], ["bench"], ["top"], ["simulate"], ["family", "train"], ["family", "judge"]],
+)
+def test_help_teaches(command: list[str]) -> None:
+    """Guards every command's help against breaking."""
+    code, output = run(*command, "--help")
+    assert code == 0
+    assert "Usage" in output
+
+
+def test_generate_prints_the_text() -> None:
+    """Guards the text on standard output, from an argument and from standard input."""
+    with Cascade.demo() as cascade:
+        expected = cascade.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0)).text
+    for arguments, given in (([PROMPT], None), (["-"], PROMPT)):
+        code, output = run("generate", "--plain", "--max-tokens", "20", *arguments, input=given)
+        assert code == 0
+        assert output.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_options_say_everything(tmp_path: Path) -> None:
+    """Guards options that are dropped or reach another parameter."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    arguments = (
+        "--presence-penalty 0.5 --frequency-penalty -0.5 --repetition-penalty 1.2 --min-tokens 3 --logprobs 2 --stop-token 4"
+    )
+    said: list[SamplingParams] = []
+
+    @click.command()
+    @sampling_options
+    def show(**options: Any) -> None:
+        said.append(parameters(options)[0])
+
+    command = [*arguments.split(), "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--json-schema", f"@{schema}"]
+    assert CliRunner().invoke(show, command).exit_code == 0
+    assert said == [
+        SamplingParams(
+            temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,
+            stop_token_ids=(4,), logit_bias={7: -1.5, 8: 2.0}, structured=Structured(json_schema='{"type": "integer"}'),
+        )
+    ]  # fmt: skip
+
+
+def test_log_probabilities_are_shown() -> None:
+    """Guards `--logprobs` against being ignored."""
+    code, output = run("generate", "--max-tokens", "4", "--logprobs", "2", "--choice", "yes", "--choice", "no", PROMPT)
+    assert code == 0
+    assert "Log-probabilities" in output
+    assert "yes" in output or "no" in output
+
+
+def test_simulate_predicts_every_choice_of_tiers() -> None:
+    """Guards the table: every subset of lower tiers, lockstep and async, beside the full tier alone."""
+    code, output = run("simulate", "--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
+    assert code == 0
+    assert output.count("lockstep") == output.count("async") == 3
+    assert output.count("alone") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--temperature", "-1", "x"], "temperature"),
+        (["generate", "--tiers", "huge", "x"], "huge"),
+        (["generate", "--model", "./nowhere", "x"], "nowhere"),
+        (["generate", "--address", "127.0.0.1:1", "x"], "127.0.0.1:1"),
+        (["generate", ""], "empty"),
+        (["generate", "--logit-bias", "7", "x"], "ID=BIAS"),
+        (["generate", "--regex", "[a", "x"], "structured.regex"),
+        (["generate", "--regex", "a", "--json-object", "x"], "one of json_schema"),
+        (["generate", "--grammar", "@nowhere.lark", "x"], "nowhere.lark"),
+        (["simulate", "--tier", "x"], "NAME=MILLISECONDS"),
+        (["simulate", "--tier", "a=1", "--tier", "b=2"], "--accept"),
+        (["serve", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
+    """Guards users against tracebacks: a mistake names itself and exits with an error."""
+    code, output = run(*arguments)
+    assert code != 0
+    assert words in output
+    assert "Traceback" not in output
+
+
+def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
+    """Guards against a server that starts half and fails late."""
+    path = tmp_path / "wrong.yaml"
+    path.write_text("tiers:\n  - nome: full\n")
+    code, output = run("serve", str(path))
+    assert code != 0
+    assert "nome" in output or "name is missing" in output
+
+
+def test_ctrl_c_stops_everything() -> None:
+    """Guards against Ray processes, tiers and ports left behind by `cascade serve`."""
+    command = [sys.executable, "-m", "cascade.cli.main", "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if found := re.search(r"on (127\.0\.0\.1:\d+)\.", line):
+                url = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+                break
+        else:
+            pytest.fail("".join(printed))
+        with Client(found[1]) as client:
+            assert client.generate(PROMPT, SamplingParams(max_tokens=8)).token_ids
+        assert url is not None
+        with urllib.request.urlopen(f"{url[0]}/health", timeout=30) as answer:
+            assert answer.status == 200
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=90) == 0
+    assert len(children) > 3
+    deadline = time.monotonic() + 30
+    while left := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)

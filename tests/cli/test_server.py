@@ -1,0 +1,213 @@
+"""Starting and stopping a server, without Ray: what it does to a cluster that is not its own."""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cascade.cli.main import main, usage
+from cascade.errors import ConfigError, ModelError
+from cascade.settings.config import CascadeConfig
+from deployments import server as module
+from deployments.app import shortage
+from deployments.server import Server
+
+
+class Ray:
+    """Remembers what is asked of Ray and of Serve."""
+
+    def __init__(self, initialized: bool) -> None:
+        self.initialized = initialized
+        self.calls: list[str] = []
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            self.calls.append(name)
+            self.initialized = name != "shutdown"
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("address", "initialized", "owned"),
+    [
+        ("", False, True),
+        ("local", False, True),
+        ("ray://10.0.0.1:10001", False, False),
+        ("", True, False),
+        ("auto", True, False),
+    ],
+)
+def test_joined_clusters_keep_their_applications(
+    monkeypatch: pytest.MonkeyPatch, address: str, initialized: bool, owned: bool
+) -> None:
+    """Guards a shared cluster: stopping a server that joined it must not shut down everybody's Serve."""
+    fake = Ray(initialized)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
+    with Server.start(port=0):
+        assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
+        fake.calls.clear()
+    assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])
+
+
+def asking(**full: Any) -> CascadeConfig:
+    """The embedded family, whose full tier asks for this."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for section, changes in full.items():
+        values["tiers"][-1][section] = changes | (
+            {"max_ongoing_requests": 256} if section == "deployment_config" else {"tensor_parallel_size": 2}
+        )
+    return CascadeConfig.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (asking(deployment_config={"ray_actor_options": {"num_gpus": 1}, "num_replicas": 3}), "ask for 3 GPU (full 3)"),
+        (asking(deployment_config={"ray_actor_options": {"num_cpus": 4}}), "ask for 5 CPU (tiny 0.5, medium 0.5, full 4)"),
+        (asking(deployment_config={"autoscaling_config": {"min_replicas": 4}}), "ask for 5 CPU"),
+        (asking(deployment_config={"ray_actor_options": {"resources": {"disk": 2}}}), "ask for 2 disk (full 2)"),
+        (asking(engine_kwargs={"device": "cuda"}, deployment_config={"ray_actor_options": {"num_gpus": 1}}), "2 GPU (full 2)"),
+    ],
+    ids=["gpus", "cpus", "autoscaled", "custom", "ranks"],
+)
+def test_what_is_not_there_is_said(config: CascadeConfig, words: str) -> None:
+    """Guards machines without the GPUs of the configuration: Ray Serve waited for them without end and without a word."""
+    problem = shortage(config, {"CPU": 4.0, "GPU": 1.0})
+    assert problem is not None
+    assert words in problem
+    assert shortage(config, {"CPU": 16.0, "GPU": 8.0, "disk": 2.0}) is None
+
+
+def test_shares_add_up() -> None:
+    """Guards shares of a GPU: 3 x 0.2 + 0.3 + 0.1 is a little more than 1 in floating point, and was refused."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for tier, (share, replicas) in zip(values["tiers"], ((0.2, 3), (0.3, 1), (0.1, 1)), strict=True):
+        tier["deployment_config"] |= {"ray_actor_options": {"num_cpus": 0, "num_gpus": share}, "num_replicas": replicas}
+    assert shortage(CascadeConfig.parse(values), {"CPU": 1.0, "GPU": 1.0}) is None
+
+
+def test_named_accelerators_are_looked_for() -> None:
+    """Guards accelerator_type, which Ray takes for a resource that other GPUs do not have."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["accelerator_type"] = "H100"
+    config = CascadeConfig.parse(values)
+    assert "accelerator_type:H100 (full 0.001)" in str(shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:L4": 1.0}))
+    assert shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0}) is None
+
+
+@pytest.mark.parametrize("address", ["", "auto"])
+def test_servers_do_not_wait_for_what_cannot_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
+) -> None:
+    """Guards the start: on this machine alone it ends with a sentence and leaves nothing; a cluster may grow, so it goes on."""
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
+    config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
+    if address:
+        with Server.start(config, port=0):
+            assert "The tiers ask for 2 GPU (full 2) and Ray has 0 of it" in caplog.text
+        return
+    with pytest.raises(ConfigError, match="The tiers ask for 2 GPU"):
+        Server.start(config, port=0)
+    assert fake.calls == ["init", "delete", "shutdown"]
+
+
+def test_failed_replicas_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the command line against the traceback of a replica that cannot start: its last line is what is wrong."""
+
+    def run(*args: Any, **options: Any) -> None:
+        raise RuntimeError(
+            "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
+        )
+
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(fake, "run", run, raising=False)
+    with pytest.raises(ModelError, match=r"^The tiers did not start: the model cannot be used: why$"):
+        Server.start(port=0)
+    assert fake.calls[-1] == "shutdown"
+
+
+def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards RAY_ADDRESS with a cluster that is gone: Ray tried for minutes and filled the screen."""
+    fake = Ray(False)
+    address = f"127.0.0.1:{module.free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(module, "ray", fake)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', where no cluster answers"):
+        Server.start(port=0)
+    assert fake.calls == []
+
+
+def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards RAY_ADDRESS=auto where no Ray runs: the command line showed Ray's traceback."""
+
+    def init(*args: Any, **options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
+
+    fake = Ray(False)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(fake, "init", init, raising=False)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
+        Server.start(port=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_host_is_refused() -> None:
+    """Guards `--host "$HOST"` with nothing set: the command line showed pydantic's traceback."""
+    with pytest.raises(ConfigError, match="host is ''"):
+        Server.start(host="", port=0)
+
+
+class Stub:
+    """A server that is up at once."""
+
+    tiers, address, url, model = ("full",), "127.0.0.1:9000", "http://127.0.0.1:8000", "a-model-with-a-name-of-some-length"
+
+    def wait(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy."""
+    monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
+    monkeypatch.setenv("COLUMNS", "40")
+    said = CliRunner().invoke(main, ["serve"]).output
+    assert usage(Stub.address, Stub.url, Stub.model) in said
+
+
+def test_calls_to_copy_speak_tls() -> None:
+    """Guards `router.listen.tls`: grpcurl was told to speak plain, to an address that it does not know."""
+    said = usage("grpcs://10.0.0.1:9000", "https://10.0.0.1:8000", "a-model")
+    assert "-plaintext" not in said
+    assert "\n      10.0.0.1:9000 cascade.v1" in said
+    assert "--address grpcs://10.0.0.1:9000" in said
+
+
+def test_calls_to_copy_name_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `make serve`, whose program is not on the path: what it printed to copy was not found."""
+    monkeypatch.setattr("sys.argv", [".venv/bin/cascade", "serve"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "\n  .venv/bin/cascade generate" in usage(Stub.address, Stub.url, Stub.model)
+    monkeypatch.setattr("sys.argv", ["/usr/bin/python"])
+    assert "\n  cascade generate" in usage(Stub.address, Stub.url, Stub.model)

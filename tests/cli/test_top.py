@@ -1,0 +1,126 @@
+"""`cascade top`: what it shows of a running server, and how it ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cascade.bench.server_metrics import Metrics, fetch_metrics
+from cascade.cli.main import main
+from cascade.cli.top import look, view
+from cascade.client import Client
+from cascade.errors import Unavailable
+from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from tests.doors import House, house
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
+COUNTERS = """# TYPE cascade_answers_total counter
+cascade_answers_total{outcome="length"} 2.0
+cascade_answers_total{outcome="stop"} 3.0
+# TYPE cascade_passes_total counter
+cascade_passes_total{drafter="tiny",verifier="full"} 7.0
+# TYPE cascade_piece_gap_seconds histogram
+cascade_piece_gap_seconds_bucket{le="+Inf"} 4.0
+cascade_piece_gap_seconds_count 4.0
+cascade_piece_gap_seconds_sum 2.0
+"""
+
+
+@contextlib.contextmanager
+def counted(served: House) -> Iterator[list[object]]:
+    """The requests for a description that the server gets."""
+    seen: list[object] = []
+    describe = served.router.Describe
+
+    async def noted(request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        seen.append(request)
+        return await describe(request, context)
+
+    served.router.Describe = noted  # type: ignore[method-assign]
+    yield seen
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["top", *arguments])
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_counters_and_their_change() -> None:
+    """Guards sums over labels, means, and rates over a server that has started again."""
+    now = Metrics.parse(COUNTERS)
+    earlier = Metrics.parse(COUNTERS.replace("3.0", "1.0"))
+    assert now.total("answers_total") == 5
+    assert now.edges == (("tiny", "full"),)
+    assert now.mean("piece_gap_seconds") == 0.5
+    assert now.since(earlier).total("answers_total") == 2
+    assert now.since(earlier).of_edge("passes_total", "tiny", "full") == 0
+    assert earlier.since(now) == earlier
+    assert Metrics.parse("").mean("piece_gap_seconds") is None
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "127.0.0.1:8000"])
+def test_no_counters_is_one_sentence(url: str) -> None:
+    """Guards against tracebacks, and against reading local files as if they were a server."""
+    with pytest.raises(Unavailable, match="--url"):
+        fetch_metrics(url)
+
+
+def test_once_shows_tiers_edges_and_requests() -> None:
+    """Guards the frame: every tier, the edges that worked, the answers there were."""
+    with house() as served:
+        with Client(served.grpc) as client:
+            client.generate("def f(", GREEDY)
+            before = look(client, served.url)
+            client.generate("def g(", GREEDY)
+            after = look(client, served.url)
+        code, output = run("--once", "--address", served.grpc, "--url", served.url)
+        code_without, without = run("--once", "--address", served.grpc, "--url", "http://127.0.0.1:1")
+    assert code == 0, output
+    for words in ("tiny", "medium", "full", "tiny → medium", "medium → full", "running", "24"):
+        assert words in output
+    assert code_without == 0
+    assert "no counters" in without
+    assert not after.problems
+    assert before.metrics is not None
+    assert after.metrics is not None
+    assert after.metrics.since(before.metrics).total("output_tokens_total") == GREEDY.max_tokens
+    assert view(after, before) is not None
+
+
+def test_no_server_is_one_sentence() -> None:
+    """Guards against tracebacks where nobody listens."""
+    code, output = run("--once", "--address", "127.0.0.1:1", "--url", "http://127.0.0.1:1")
+    assert code == 1
+    assert "127.0.0.1:1" in output
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_ends_it() -> None:
+    """Guards against a traceback or a wrong status when the watcher has seen enough."""
+    with house() as served, counted(served) as described:
+        # as from a terminal: a test that runs in the background hands on that it ignores Ctrl-C
+        heed = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from cascade.cli.main import main; main()"
+        )
+        command = [sys.executable, "-c", heed, "top", "--every", "0.1", "--address", served.grpc, "--url", served.url]
+        environment = os.environ | {"COLUMNS": "160"}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+            deadline = time.monotonic() + 60
+            while len(described) < 2:  # it is at work
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert b"Traceback" not in errors
+    assert b"Tiers" in output

@@ -1,0 +1,135 @@
+"""`docs/conformance.md`: every parameter, over both protocols, with and without drafts; and its promises are kept."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cascade.client import Client
+from cascade.params import Handling, SamplingParams, Speculation, Structured
+from cascade.scorer import Row
+from tests.chain.test_tier import CountingModel
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, ask
+
+ROOT = Path(__file__).parents[2]
+# six words and an end are far likelier than all other tokens: so texts repeat themselves, and end by themselves
+LIKELY = {0: 18.0, 322: 20.0, 306: 20.0, 563: 20.0, 626: 20.0, 273: 20.0, 538: 20.0}
+PLAIN: dict[str, Any] = {"max_tokens": 24, "seed": 8, "logit_bias": LIKELY}
+ADAPTER = "red"
+CHOSEN: dict[str, dict[str, Any]] = {  # values that are not the defaults, and that show in the text
+    "max_tokens": {"max_tokens": 7},
+    "min_tokens": {"min_tokens": 20},
+    "temperature": {"temperature": 0.3},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.5},
+    "seed": {"seed": 12},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 5.0},
+    "logit_bias": {"logit_bias": LIKELY | {322: -20.0}},
+    "stop": {"stop": (" y", "never")},
+    "stop_token_ids": {"stop_token_ids": (626,)},
+    "ignore_eos": {"ignore_eos": True},
+    "structured": {"structured": Structured(regex="( name| self){3,5}")},
+    "adapter": {"adapter": ADAPTER},
+    "logprobs": {"logprobs": 2},
+    "prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 2},
+}
+HANDLED: dict[str, dict[str, Any]] = {"priority": {"priority": -5}, "cache_salt": {"cache_salt": "mine"}}
+DRAFTED: dict[str, dict[str, Any]] = {
+    "tiers": {"tiers": ("tiny",)},
+    "window": {"window": 3},
+    "schedule": {"schedule": "lockstep"},
+}
+SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
+
+
+class Adapted(CountingModel):
+    """A full tier that speaks another language with its adapter."""
+
+    def _score(self, row: Row) -> list[int]:
+        plain = self.seed
+        self.seed = plain + (row.params.adapter == ADAPTER and self.agreement == 1)
+        try:
+            return super()._score(row)
+        finally:
+            self.seed = plain
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}) as built:
+        yield built
+        built.settle()
+
+
+def rows() -> list[list[str]]:
+    """Cells of the table."""
+    lines = (ROOT / "docs/conformance.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+
+
+def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
+    """The same as an OpenAI client says it."""
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
+    drafts = {name: said.pop(name) for name in DRAFTED if name in said}
+    if isinstance(structured := said.get("structured"), Structured):
+        said["structured"] = {"regex": structured.regex}
+    if said.pop("prompt_logprobs", None) is not None:
+        said["echo"] = True
+    return {"prompt": PROMPT, "speculation": {"mode": mode, **drafts}, **said}
+
+
+def answers(served: House, params: dict[str, Any], modes: Sequence[Any] = ("off", "auto")) -> list[tuple[str, str]]:
+    """Texts and how they ended: gRPC whole and in pieces, HTTP, each in every mode."""
+    sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
+    handling = Handling(**{name: params[name] for name in HANDLED if name in params})
+    found = []
+    with Client(served.grpc) as client:
+        for mode in modes:
+            drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
+            whole = client.generate(PROMPT, sampling, drafts, handling)
+            found.append((whole.text, str(whole.finish_reason)))
+            pieces = list(client.stream(PROMPT, sampling, drafts, handling))
+            found.append(("".join(piece.text for piece in pieces), str(whole.finish_reason)))
+            assert bool(whole.logprobs) == ("logprobs" in params)
+            assert bool(whole.prompt) == ("prompt_logprobs" in params)
+            status, _, answer = ask(served, "/v1/completions", body(params, mode))
+            assert status == 200, answer
+            choice = answer["choices"][0]
+            text = choice["text"].removeprefix(PROMPT) if "prompt_logprobs" in params else choice["text"]
+            found.append((text, choice["finish_reason"]))
+            assert (choice["logprobs"] is not None) == ("logprobs" in params)
+    return found
+
+
+@pytest.mark.parametrize("name", CHOSEN | HANDLED | DRAFTED)
+def test_a_parameter_means_the_same_everywhere(served: House, name: str) -> None:
+    """Guards every parameter on both protocols: with drafts and without, whole and cut, the text is the same, and another
+    one than without the parameter, unless it is one that must not change it."""
+    [plain] = set(answers(served, PLAIN))
+    [chosen] = set(answers(served, PLAIN | (CHOSEN | HANDLED | DRAFTED)[name]))
+    assert (chosen == plain) == (name in SILENT)
+
+
+def test_the_table_is_complete_and_its_tests_exist() -> None:
+    """Guards the page against a parameter without a row, a row without a test, and what a row says of the text."""
+    table = rows()
+    wanted = {field.name for kind in (SamplingParams, Speculation, Handling) for field in fields(kind)}
+    assert {row[0].strip("`") for row in table} == wanted
+    assert len(table) == len(wanted)
+    elsewhere = {"mode", "watch"}  # answers are compared with and without drafts anyway; only streams can be watched
+    assert wanted == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
+    assert {row[0].strip("`") for row in table if row[5] == "no"} == SILENT | elsewhere
+    for row in table:
+        tests = [word for cell in row[1:] for word in cell.replace("`", "").split() if "::" in word]
+        assert tests, row
+        for path, _, name in (test.partition("::") for test in tests):
+            tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+            functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+            assert name in functions, f"{path}::{name}"

@@ -1,0 +1,218 @@
+"""LoRA adapters on the full tier, chosen by each request, and quantised tiers."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade.client.client import encode_request
+from cascade.engine.adapters import AdaptedModel
+from cascade.engine.checkpoint import anatomy
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ConfigError
+from cascade.messages import Open
+from cascade.scorer import Row
+from cascade.settings.config import CascadeConfig
+from deployments.grpc.requests import parse_sampling
+from deployments.links.codec import decode, encode
+from tests.architectures import VOCAB, build
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+NAMES = ("", "red", "blue")
+PROMPT = (5, 9, 2, 44, 17)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters red and blue for the small Llama, and green for another model."""
+    path = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("red", "blue", "green")):
+        network: Any = build("llama", **({"hidden_size": 48} if name == "green" else {}))
+        torch.manual_seed(seed)
+        adapted = get_peft_model(network, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+        for key, weight in adapted.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(weight, std=0.4)
+        adapted.save_pretrained(path / name)
+    return path
+
+
+def adapted(folder: Path) -> AdaptedModel:
+    return AdaptedModel(build("llama"), {name: str(folder / name) for name in NAMES if name})
+
+
+def expected(folder: Path, name: str) -> list[int]:
+    """What Transformers writes with the adapter merged into the weights."""
+    network: Any = build("llama")
+    if name:
+        network = PeftModel.from_pretrained(network, folder / name).merge_and_unload()
+    ids = torch.tensor([PROMPT])
+    out: Tensor = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(family.paths()[0])
+
+
+def test_every_request_gets_its_adapter(folder: Path) -> None:
+    """Guards requests of different adapters in one pass against each other; tiers below draft without any."""
+    texts = {name: expected(folder, name) for name in NAMES}
+    assert len(set(map(tuple, texts.values()))) == 3
+    with Cascade([Model(build("llama", seed=5)), Model(build("llama")), adapted(folder)], tokenizer()) as cascade:
+        order = [random.Random(0).choice(NAMES) for _ in range(12)]
+        streams = [
+            cascade.stream(PROMPT, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, adapter=name))
+            for name in order
+        ]
+        found: dict[int, list[int]] = {index: [] for index in range(len(order))}
+        while streams_left := [(index, stream) for index, stream in enumerate(streams) if len(found[index]) < 20]:
+            for index, stream in streams_left:
+                found[index] += next(stream).token_ids
+        assert [found[index] for index in range(len(order))] == [texts[name] for name in order]
+
+
+def test_prompts_are_recited_by_their_adapter(folder: Path) -> None:
+    """Guards log-probabilities of prompts against those of the model itself."""
+    with Cascade([adapted(folder)], tokenizer()) as cascade:
+        for name in NAMES:
+            network: Any = build("llama")
+            if name:
+                network = PeftModel.from_pretrained(network, folder / name).merge_and_unload()
+            logs = network(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+            told = cascade.generate(PROMPT, SamplingParams(max_tokens=1, adapter=name, prompt_logprobs=0))
+            assert isinstance(told, Completion)
+            expected = [logs[at, token].item() for at, token in enumerate(PROMPT[1:])]
+            assert [token.logprob for token in told.prompt[1:]] == pytest.approx(expected, abs=1e-3)
+
+
+def test_unknown_adapters_are_refused(folder: Path) -> None:
+    """Guards requests that name what is not there: they must not get another model's text."""
+    with (
+        Cascade([adapted(folder)], tokenizer()) as cascade,
+        pytest.raises(InvalidRequest, match="adapter is 'green': it must be one of red, blue"),
+    ):
+        cascade.generate(PROMPT, SamplingParams(adapter="green"))
+    with (
+        Cascade([Model(build("llama"))], tokenizer()) as cascade,
+        pytest.raises(InvalidRequest, match="adapter is 'red': it must be empty"),
+    ):
+        cascade.generate(PROMPT, SamplingParams(adapter="red"))
+    model = adapted(folder)
+    with pytest.raises(ModelError, match="green"):
+        model.run([Row(model.new_cache(), 0, PROMPT, 1, SamplingParams(seed=1, adapter="green"))])
+
+
+def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
+    """Guards the start: an adapter of another model, and one that is not there, in one sentence."""
+    for name in ("green", "none"):
+        with pytest.raises(ModelError, match=rf"The adapter '{name}' .*{name}") as caught:
+            AdaptedModel(build("llama"), {name: str(folder / name)})
+        assert "\n" not in str(caught.value)
+
+
+def test_only_the_full_tier_has_adapters() -> None:
+    """Guards the configuration: what a lower tier would ignore is refused."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["engine_kwargs"]["lora_modules"] = {"red": "x/y"}
+    assert CascadeConfig.parse(values).tiers[-1].engine_kwargs.lora_modules == {"red": "x/y"}
+    values["tiers"][0]["engine_kwargs"]["lora_modules"] = {"red": "x/y"}
+    with pytest.raises(ConfigError, match="lora_modules of tier 'tiny': only the full tier"):
+        CascadeConfig.parse(values)
+
+
+def test_adapters_travel() -> None:
+    """Guards the wire: a request that lost its adapter on the way would get another text."""
+    params = SamplingParams(seed=1, adapter="red")
+    opening = Open("s", (1, 2), 2, params)
+    assert decode(encode([opening])) == [opening]
+    request = encode_request("x", params, None)
+    assert parse_sampling(request) == params
+
+
+# quantised
+
+
+@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
+def test_quantised_middle_tier_of_the_full_model(method: str) -> None:
+    """Guards a middle tier made of the full model itself: smaller, nearly always right, and never heard in the text."""
+    source = family.paths()[-1]
+    full = Model.from_pretrained(source, dtype="float32", device="cpu")
+    small = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
+    assert small.weight_bytes < 0.4 * full.weight_bytes
+    told = anatomy(source, dtype="float32", quantization=method).weight_bytes
+    assert abs(told - small.weight_bytes) < 0.05 * small.weight_bytes
+    assert (small.vocab_size, small.num_parameters) == (full.vocab_size, full.num_parameters)
+    tiny = Model.from_pretrained(family.paths()[0], dtype="float32", device="cpu")
+    params = SamplingParams(max_tokens=64, temperature=0.0)
+    with Cascade([tiny, small, full], tokenizer()) as cascade:
+        alone = cascade.generate("def read(path):\n", params, Speculation("off"))
+        drafted = cascade.generate("def read(path):\n", params, Speculation(tiers=("medium",), window=4, schedule="lockstep"))
+        assert cascade.generate("def read(path):\n", params).token_ids == alone.token_ids
+    assert drafted.token_ids == alone.token_ids
+    edge = drafted.stats.edges[0]
+    assert edge.accepted > (0.9 if method != "nf4" else 0.7) * edge.proposed > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("int3", "quantization is 'int3': it must be one of int8, int4, fp8, nf4"),
+        ("int4", "quantization is 'int4', which runs on cuda and not on cpu"),
+    ],
+)
+def test_quantisations_that_cannot_be_are_named(method: str, words: str) -> None:
+    """Guards the message at load."""
+    with pytest.raises(ModelError, match=words):
+        Model.from_pretrained(family.paths()[0], device="cpu", quantization=method)
+
+
+def test_library_quantises_each_model_or_all() -> None:
+    """Guards `Cascade.from_pretrained`: the models that are meant and no others, and the full one's text."""
+    source = family.paths()[-1]
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    texts = {}
+    for method in (None, "int8"):
+        alone = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
+        with Cascade([alone], tokenizer()) as cascade:
+            texts[method] = cascade.generate("def read(path):\n", params).token_ids, alone.weight_bytes
+    for asked, held in ((["int8", None], ("int8", None)), ("int8", ("int8", "int8"))):
+        with Cascade.from_pretrained([source] * 2, dtype="float32", device="cpu", quantization=asked) as cascade:
+            assert [tier._model.weight_bytes for tier in cascade.tiers] == [texts[method][1] for method in held]
+            assert cascade.generate("def read(path):\n", params).token_ids == texts[held[-1]][0]
+    with pytest.raises(ConfigError, match="quantization has 1 entries for 2 models: give one for each"):
+        Cascade.from_pretrained([source] * 2, quantization=["int8"])
+
+
+def test_unknown_quantisation_is_refused_in_the_configuration() -> None:
+    """Guards the start: nothing is downloaded for a word that means nothing."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][1]["engine_kwargs"]["quantization"] = "int3"
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.quantization is 'int3': .*'int8', 'int4', 'fp8' or 'nf4'"):
+        CascadeConfig.parse(values)
+
+
+def test_rows_of_an_adapter_are_scored_as_alone(folder: Path) -> None:
+    """Guards a pass of mixed rows at the logits' level, and plain rows against the adapters' layers around them."""
+    model, plain = adapted(folder), Model(build("llama"))
+    params = [SamplingParams(temperature=1.0, seed=7, adapter=name) for name in (*NAMES, *NAMES)]
+    together = model.run([Row(model.new_cache(), 0, PROMPT, 3, p) for p in params])
+    alone = [model.run([Row(model.new_cache(), 0, PROMPT, 3, p)])[0] for p in params]
+    assert together == alone
+    assert together[0] == plain.run([Row(plain.new_cache(), 0, PROMPT, 3, params[0])])[0]
+    assert all(0 <= token < VOCAB for own in together for token in own)

@@ -1,0 +1,387 @@
+"""Structured output: every text is what was asked for, and the full model's own, whatever the drafts."""
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLParserLimits
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured, family
+from cascade.engine import grammar as module
+from cascade.engine.grammar import Grammars, Matcher
+from cascade.engine.kv import Cache
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.scorer import Row
+from tests.architectures import build
+
+CONTEXT = 512
+VOCAB = 4096  # of the embedded family's tokenizer
+PROMPT = "config = "
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["name", "age", "tags", "next"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}, "on": {"type": "boolean"}},
+            "required": ["x", "on"],
+            "additionalProperties": False,
+        }
+    },
+}
+SUMS = """
+root ::= term (("+" | "-") term){1,3}
+term ::= [0-9]{1,2} | "(" [a-z] "*" [0-9] ")"
+"""
+LARK = """
+start: "SELECT " column ("," " "? column){0,2} " FROM " table
+column: /[a-z]{1,5}/ | "*"
+table: "users" | "orders"
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(family.paths()[-1])
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+class Babbler:
+    """Drafts random token ids."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self.vocab_size, self.context_len, self.cache_tokens = VOCAB, CONTEXT, 2**20
+
+    def new_cache(self) -> Cache:
+        return Cache()
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [[self._random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def cascades(tokenizer: Tokenizer) -> Iterator[list[Cascade]]:
+    """Random networks, which left alone say nothing that anybody wants; below the full one they err, or babble."""
+    tiny, medium, full = (Model(build("llama", seed, vocab_size=VOCAB, max_position_embeddings=CONTEXT)) for seed in (1, 2, 3))
+    with (
+        Cascade([tiny, medium, full], tokenizer) as erring,
+        Cascade([tiny, Babbler(), full], tokenizer) as babbling,
+        Cascade([full, full, full], tokenizer) as agreeing,
+    ):
+        yield [erring, babbling, agreeing]
+
+
+def valid(structured: Structured, text: str) -> bool:
+    """By judges that have nothing to do with the grammar library."""
+    if structured.json_schema is not None:
+        jsonschema.validate(json.loads(text), json.loads(structured.schema))
+        return True
+    if structured.json_object:
+        return isinstance(json.loads(text), dict)
+    if structured.regex is not None:
+        return re.fullmatch(structured.regex, text) is not None
+    if structured.choice:
+        return text in structured.choice
+    if structured.grammar == SUMS:
+        term = r"([0-9]{1,2}|\([a-z]\*[0-9]\))"
+        return re.fullmatch(rf"{term}([+-]{term}){{1,3}}", text) is not None
+    column = r"([a-z]{1,5}|\*)"
+    return re.fullmatch(rf"SELECT {column}(, ?{column}){{0,2}} FROM (users|orders)", text) is not None
+
+
+ASKED = {
+    "schema": Structured(json_schema=PERSON),
+    "regex": Structured(regex=r"\+[0-9]{2} \([0-9]{2,4}\) [0-9]{3}-[0-9]{4}"),
+    "choice": Structured(choice=("yes", "no", "yes, but", "né 日本\n")),
+    "gbnf": Structured(grammar=SUMS),
+    "lark": Structured(grammar=LARK),
+}
+
+
+@pytest.mark.parametrize("structured", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], structured: Structured, temperature: float) -> None:
+    """Guards validity and losslessness at once: random networks and random drafts, every set of tiers, several windows."""
+    for seed in range(2):
+        params = SamplingParams(max_tokens=480, temperature=temperature, seed=seed, structured=structured)
+        alone = cascades[0].generate(PROMPT, params, Speculation("off"))
+        assert alone.finish_reason == "stop"
+        assert valid(structured, alone.text)
+        for cascade in cascades:
+            for tiers, window, schedule in ((("tiny",), 6, "async"), (("tiny", "medium"), 4, "lockstep")):
+                speculation = Speculation(tiers=tiers, window=window, schedule=schedule)  # type: ignore[arg-type]
+                assert cascade.generate(PROMPT, params, speculation).token_ids == alone.token_ids
+
+
+def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
+    """Guards the lower tiers' masks: without them the text is right and hardly a guess is."""
+    params = SamplingParams(max_tokens=480, temperature=1.0, seed=1, structured=ASKED["schema"])
+    completion = cascades[2].generate(PROMPT, params, Speculation(schedule="lockstep", window=6))
+    assert sum(edge.proposed for edge in completion.stats.edges) > 10
+    assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
+
+
+def test_grammars_mix_with_other_parameters(cascades: list[Cascade]) -> None:
+    """Guards the order of masks: neither a bias nor `min_tokens` makes a text that is not what was asked for."""
+    params = SamplingParams(
+        max_tokens=480, temperature=1.0, seed=2, min_tokens=480, logit_bias={5: 100.0, 0: 100.0}, repetition_penalty=1.5,
+        logprobs=1, structured=ASKED["regex"],
+    )  # fmt: skip
+    alone = cascades[0].generate(PROMPT, params, Speculation("off"))
+    assert valid(ASKED["regex"], alone.text)
+    assert cascades[0].generate(PROMPT, params).token_ids == alone.token_ids
+    assert len(alone.logprobs) == len(alone.token_ids)
+
+
+def test_any_json_object(cascades: list[Cascade]) -> None:
+    """Guards `json_object`: what ends by itself is an object; a bias towards the closing brace makes random networks end."""
+    brace = cascades[0].tokenizer.encode("}")[-1]
+    bias = {brace: 12.0}
+    params = SamplingParams(max_tokens=480, temperature=0.5, seed=3, logit_bias=bias, structured=Structured(json_object=True))
+    completion = cascades[0].generate(PROMPT, params)
+    assert completion.finish_reason == "stop"
+    assert valid(Structured(json_object=True), completion.text)
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), seed=st.integers(0, 999))
+def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
+    """Guards escapes in choices, masks under guesses and rollback: every walk along the masks spells one of the texts."""
+    rng = random.Random(seed)
+    matcher = grammars.matcher(Structured(choice=tuple(texts)))
+    [end] = tokenizer.end_ids
+    output: list[int] = []
+    while not output or output[-1] != end:
+        ahead = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        allowed = matcher.allowed(output, ahead, VOCAB + 5)
+        assert allowed.shape == (1 + len(ahead), VOCAB + 5)
+        assert not allowed[0, VOCAB:].any()
+        token = rng.choice(allowed[0].nonzero().flatten().tolist())
+        assert matcher.allowed(output, [token], VOCAB)[1].any() or token == end
+        output.append(token)
+        if rng.random() < 0.2 and output[-1] != end:
+            output = output[: rng.randint(0, len(output))]
+            matcher.rewind(len(output))
+    spelt = tokenizer.backend.decode(output[:-1], clean_up_tokenization_spaces=False)
+    assert spelt in texts
+
+
+def test_positions_behind_guesses_have_their_own_masks(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Guards a mask that is taken once a pass: each position's is that of the text with the guesses before it."""
+    structured = Structured(regex="[0-9]{6}[a-z]{6}")
+    digits = [tokenizer.encode(str(i))[-1] for i in (1, 2, 3)]
+    letter = tokenizer.encode("x")[-1]
+    ahead = grammars.matcher(structured)
+    masks = ahead.allowed([], [*digits, letter, *digits], VOCAB)
+    for i in range(4):
+        assert torch.equal(masks[i], grammars.matcher(structured).allowed(digits[:i], [], VOCAB)[0])
+    assert masks[4:].all()  # a letter may not come there: nobody asks what comes behind it
+    assert torch.equal(ahead.allowed(digits, [], VOCAB)[0], masks[3])
+
+
+MARKED = 'x <tool_call>"y'
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured(choice=(MARKED,)),
+        Structured(regex=re.escape(MARKED)),
+        Structured(json_schema=json.dumps({"const": MARKED})),
+        Structured(grammar='start: "x <tool_call>" /["]y/'),
+        Structured(grammar='root ::= "x <tool_call>" "\\"y"'),
+    ],
+    ids=lambda structured: structured.kind,
+)
+def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, special: bool) -> None:
+    """Guards texts in which a token named like a special one would come next: it was the only one allowed, and refused."""
+    plain = AutoTokenizer.from_pretrained(family.paths()[-1])
+    plain.add_tokens([AddedToken("<tool_call>", special=special, normalized=False)], special_tokens=special)
+    matcher = Grammars(Tokenizer(plain, frozenset([plain.eos_token_id]))).matcher(structured)
+    said: list[int] = []
+    while plain.eos_token_id not in said:
+        assert len(said) < 40
+        said.append(int(matcher.allowed(said, (), len(plain))[0].nonzero()[-1]))
+    text = plain.decode(said[:-1])
+    assert text == (json.dumps(MARKED) if structured.json_schema else MARKED)
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        (Structured(regex="[a-c"), "structured.regex cannot be compiled"),
+        (Structured(json_schema="{"), "structured.json_schema cannot be compiled"),
+        (Structured(json_schema={"type": "foo"}), "structured.json_schema cannot be compiled.*foo"),
+        (Structured(json_schema={"not": {"type": "integer"}}), "structured.json_schema cannot be compiled.*not"),
+        (Structured(grammar="start: missing"), "structured.grammar cannot be compiled"),
+        (Structured(grammar='root ::= "a'), "structured.grammar cannot be compiled"),
+        (Structured(grammar="((((("), "structured.grammar cannot be compiled"),
+        (Structured(json_schema="[" * 60_000), "structured.json_schema cannot be compiled"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Structured) else "",
+)
+def test_bad_grammars_are_refused(cascades: list[Cascade], structured: Structured, words: str) -> None:
+    """Guards tiers against grammars that do not compile, and clients against tracebacks: one sentence, one line."""
+    with pytest.raises(InvalidRequest, match=words) as error:
+        cascades[0].generate(PROMPT, SamplingParams(max_tokens=5, structured=structured))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_grammars_that_take_too_much_work_harm_nobody(cascades: list[Cascade]) -> None:
+    """Guards the tiers against grammars whose steps explode: their request is refused soon, and the next one is served."""
+    params = SamplingParams(max_tokens=50, temperature=0, structured=Structured(regex="(a{1,9999}){1,9999}" * 40))
+    with pytest.raises(InvalidRequest, match="structured takes more work than a token may"):
+        cascades[0].generate(PROMPT, params)
+    assert all(tier.healthy for tier in cascades[0].tiers)
+    assert cascades[0].generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids
+
+
+BOMB = "(a{1,9999}){1,9999}" * 40  # no lexer gets far into it
+LEXED = Structured(regex="[0-9]{0,9}(x|y" + BOMB + ")")
+PARSED = Structured(grammar='start: n{0,9} ("x" | "y" b)\nn: /[0-9]/\nb: c | b b | b b b\nc: /[a-z ]/')
+FEW = LLParserLimits(
+    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=2400, max_grammar_size=200_000, verbose_errors=False
+)
+
+
+def written(matcher: Matcher, ids: Sequence[int], guesses: random.Random | None, seed: int) -> tuple[list[int], str]:
+    """A text of own tokens, of ``ids`` with the end first, row by row as tiers write them; and the error that ended it."""
+    output: list[int] = []
+    while len(output) < 40 and ids[0] not in output:
+        drafts = [] if guesses is None else [guesses.choice(ids[1:]) for _ in range(guesses.randint(0, 5))]
+        matcher.rewind(max(0, len(output) - 1))
+        try:
+            masks = matcher.allowed(output, drafts, VOCAB)
+        except InvalidRequest as error:
+            return output, str(error)
+        for place, mask in enumerate(masks):
+            possible = [token for token in ids if mask[token]] or mask.nonzero().flatten().tolist()
+            output.append(random.Random(hash((seed, len(output)))).choice(possible))
+            if place == len(drafts) or len(output) == 40 or output[-1] != drafts[place]:
+                break
+    return output, ""
+
+
+@pytest.mark.parametrize("structured", [LEXED, PARSED], ids=["lexer", "parser"])
+def test_a_limit_behind_a_wrong_guess_changes_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, structured: Structured
+) -> None:
+    """Guards losslessness where a limit is hit: text and error are those without drafts, for each seed and any drafts.
+
+    Guards others with the same grammar, too, whose lexer is the same one.
+    """
+    monkeypatch.setattr(module, "LIMITS", FEW)
+    [end] = tokenizer.end_ids
+    ids = [end, *(tokenizer.encode(char)[-1] for char in "12xya")]
+    errors = []
+    for seed in range(12):
+        text, error = written(Grammars(tokenizer).matcher(structured), ids, None, seed)
+        shared = Grammars(tokenizer)
+        other = shared.matcher(structured)
+        for draft in range(4):
+            assert written(shared.matcher(structured), ids, random.Random(draft), seed) == (text, error)
+        assert written(other, ids, random.Random(9), seed) == (text, error)
+        errors.append(error)
+    assert "" in errors
+    assert any("more work than a token may" in error for error in errors)
+
+
+def test_a_broken_lexer_is_given_to_nobody(tokenizer: Tokenizer) -> None:
+    """Guards all later requests with a grammar against one that broke its lexer and went."""
+    grammars = Grammars(tokenizer)
+    one, y, a = (tokenizer.encode(char)[-1] for char in "1ya")
+    expected = Grammars(tokenizer).matcher(LEXED).allowed([one], [], VOCAB)
+    assert len(grammars.matcher(LEXED).allowed([], [y] + 40 * [a], VOCAB)) == 1
+    for _ in range(2):
+        assert torch.equal(grammars.matcher(LEXED).allowed([one], [], VOCAB), expected)
+
+
+def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Guards against a mask that llguidance remembers by the length of a text alone: it let invalid texts through."""
+    structured = Structured(grammar='start: "a" X Y W? | "b" X Z W?\nX: "(" | "["\nY: ")" | "="\nZ: ":" | "0"\nW: "1"')
+    a, b = (tokenizer.encode(char)[-1] for char in "ab")
+    expected = grammars.matcher(structured).allowed([b], [], VOCAB)
+    guessing = grammars.matcher(structured)
+    assert not torch.equal(guessing.allowed([], [a], VOCAB)[1], expected[0])
+    assert torch.equal(guessing.allowed([b], [], VOCAB), expected)
+    corrected = grammars.matcher(structured)
+    corrected.allowed([a], [], VOCAB)
+    corrected.rewind(0)
+    assert torch.equal(corrected.allowed([b], [], VOCAB), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "must be one of"),
+        ({"regex": "a", "json_object": True}, "must be one of"),
+        ({"regex": "a" * 70_000}, "70000 characters"),
+        ({"choice": ("a", "")}, "not empty"),
+        ({"choice": "abc"}, "list of texts"),
+        ({"choice": ("a",) * 2000}, "2000 texts"),
+        ({"json_schema": {"a": object()}}, "is not JSON"),
+    ],
+)
+def test_bad_requests_are_refused(options: dict[str, Any], words: str) -> None:
+    """Guards against values that mean nothing or too much."""
+    with pytest.raises(InvalidRequest, match=words):
+        Structured(**options)
+
+
+def test_structured_texts_end() -> None:
+    """Guards against texts that could not end where their grammar does."""
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        SamplingParams(ignore_eos=True, structured=Structured(regex="a"))
+
+
+def test_grammars_are_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cache: equal grammars share their work, old ones are forgotten, threads do not disturb each other."""
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
+    grammars = Grammars(tokenizer)
+    compiled = []
+    original = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda s: compiled.append(s) or original(s))
+    asked = [Structured(regex=f"a{{{i}}}") for i in range(1, 5)]
+    threads = [threading.Thread(target=grammars.matcher, args=(asked[0],)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == asked[:1]
+    for structured in (*asked[1:], asked[1], asked[0]):
+        grammars.matcher(structured)
+    assert compiled == [*asked, asked[0]]
+
+
+def test_a_model_without_ends_is_refused(tokenizer: Tokenizer) -> None:
+    """Guards against texts that run on to `max_tokens` behind a complete grammar."""
+    with pytest.raises(InvalidRequest, match="no end-of-text token"):
+        Grammars(Tokenizer(tokenizer.backend, frozenset())).check(Structured(regex="a"))

@@ -1,0 +1,283 @@
+"""Checkpoints: what is told of them before they are loaded, how they are loaded, and what is refused."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from torch import Tensor
+from transformers import LlamaConfig
+
+from cascade import ModelError, SamplingParams
+from cascade.cli.main import console, main
+from cascade.engine.checkpoint import INDEX, anatomy
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.scorer import Row
+from cascade.settings.check import needs
+from cascade.settings.config import CascadeConfig
+from tests.architectures import REFUSED, SERVED, build, config
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = tuple(range(3, 33))
+
+
+def logits(model: Model) -> Tensor:
+    return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint of several files."""
+    build("llama").save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    return tmp_path / "sharded"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def test_shards_make_the_same_model(sharded: Path) -> None:
+    """Guards checkpoints of several files, as all large ones are."""
+    assert len(shards(sharded)) > 2
+    assert torch.equal(logits(Model.from_pretrained(str(sharded), device="cpu")), logits(Model(build("llama"))))
+
+
+@pytest.mark.parametrize("problem", ["missing", "truncated", "garbage", "longer", "empty", "index", "index of nothing"])
+def test_damaged_shards_are_named(sharded: Path, problem: str) -> None:
+    """Guards the start of a server: a download that broke off is named by its file, before anything is loaded."""
+    file = sharded / INDEX if problem.startswith("index") else shards(sharded)[1]
+    content = file.read_bytes()
+    changed = {
+        "truncated": content[:-100],
+        "garbage": b"garbage" * 1000,
+        "longer": content + b"\0",
+        "empty": b"",
+        "index": b"{",
+        "index of nothing": b"[]",
+    }
+    file.unlink()
+    if problem != "missing":
+        file.write_bytes(changed[problem])
+    with pytest.raises(ModelError, match=rf"{file.name}.*download it again$") as caught:
+        Model.from_pretrained(str(sharded), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_without_room_are_refused(tmp_path: Path) -> None:
+    """Guards the host: a model larger than its memory must be refused before the first weight, not killed in the middle."""
+    LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"take 75\d\.\d\d GiB and cpu has .* GiB free: take a larger device") as caught:
+        Model.from_pretrained(str(tmp_path), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert anatomy(str(tmp_path)).cache_bytes_per_token == 126 * 8 * 128 * 2 * 2
+
+
+def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:
+    """Guards checkpoints of weights alone."""
+    with pytest.raises(ModelError, match=r"^No tokenizer can be loaded from '.*sharded'") as caught:
+        Tokenizer.from_pretrained(str(sharded))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "jetmoe"])  # whose attention chooses heads by content
+def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    """Guards `cascade check` and the planner: what is told before loading must be what is held afterwards."""
+    config(name).save_pretrained(tmp_path)
+    model = Model(build(name))
+    cache = model.new_cache()
+    model.logits([Row(cache, 0, TEXT, 1, GREEDY)])
+    held = sum(t.shape[1] * t.shape[3] * t.element_size() for pair in cache._layers.values() for t in pair)
+    told = anatomy(str(tmp_path), dtype="float32")
+    assert told.parameters == model.num_parameters
+    assert told.weight_bytes == model.weight_bytes
+    assert told.cache_bytes_per_token == held
+    assert (told.vocab_size, told.context_len) == (model.vocab_size, model.context_len)
+
+
+@pytest.mark.parametrize("name", ["falcon", "bloom", "mamba", "qwen3_next"])
+def test_anatomy_refuses_what_cannot_be_served(name: str, tmp_path: Path) -> None:
+    """Guards the user's time: a model whose layers bypass the cache is known by its configuration."""
+    assert name in REFUSED
+    config(name).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"^{type(build(name)).__name__} cannot be served: "):
+        anatomy(str(tmp_path))
+
+
+# cascade check
+
+
+def checked(path: Path, values: Any) -> tuple[int, str]:
+    path.write_text(yaml.safe_dump(values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "width", 200)
+        result = CliRunner().invoke(main, ["check", str(path)])
+    return result.exit_code, result.output
+
+
+def demo(**changes: Any) -> dict[str, Any]:
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1].update(changes)
+    return values
+
+
+def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
+    """Guards the figures, which people buy machines by."""
+    full = needs(CascadeConfig.demo())[-1]
+    assert full.anatomy.parameters == 11_015_040
+    assert full.weight_bytes == 4 * 11_015_040
+    assert full.anatomy.cache_bytes_per_token == 6 * 4 * 32 * 2 * 4
+    assert full.cache_tokens > 10**5
+    code, output = checked(tmp_path / "demo.yaml", demo())
+    assert code == 0
+    assert "LlamaForCausalLM" in output
+    assert "11.0 M" in output
+    assert output.endswith("The tiers fit together.\n")
+
+
+def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
+    """Guards scripts that check before they deploy: status 1, and the reason behind the table."""
+    code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
+    assert code == 1
+    assert "No tokenizer can be loaded" in output.splitlines()[-1]
+    code, output = checked(tmp_path / "c.yaml", {**demo(), "max_model_len": 4096})
+    assert code == 1
+    assert output.splitlines()[-1] == (
+        "Error: max_model_len is 4096, but tier tiny takes 1024 tokens: lower it or choose another model"
+    )
+    shards(sharded)[0].unlink()
+    code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
+    assert code == 1
+    assert "The model of tier full cannot be used: The checkpoint" in output
+
+
+def test_check_knows_accelerators(tmp_path: Path) -> None:
+    """Guards the check on a machine that has no such device itself."""
+    large = tmp_path / "large"
+    LlamaConfig(vocab_size=4096, hidden_size=8192, num_hidden_layers=80, dtype="bfloat16").save_pretrained(large)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        source = Path(CascadeConfig.demo().tiers[0].model_loading_config.source) / name
+        (large / name).write_bytes(source.read_bytes())
+    loading = {"model_id": "m", "model_source": str(large)}
+    code, output = checked(
+        tmp_path / "c.yaml", demo(accelerator_type="A100-80G", model_loading_config=loading, engine_kwargs={})
+    )
+    assert code == 1
+    assert "Tier full takes" in output.splitlines()[-1]
+    assert "A100-80G has 80.00 GiB" in output.splitlines()[-1]
+    assert json.loads((large / "config.json").read_text())["num_hidden_layers"] == 80
+
+
+# the hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as downloads need: the model ``some/model`` in the branches main and v2."""
+
+    root: Path
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:4] == ["api", "models", "some", "model"]:
+            revision = parts[5] if len(parts) > 5 else "main"
+            files = sorted((self.root / self.branch(revision)).iterdir())
+            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0"} for file in files]
+            info = {"id": "some/model", "sha": self.commit(revision), "siblings": [{"rfilename": file.name} for file in files]}
+            self.answer(json.dumps(tree if parts[4:5] == ["tree"] else info).encode(), revision)
+            return
+        file = self.root / self.branch(parts[3]) / parts[4] if parts[:3] == ["some", "model", "resolve"] else None
+        if file is None or not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.answer(file.read_bytes(), parts[3])
+
+    def answer(self, content: bytes, revision: str) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit(revision))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def branch(self, revision: str) -> str:
+        return {"a" * 40: "main", "b" * 40: "v2"}.get(revision, revision)
+
+    def commit(self, revision: str) -> str:
+        return ("b" if self.branch(revision) == "v2" else "a") * 40
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    """Address of a hub with another model in each branch."""
+    for seed, branch in enumerate(("main", "v2")):
+        build("llama", seed=seed).save_pretrained(tmp_path / branch, max_shard_size="20KB")
+    handler = type("TestHub", (Hub,), {"root": tmp_path})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+FETCH = """
+import json, sys
+from cascade.engine.checkpoint import anatomy
+from cascade.engine.model import Model
+from cascade.scorer import Row
+from cascade import SamplingParams
+told = anatomy("some/model", revision=sys.argv[1])
+model = Model.from_pretrained("some/model", revision=sys.argv[1], device="cpu")
+params = SamplingParams(temperature=0, seed=0)
+print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0]]))
+"""
+
+
+@pytest.mark.parametrize(("revision", "seed"), [("main", 0), ("b" * 40, 1)])
+def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path, revision: str, seed: int) -> None:
+    """Guards hub ids: the shards of the branch or commit that is named, and none of another."""
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"), "")
+    settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, revision],
+        env={**os.environ, **proxies, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = Model(build("llama", seed=seed))
+    parameters, own = json.loads(done.stdout.splitlines()[-1])
+    assert parameters == model.num_parameters
+    assert own == model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0]

@@ -1,0 +1,445 @@
+"""Penalties, bias, `min_tokens`, ends and log-probabilities: at every position, under guesses, on every tier."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, family
+from cascade.answer import Answer
+from cascade.chain.local_links import join
+from cascade.chain.session import Session
+from cascade.chain.tier import Tier
+from cascade.engine.logits_processors import report, shape
+from cascade.engine.model import Model
+from cascade.engine.sampling import adjust
+from cascade.engine.sequence_state import SequenceState, state_maker
+from cascade.engine.tokenizer import Tokenizer
+from cascade.messages import Close, Logprobs, Open, Proposal, mint
+from cascade.scorer import Row
+from cascade.simulation.toy import ToyModel, full_text
+from tests.architectures import build
+from tests.chain.test_tier import Inbox, finish, text_of
+from tests.engine.test_sampling import ALPHA, p_value
+
+VOCAB = 12
+PROMPT = (1, 2, 3, 2)
+NAMES = ("tiny", "medium", "full")
+
+shaped_params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(8, 24),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**63 - 1),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 1.0, -0.3]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.4, 0.7]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=3),
+    min_tokens=st.integers(0, 8),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+def reference(
+    logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], ends: set[int]
+) -> torch.Tensor:
+    """Logits ``[V]`` behind ``output``, one token after another, in plain Python."""
+    scores = [float(x) for x in logits]
+    for token, bias in params.biases:
+        scores[token] += bias
+    for token in {*prompt, *output}:
+        scores[token] = (
+            scores[token] / params.repetition_penalty if scores[token] > 0 else scores[token] * params.repetition_penalty
+        )
+    for token, times in Counter(output).items():
+        scores[token] -= params.frequency_penalty * times + params.presence_penalty
+    if len(output) < params.min_tokens:
+        for token in ends:
+            scores[token] = -math.inf
+    return torch.tensor(scores)
+
+
+def opening_of(params: SamplingParams, **options: Any) -> Open:
+    ends = frozenset({0, *params.stop_token_ids})
+    fields = {"window": 4096, "ends": ends, **options}
+    return Open(mint(), fields.pop("tokens", PROMPT), len(PROMPT), params, **fields)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(params=shaped_params, seed=st.integers(0, 10**6))
+def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed: int) -> None:
+    """Guards counts that are kept from pass to pass against guesses, cuts and failed passes: each position is as if alone."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    opening = opening_of(params)
+    text = list(PROMPT)
+    state = SequenceState(opening, text) if params.shaped else None
+    kept = 0  # positions whose tokens have not changed since they were fed
+    for _ in range(6):
+        start = rng.randint(0, min(kept, len(text) - 1))
+        guesses = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))]
+        if rng.random() < 0.2:  # a chunk that ends before the text
+            assert torch.equal(
+                shape(torch.empty(0, VOCAB), [Row(None, start, text[start:], 0, params, state)]), torch.empty(0, VOCAB)
+            )
+            kept = len(text)
+        logits = torch.randn(1 + len(guesses), VOCAB, generator=generator) * 3
+        row = Row(None, start, text[start:] + guesses, len(logits), params, state)
+        untouched = logits.clone()
+        for found, raw, i in zip(shape(logits, [row]), logits, itertools.count()):
+            expected = reference(raw, params, PROMPT, text[len(PROMPT) :] + guesses[:i], set(opening.ends))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits, untouched)
+        kept = len(text)
+        text += guesses[: rng.randint(0, len(guesses))]
+        text.append(rng.randrange(VOCAB))
+        if rng.random() < 0.5:
+            cut = rng.randint(len(PROMPT), len(text) - 1)
+            text[cut:] = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 3))]
+            kept = min(kept, cut)
+
+
+def test_companions_keep_their_logits() -> None:
+    """Guards rows without such parameters in the same pass: they are not even rounded."""
+    logits = torch.randn(4, VOCAB, dtype=torch.bfloat16)
+    plain, biased = SamplingParams(temperature=0, seed=1), SamplingParams(logit_bias={3: 1.0}, seed=1)
+    state = SequenceState(opening_of(biased), list(PROMPT))
+    rows = [Row(None, 0, PROMPT, 2, plain), Row(None, 0, PROMPT, 1, biased, state), Row(None, 0, PROMPT, 1, plain)]
+    found = shape(logits, rows)
+    assert torch.equal(found[[0, 1, 3]], logits[[0, 1, 3]].float())
+    assert found[2, 3] == logits[2, 3].float() + 1
+    assert shape(logits, [rows[0], rows[0]]) is logits
+
+
+class Babbler(ToyModel):
+    """Says random tokens."""
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [[random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def cascades() -> Iterator[list[list[Tier]]]:
+    """Toy cascades whose lower tiers err, and babble."""
+    lower = [
+        [ToyModel(VOCAB, agreement=0.6), ToyModel(VOCAB, agreement=0.8)],
+        [ToyModel(VOCAB, agreement=0.6), Babbler(VOCAB)],
+        [Babbler(VOCAB), ToyModel(VOCAB, agreement=0.8)],
+    ]
+    all_tiers = []
+    for models in lower:
+        tiers = [
+            Tier(name, level, model, new_state=state_maker())
+            for level, (name, model) in enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True))
+        ]
+        join(tiers)
+        for tier in tiers:
+            tier.start()
+        all_tiers.append(tiers)
+    yield all_tiers
+    for tiers in all_tiers:
+        for tier in reversed(tiers):
+            tier.close()
+
+
+@settings(deadline=None, max_examples=120, derandomize=True)
+@given(
+    params=shaped_params,
+    which=st.integers(0, 2),
+    chain=st.sampled_from([(), ("tiny",), ("medium",), ("medium", "tiny")]),
+    window=st.integers(1, 9),
+    lockstep=st.booleans(),
+)
+def test_text_is_the_full_models(
+    cascades: list[list[Tier]], params: SamplingParams, which: int, chain: tuple[str, ...], window: int, lockstep: bool
+) -> None:
+    """Guards the promise for every parameter: any tiers, windows and drafts give the text of the full model alone."""
+    request = opening_of(params, chain=chain, draft_window=window, lockstep=lockstep)
+    inbox, answer = Inbox(), Answer(request, _Mute())
+    cascades[which][-1].post([request], inbox)
+    finish(cascades[which][-1], inbox, {request.session: answer})
+    expected = full_text(ToyModel(VOCAB), request)
+    assert [*PROMPT, *answer._tokens] == expected
+    assert len(answer._tokens) >= min(params.min_tokens, params.max_tokens)
+    assert len(answer._logprobs) == (0 if params.logprobs is None else len(answer._tokens))
+
+
+class _Mute:
+    def step(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def test_penalised_drafts_are_accepted() -> None:
+    """Guards the lower tiers' own shaping: without it the text is right and no guess is."""
+    tiers = [Tier(name, level, ToyModel(VOCAB), new_state=state_maker()) for level, name in enumerate(("tiny", "full"))]
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    params = SamplingParams(
+        max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
+        logit_bias={5: 2.0}, min_tokens=60, logprobs=1,
+    )  # fmt: skip
+    _, answer = text_of(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
+    for tier in reversed(tiers):
+        tier.close()
+    assert sum(edge.proposed for edge in answer._edges) > 30
+    assert all(edge.accepted == edge.proposed for edge in answer._edges)
+
+
+def test_distribution_of_texts_is_exact() -> None:
+    """Guards sampling under penalties, bias, `min_tokens` and filters: all texts of three tokens, enumerated."""
+    params = SamplingParams(
+        max_tokens=3, temperature=1.3, seed=0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.2,
+        logit_bias={1: 1.0, 2: -0.5}, min_tokens=2, top_p=0.97, min_p=0.01,
+    )  # fmt: skip
+    model = ToyModel(4, order=2)
+    opening = Open("s", (1, 3), 2, params, ends=frozenset({0}))
+
+    def chances(output: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], float]]:
+        if len(output) == params.max_tokens or 0 in output:
+            yield output, 1.0
+            return
+        logits = torch.tensor(model.logits((*opening.tokens, *output)[-model.order :]))
+        scores = adjust(reference(logits, params, opening.tokens, output, {0})[None], params)[0]
+        for token, chance in enumerate(scores.softmax(-1).tolist()):
+            if chance:
+                yield from ((text, chance * rest) for text, rest in chances((*output, token)))
+
+    law = dict(chances(()))
+    num_texts = 6000
+    seen: Counter[tuple[int, ...]] = Counter()
+    for seed in range(num_texts):
+        seeded = Open("s", opening.tokens, 2, SamplingParams(**{**_options(params), "seed": seed}), ends=opening.ends)
+        seen[tuple(full_text(model, seeded)[2:])] += 1
+    assert set(seen) <= set(law)
+    likely = [text for text, chance in law.items() if chance * num_texts >= 5]
+    rest = num_texts - sum(seen[text] for text in likely)
+    observed = torch.tensor([float(seen[text]) for text in likely] + [float(rest)])
+    expected = torch.tensor([law[text] for text in likely] + [1 - sum(law[text] for text in likely)]) * num_texts
+    assert len(likely) > 10
+    assert p_value(observed, expected) > ALPHA
+
+
+def _options(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__slots__}
+
+
+# log-probabilities
+
+
+def test_replay_keeps_logprobs() -> None:
+    """Guards log-probabilities against the death of a full replica: none lost, none twice, those of one that lived."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
+
+    def started() -> Tier:
+        tier = Tier("full", 2, ToyModel(VOCAB), new_state=state_maker())
+        tier.start()
+        return tier
+
+    request = opening_of(params, ends=frozenset())
+    first, inbox, answer = started(), Inbox(), Answer(request, _Mute())
+    first.post([request], inbox)
+    while answer.num_tokens < 15:
+        message = inbox.messages.get(timeout=20)
+        assert isinstance(message, Proposal)
+        answer.take(
+            Proposal(message.session, message.start, message.tokens[:20], message.origins[:20], (), message.logprobs[:20])
+        )
+    first.close()
+    second = started()
+    again = answer.replay(mint())
+    second.post([again], inbox)
+    finish(second, inbox, {again.session: answer})
+    _, whole = text_of_tier(second, request)
+    second.close()
+    assert answer._tokens == whole._tokens
+    assert answer._logprobs == whole._logprobs
+    assert len(answer._logprobs) == 40
+
+
+def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
+    inbox, answer = Inbox(), Answer(request, _Mute())
+    tier.post([Close(request.session), request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    return answer._tokens, answer
+
+
+def test_logprobs_are_those_of_raw_logits() -> None:
+    """Guards against log-probabilities after temperature or penalties, and of another position or token."""
+    logits = torch.randn(3, VOCAB)
+    params = SamplingParams(temperature=0.3, seed=1, logprobs=2, logit_bias={4: 50.0}, repetition_penalty=2.0)
+    opening = opening_of(params)
+    state = SequenceState(opening, list(PROMPT))
+    row = Row(None, 0, (*PROMPT, 4, 4), 3, params, state)
+    shape(logits, [row])
+    report(logits, [row], [[4, 4, 4]])
+    logs = logits.log_softmax(-1)
+    for said, expected in zip(state.logprobs(len(PROMPT), 3), logs, strict=True):
+        assert said.logprob == pytest.approx(expected[4].item())
+        assert [token for token, _ in said.top] == expected.topk(2).indices.tolist()
+        assert [value for _, value in said.top] == pytest.approx(expected.topk(2).values.tolist())
+
+
+def test_lower_tiers_report_nothing() -> None:
+    """Guards the lower tiers' passes: only the full model's log-probabilities are of use, the other parameters are all."""
+    params = SamplingParams(seed=1, logprobs=5, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
+    below = Session(opening_of(params, chain=("tiny",)), "full", 1, VOCAB).attach("tiny", "s", ())
+    assert below.params == SamplingParams(seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
+
+
+# real networks, against Transformers
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(family.paths()[-1])
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def network(architecture: str) -> Any:
+    """The full model, as Transformers runs it."""
+    return build(architecture, 3)
+
+
+@pytest.fixture(scope="module")
+def cascade(architecture: str, tokenizer: Tokenizer) -> Iterator[Cascade]:
+    with Cascade([Model(build(architecture, seed)) for seed in (1, 2, 3)], tokenizer) as cascade:
+        yield cascade
+
+
+def texts(cascade: Cascade, prompt: list[int], params: SamplingParams) -> Iterator[Completion]:
+    for tiers, window in (((), 1), (("tiny",), 3), (("medium",), 7), (("tiny", "medium"), 5)):
+        for schedule in ("async", "lockstep"):
+            yield cascade.generate(prompt, params, Speculation(tiers=tiers, window=window, schedule=schedule))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (SamplingParams(repetition_penalty=1.3), {"repetition_penalty": 1.3}),
+        (SamplingParams(repetition_penalty=0.8), {"repetition_penalty": 0.8}),
+        (SamplingParams(min_tokens=20), {"min_new_tokens": 20}),
+        (SamplingParams(logit_bias={7: 4.0, 9: -3.0}), {"sequence_bias": {(7,): 4.0, (9,): -3.0}}),
+        (
+            SamplingParams(logit_bias={0: 3.0}, repetition_penalty=1.2, min_tokens=9),
+            {"sequence_bias": {(0,): 3.0}, "repetition_penalty": 1.2, "min_new_tokens": 9},
+        ),
+    ],
+    ids=["repetition 1.3", "repetition 0.8", "min_tokens", "bias", "bias, repetition, min_tokens"],
+)
+def test_greedy_text_equals_transformers(
+    network: Any, cascade: Cascade, params: SamplingParams, options: dict[str, Any]
+) -> None:
+    """Guards the meaning of the parameters against the reference, on every set of tiers."""
+    prompt = [5, 17, 3, 60, 8]
+    ids = torch.tensor([prompt])
+    processors = LogitsProcessorList()
+    for name, value in options.items():
+        if name == "sequence_bias":  # first, as here: `generate` would put it behind the others
+            processors.append(SequenceBiasLogitsProcessor(value))
+        elif name == "repetition_penalty":
+            processors.append(RepetitionPenaltyLogitsProcessor(value))
+        else:
+            processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), value, 0))
+    whole = {} if "sequence_bias" in options and len(options) > 1 else options
+    expected = network.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=0,
+        **(whole or {"logits_processor": processors}),
+    )[0, len(prompt) :].tolist()  # fmt: skip
+    asked = SamplingParams(**{**_options(params), "max_tokens": 40, "temperature": 0.0})
+    for completion in texts(cascade, prompt, asked):
+        assert list(completion.token_ids) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_equal_a_plain_forward(network: Any, cascade: Cascade, temperature: float) -> None:
+    """Guards log-probabilities of real networks under drafts: those of one plain forward over prompt and text."""
+    prompt = [5, 17, 3, 60, 8]
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=5, ignore_eos=True, logprobs=3, frequency_penalty=0.5)
+    for completion in texts(cascade, prompt, params):
+        with torch.inference_mode():
+            logits = network(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        logs = logits.float().log_softmax(-1)
+        assert len(completion.logprobs) == len(completion.token_ids) == 30
+        for said, token, expected in zip(completion.logprobs, completion.token_ids, logs, strict=True):
+            assert said.logprob == pytest.approx(expected[token].item(), abs=1e-3)
+            assert [value for _, value in said.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-3)
+            assert all(value == pytest.approx(expected[id].item(), abs=1e-3) for id, value in said.top)
+
+
+def test_logprobs_are_cut_with_text_and_ids(tokenizer: Tokenizer) -> None:
+    """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
+    with Cascade.demo() as demo:
+        whole = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
+        stop = whole.text[12:15]
+        params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))
+        chunks = list(demo.stream("def read(path):\n", params))
+        late = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, stop=(stop,), min_tokens=30))
+    cut = chunks[-1].completion
+    assert cut is not None
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
+    for said, expected in zip(cut.logprobs, whole.logprobs, strict=False):
+        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    assert sum((chunk.logprobs for chunk in chunks), ()) == cut.logprobs
+    assert len(late.token_ids) >= 30
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias of token 1 is 101.0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias is -1"),
+        ({"logit_bias": 3}, "logit_bias is 3"),
+        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "2000 tokens"),
+        ({"min_tokens": 200}, "min_tokens is 200.*max_tokens, 128"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"logprobs": True}, "logprobs is True"),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], words: str) -> None:
+    """Guards against parameters that are ignored or fail later: one sentence with field, value and rule."""
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams(**options)
+
+
+def test_parameters_are_values() -> None:
+    """Guards hashing, on which caches rely: equal parameters are one, however they were written."""
+    assert SamplingParams(logit_bias={2: 1.0, 1: 3}) == SamplingParams(logit_bias=((1, 3), (2, 1.0)))
+    assert hash(SamplingParams(logit_bias={2: 1.0})) == hash(SamplingParams(logit_bias=((2, 1.0),)))
+    with pytest.raises(InvalidRequest, match="logit_bias is 12"):
+        SamplingParams(logit_bias={12: 1.0}).check_vocabulary(VOCAB)
+    with pytest.raises(InvalidRequest, match="stop_token_ids is 99"):
+        SamplingParams(stop_token_ids=(3, 99)).check_vocabulary(VOCAB)
+    assert Logprobs(-1.0) == Logprobs(-1.0, ())

@@ -1,0 +1,189 @@
+"""Linear layers in oneDNN's order: the same model, and only where it is of use."""
+
+import ctypes
+import platform
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cascade.engine import huge_pages, packed_linear
+from cascade.engine.model import Model
+from cascade.engine.packed_linear import PackedLinear, pack, watch
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from tests.architectures import build
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = tuple(range(3, 33))
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack small networks, too."""
+    monkeypatch.setattr(packed_linear, "LARGE", 1)
+
+
+def _logits(model: Model) -> torch.Tensor:
+    """Of a text scored in pieces of one row, of two and of many."""
+    store = model.new_cache()
+    rows = [(0, 20), (20, 21), (21, 23), (23, 30)]
+    return torch.cat([model.logits([Row(store, a, TEXT[a:b], b - a, GREEDY)]) for a, b in rows])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied-bias", "qwen3", "gemma2", "deepseek_v3", "mixtral", "opt", "gpt_neox"])
+def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the order of weights, biases, tied heads, and a prompt of which no row is scored against the vocabulary."""
+    model = Model(build(name))
+    layers = [module for module in model._network.modules() if isinstance(module, PackedLinear)]
+    assert layers
+    assert model.run([Row(model.new_cache(), 0, TEXT, 0, GREEDY)]) == [[]]
+    found = _logits(model)
+    monkeypatch.setattr(packed_linear, "host_memory", lambda: 0)
+    plain = Model(build(name))
+    assert not any(isinstance(module, PackedLinear) for module in plain._network.modules())
+    torch.testing.assert_close(found, _logits(plain), rtol=1e-4, atol=1e-4)
+    assert model.num_parameters == plain.num_parameters
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16")
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool) -> None:
+    """Guards rows that are filled up to four, and sums, which must be kept in float32."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()
+    input = torch.randn(1, rows, 512, dtype=torch.bfloat16)
+    expected = nn.functional.linear(input.float(), network[0].weight.float(), network[0].bias.float() if bias else None)
+    assert pack(network) == 1
+    with torch.inference_mode():
+        found = network(input)
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
+
+
+def _joined(network: nn.Module) -> dict[str, int]:
+    """By layer, how many are computed with it."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, PackedLinear)}
+    products = [layer.product for layer in layers.values()]
+    return {name: products.count(layer.product) for name, layer in layers.items()}
+
+
+def test_layers_with_one_input_are_one_product() -> None:
+    """Guards the fewest products a layer can do with: queries, keys and values are one, and so are both halves of an MLP."""
+    found = _joined(Model(build("llama"))._network)
+    names = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 1, "lm_head": 1}
+    assert {name.rsplit(".", 1)[-1]: count for name, count in found.items()} == names
+
+
+class Fork(nn.Module):
+    """Layers that have one input when they are watched, and anything else later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(512, 256), nn.Linear(512, 320)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(input), self.right(input)
+
+
+@pytest.mark.parametrize(("large", "ordered"), [(1, 2), (2**22, 0)])
+def test_joined_layers_need_no_partner(large: int, ordered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards mixtures, which do not use all layers in each pass: parts of another input, and inputs that are kept."""
+    network = Fork()
+    with watch(network) as groups:
+        network(torch.zeros(1, 512))
+    assert groups == [[network.left, network.right]]
+    plain = Fork()
+    plain.load_state_dict(network.state_dict())
+    monkeypatch.setattr(packed_linear, "LARGE", large)
+    assert pack(network, groups) == ordered
+    assert _joined(network) == {"left": 2, "right": 2}
+    assert all(torch.equal(one, other) for one, other in zip(network.parameters(), plain.parameters(), strict=True))
+    first, second = torch.randn(4, 512), torch.randn(9, 512)
+    with torch.inference_mode():
+        for side, input in (("right", first), ("left", second), ("left", second), ("right", first), ("right", second)):
+            found, expected = getattr(network, side)(input), getattr(plain, side)(input)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        network(first)
+    assert network.left.product._input is None  # type: ignore[union-attr]
+
+
+def test_unlike_layers_are_not_joined() -> None:
+    """Guards biases that only one of two has, layers that are used twice, and those of different modules."""
+    network = Fork()
+    network.right.bias = None  # type: ignore[assignment]
+    chain = nn.Sequential(nn.Sequential(network.left), nn.Sequential(network.right))
+    input = torch.zeros(1, 512)
+    with watch(chain) as groups:
+        chain[0](input), chain[1](input)
+    assert groups == [[network.left], [network.right]]
+    assert pack(network, [[network.left, network.right], [network.right, network.right]]) == 2
+    assert _joined(network) == {"left": 1, "right": 1}
+
+
+def _large_pages(address: int) -> int:
+    """Bytes of large pages in the mapping of this process that has ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "AnonHugePages:":
+            return int(rest[0]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(
+    not huge_pages.SIZE.exists() or tuple(map(int, platform.release().split(".")[:2])) < (6, 1),
+    reason="this system makes no large pages of memory that is in use",
+)
+def test_memory_is_put_into_large_pages() -> None:
+    """Guards against asking in vain: the system must count at least as many of them as we say there are."""
+    size = int(huge_pages.SIZE.read_text())
+    with mmap(-1, 8 * size, flags=MAP_PRIVATE | MAP_ANONYMOUS) as memory:
+        memory.write(b"x" * len(memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        count = huge_pages.collapse(address, len(memory))
+        assert 7 <= count <= 9
+        assert _large_pages(address + size) >= 6 * size
+        assert memory[:] == b"x" * len(memory)
+
+
+def test_large_pages_hold_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory that is moved, its neighbours, addresses that are nobody's, and systems without large pages."""
+    memory = torch.arange(3 * 2**20)
+    before = memory.clone()
+    assert 0 <= huge_pages.collapse(memory.data_ptr(), memory.nbytes) <= memory.nbytes // 2**21 + 2
+    assert torch.equal(memory, before)
+    assert huge_pages.collapse(0, 4096) == 0
+    monkeypatch.setattr(huge_pages, "_page_size", lambda: 0)
+    assert huge_pages.collapse(memory.data_ptr(), memory.nbytes) == 0
+
+
+def test_other_layers_are_left_alone() -> None:
+    """Guards layers that have a product of their own: other dtypes, and subclasses such as quantised ones."""
+
+    class Own(nn.Linear):
+        pass
+
+    network = nn.Sequential(nn.Linear(8, 8).double(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8))
+    assert pack(network) == 1
+    assert [type(layer) for layer in network] == [nn.Linear, Own, PackedLinear, nn.Embedding]
+
+
+def test_copies_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards hosts on which a model just fits: it is slower there, but it runs."""
+    monkeypatch.setattr(packed_linear, "host_memory", lambda: 10_000)
+    assert pack(build("llama")) == 0
+
+
+def test_small_networks_in_float32_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards small drafters, whose weights stay in the caches: one row is quicker there as PyTorch multiplies it."""
+    monkeypatch.undo()
+    assert pack(build("llama")) == 0
+    assert pack(build("llama").to(torch.bfloat16)) > 0

@@ -1,0 +1,442 @@
+"""The packed pass on real architectures, against Transformers' own generate."""
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from cascade import ModelError, SamplingParams
+from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
+from cascade.engine.kernels import takes
+from cascade.engine.kv import Cache, Pass, Span, attend, sight
+from cascade.engine.model import Model
+from cascade.scorer import BLOCK, TILE, Row
+from tests.architectures import CONTEXT, REFUSED, SERVED, VOCAB, WINDOW, build
+from tests.kernels import varlen
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+PROMPTS = ((5, 9, 2), (1, *range(20, 41)), (7, 7, 8, 3, 60, 61, 62, 63, 64, 11, 12))
+NEW = 24
+PREFIX = tuple(range(3, 33))  # several windows long
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def way(name: str) -> Attention:
+    """A new strategy: "contiguous", "gathered" or "varlen"."""
+    if name == "contiguous":
+        return Contiguous()
+    return Gathered(BLOCK) if name == "gathered" else Varlen(varlen, torch.device("cpu"), BLOCK)
+
+
+@cache
+def written(name: str) -> tuple[tuple[int, ...], ...]:
+    """The texts that `generate` writes for PROMPTS."""
+    network = build(name)
+    network.set_attn_implementation("eager")
+    return tuple(tuple(_generate(network, prompt)) for prompt in PROMPTS)
+
+
+@cache
+def served(name: str, attention: str = "contiguous") -> tuple[Model, tuple[tuple[int, ...], ...]]:
+    """A model and the texts that `generate` writes for PROMPTS with its weights."""
+    return Model(build(name), attention=way(attention), cache_tokens=4096), written(name)
+
+
+LATENT = {"deepseek_v3", "deepseek_v2", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "mimo_v2_flash"}
+SINKS = {"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
+CAPPED = {"gemma2", "vaultgemma"}
+NOT_FOR_KERNELS = LATENT | SINKS | CAPPED
+WAYS = [
+    pytest.param(name, attention, id=name if attention == "contiguous" else f"{name}-{attention}")
+    for name in SERVED
+    for attention in ("contiguous", "gathered", "varlen")
+    if attention != "varlen" or name not in NOT_FOR_KERNELS
+]
+
+
+def _generate(network: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out: Tensor = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return out[0].tolist()
+
+
+@dataclass
+class Writer:
+    """One session, driven by a random schedule: chunked prompt, windows partly right, rollbacks."""
+
+    cache: Cache
+    prompt: tuple[int, ...]
+    goal: tuple[int, ...]
+    rng: random.Random
+    text: list[int] = field(default_factory=list)
+    held: int = 0  # positions of the text in the cache
+
+    @property
+    def done(self) -> bool:
+        return len(self.text) >= len(self.goal)
+
+    def row(self) -> Row:
+        """A chunk of the prompt, or the text's end and a draft behind it, from anywhere the cache allows."""
+        self.text = self.text or list(self.prompt)
+        start = self.held if self.rng.random() < 0.7 else self.rng.randint(0, self.held)
+        unread = self.text[start:]
+        if len(unread) > 2 and self.rng.random() < 0.3:
+            return Row(self.cache, start, unread[: self.rng.randint(1, len(unread) - 1)], 0, GREEDY)
+        right = list(self.goal[len(self.text) :][: self.rng.randint(0, 6)])
+        draft = right + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, 3))]
+        return Row(self.cache, start, unread + draft, len(draft) + 1, GREEDY)
+
+    def take(self, row: Row, own: list[int]) -> None:
+        """Accept the draft up to its first wrong token, and the own token there."""
+        if not row.num_own:
+            self.held = row.start + len(row.tokens)
+            return
+        draft = list(row.tokens[len(row.tokens) - row.num_own + 1 :])
+        agreed = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
+        self.held = len(self.text) + agreed
+        self.text += own[: agreed + 1]
+
+
+def _logits(model: Model, *rows: tuple[Any, int, tuple[int, ...]]) -> Tensor:
+    return model.logits([Row(store, start, tokens, len(tokens), GREEDY) for store, start, tokens in rows])
+
+
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> None:
+    """Guards exactness: no chunking, draft, rollback or companion in the pass may change a greedy token."""
+    model, goals = served(name, attention)
+    for seed in range(3):
+        rng = random.Random(seed)
+        writers = [Writer(model.new_cache(), p, goal, rng) for p, goal in zip(PROMPTS, goals, strict=True)]
+        while unfinished := [writer for writer in writers if not writer.done]:
+            chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+            rows = [writer.row() for writer in chosen]
+            for writer, row, own in zip(chosen, rows, model.run(rows), strict=True):
+                assert len(own) == row.num_own
+                writer.take(row, own)
+        for writer in writers:
+            assert tuple(writer.text[: len(writer.goal)]) == writer.goal
+
+
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_rollback_equals_recompute(name: str, attention: str) -> None:
+    """Guards rollback: what a cache held behind the start of a row must not be seen, whatever it was."""
+    model, _ = served(name, attention)
+    used, fresh = model.new_cache(), model.new_cache()
+    _logits(model, (used, 0, PREFIX))
+    _logits(model, (used, 11, tuple(range(90, 40, -1))))  # wrong, and longer: the cache grows meanwhile
+    rolled = _logits(model, (used, 17, PREFIX[17:21]), (model.new_cache(), 0, PREFIX[5:]))[:4]
+    expected = _logits(model, (fresh, 0, (*PREFIX[:11], *range(90, 84, -1), *PREFIX[17:21])))[-4:]
+    torch.testing.assert_close(rolled, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_kernels_are_given_what_they_take(name: str) -> None:
+    """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
+    assert takes(Model(build(name))._survey()) == (name not in NOT_FOR_KERNELS)
+
+
+@pytest.mark.parametrize("attention", ["contiguous", "gathered"])
+@pytest.mark.parametrize("scores", [1, 500, 2000])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3"])
+def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
+    model, _ = served(name, attention)
+    expected = _logits(model, (model.new_cache(), 0, PREFIX))
+    monkeypatch.setattr("cascade.engine.kv.SCORES", scores)
+    store = model.new_cache()
+    found = torch.cat([_logits(model, (store, 0, PREFIX[:7])), _logits(model, (store, 7, PREFIX[7:]))])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_vocabulary_is_not_for_prompts(name: str) -> None:
+    """Guards memory: 128 thousand tokens of a prompt times a vocabulary of 256 thousand would be 128 GiB of logits."""
+    model, _ = served(name)
+    rows_seen: list[int] = []
+    head = model._network.get_output_embeddings()
+    watch = head.register_forward_pre_hook(lambda module, inputs: rows_seen.append(inputs[0][..., 0].numel()))
+    store = model.new_cache()
+    model.run([Row(store, 0, PREFIX[:20], 0, GREEDY)])
+    model.run([Row(store, 20, PREFIX[20:], 1, GREEDY), Row(model.new_cache(), 0, PREFIX, 3, GREEDY)])
+    watch.remove()
+    assert rows_seen == [0, 4]
+
+
+@pytest.mark.parametrize(("name", "attention"), WAYS)
+def test_companions_change_nothing(name: str, attention: str) -> None:
+    """Guards packing: a row that saw its neighbours, or another row's positions or mask, would depend on the load."""
+    model, _ = served(name, attention)
+    alone = _logits(model, (model.new_cache(), 0, PREFIX))
+    begun = model.new_cache()
+    _logits(model, (begun, 0, PREFIX[::-1]))
+    companions = (begun, 9, (44, 3)), (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[::-1])
+    torch.testing.assert_close(_logits(model, *companions)[2 : 2 + len(PREFIX)], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if "longrope" not in name])
+def test_network_is_the_reference_at_every_position(name: str) -> None:
+    """Guards the logits behind the greedy tokens: a small error would show only in sampled texts."""
+    model, _ = served(name)
+    network = build(name)
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(input_ids=torch.tensor([PREFIX]), use_cache=False).logits[0]
+    torch.testing.assert_close(_logits(model, (model.new_cache(), 0, PREFIX)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if "sliding_window" in SERVED[name]])
+def test_window_hides_what_is_behind_it(name: str) -> None:
+    """Guards sliding windows that models apply by their mask alone (Qwen2-MoE): attention would see too much."""
+    model, _ = served(name)
+    layers = model._network.config.num_hidden_layers
+    kinds = getattr(model._network.config, "layer_types", None) or ["sliding_attention"] * layers
+    assert model._windows == {i: WINDOW if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product(["mistral", "gpt_oss", "gemma2"], ["contiguous", "gathered"]),
+        *itertools.product(["mistral", "qwen2-sliding"], ["varlen"]),
+    ],
+)
+def test_a_narrow_window_forgets(name: str, attention: str) -> None:
+    """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
+    types: dict[str, Any] = {"layer_types": ["sliding_attention"] * 2} if name != "mistral" else {}
+    model = Model(build(name, sliding_window=4, **types), attention=way(attention), cache_tokens=1024)
+    far, near = (50, *PREFIX[1:]), (*PREFIX[:-3], 50, *PREFIX[-2:])
+    last = [_logits(model, (model.new_cache(), 0, text))[-1] for text in (PREFIX, far, near)]
+    torch.testing.assert_close(last[1], last[0], rtol=0, atol=1e-5)
+    assert (last[2] - last[0]).abs().max() > 1e-2
+    store = model.new_cache()
+    one_by_one = [_logits(model, (store, place, (token,)))[0] for place, token in enumerate(PREFIX)]
+    torch.testing.assert_close(one_by_one[-1], last[0], rtol=1e-4, atol=1e-4)
+
+
+def test_identical_models_say_the_same() -> None:
+    """Guards determinism: a session moved to another replica of a model must go on as it would have here."""
+    one, other = (Model(build("llama", seed=3)) for _ in range(2))
+    assert torch.equal(_logits(one, (one.new_cache(), 0, PREFIX)), _logits(other, (other.new_cache(), 0, PREFIX)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
+    """Guards the projection to the vocabulary, dear at 150k tokens, and its order, with models that keep all logits too."""
+    model = Model(build("llama"))
+    model._keeps_logits = keeps
+    everything = _logits(model, (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[:5]))
+    rows = [Row(model.new_cache(), 0, PREFIX, 2, GREEDY), Row(model.new_cache(), 0, PREFIX[:5], 3, GREEDY)]
+    wanted = model.logits(rows)
+    assert wanted.shape == (5, VOCAB)
+    torch.testing.assert_close(wanted, torch.cat([everything[28:30], everything[-3:]]))
+    chunk = Row(model.new_cache(), 0, PREFIX, 0, GREEDY)
+    assert model.logits([chunk]).shape == (0, VOCAB)
+    assert model.run([chunk]) == [[]]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_architectures_are_named(name: str) -> None:
+    """Guards against serving a model whose layers bypass the cache: its text would be nonsense."""
+    network = build(name)
+    with pytest.raises(ModelError, match=f"^{type(network).__name__} cannot be served: .+"):
+        Model(network)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
+    """Guards loading: dtype as asked or as saved, sizes from the configuration, weights untouched."""
+    loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
+    assert torch.equal(_logits(loaded, (Cache(), 0, PREFIX)), _logits(built, (Cache(), 0, PREFIX)))
+    assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
+    half = Model.from_pretrained(str(checkpoint), dtype="bfloat16", device="cpu")
+    assert half.dtype is torch.bfloat16
+    assert half.num_parameters == loaded.num_parameters
+
+
+def _spoil(checkpoint: Path, problem: str) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load(file.read_bytes()).items()}
+    if problem == "truncated":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif problem == "garbage":
+        file.write_bytes(b"garbage" * 100)
+    elif problem == "gone":
+        file.unlink()
+    elif problem == "config":
+        (checkpoint / "config.json").write_text("{")
+    elif problem == "lacks a layer":
+        rest = {name: tensor for name, tensor in weights.items() if "layers.1.self_attn" not in name}
+        file.write_bytes(save(rest, metadata={"format": "pt"}))
+    else:
+        norm = torch.ones(5) if problem == "shape" else torch.full((32,), torch.nan)
+        file.write_bytes(save({**weights, "model.norm.weight": norm}, metadata={"format": "pt"}))
+
+
+@pytest.mark.parametrize("problem", ["truncated", "garbage", "gone", "config", "lacks a layer", "shape", "not numbers"])
+def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, problem: str) -> None:
+    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
+    _spoil(checkpoint, problem)
+    with pytest.raises(ModelError) as caught:
+        Model.from_pretrained(str(checkpoint), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "warp"}, "warp"),
+    ],
+)
+def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+    """Guards the message: what the user wrote, and no traceback of another library."""
+    with pytest.raises(ModelError, match=words) as caught:
+        Model.from_pretrained(**{"source": str(checkpoint), "device": "cpu", **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long RoPE (Phi 3): one long text in a pass changes the frequencies of all rows, and of their past."""
+    assert served("phi3-longrope")[0].context_len == 64
+    assert served("llama-dynamic")[0].context_len == CONTEXT
+    assert served("gpt2")[0].context_len == CONTEXT
+    model = Model(build("llama"))
+    monkeypatch.setitem(vars(model._network.config), "max_position_embeddings", None)
+    assert model.context_len > 10**6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SERVED)
+def test_rounding_is_no_reason_to_refuse(name: str, dtype: torch.dtype) -> None:
+    """Guards against a probe so strict that good models in 16 bits are refused, such as mixtures of experts."""
+    assert Model(build(name).to(dtype)).dtype is dtype
+
+
+class Stray:
+    """Our attention with a mistake in it."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Any:
+        rows: Pass = options["cascade_pass"]
+        if self.mistake == "late":
+            options["cascade_pass"] = Pass(
+                [Span(s.cache, s.begin, s.end, max(0, s.start - 1)) for s in rows.spans], rows.windows
+            )
+        elif self.mistake == "mixed":
+            options["cascade_pass"] = Pass([Span(Cache(), 0, query.shape[2], 0)], rows.windows)
+        elif self.mistake == "scale":
+            options["scaling"] = 0.5
+        elif self.mistake == "layer" and module.layer_idx == 1:
+            return torch.full_like(query.transpose(1, 2), torch.nan), None
+        return attend(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("mistake", ["late", "mixed", "scale", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_sees_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: str, dtype: torch.dtype) -> None:
+    """Guards the probe: a network that treats rows wrongly must not be served, be its logits numbers or not."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "cascade", Stray(mistake))
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: its logits change"):
+        Model(build("llama").to(dtype))
+
+
+def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards models that number tokens by themselves, as if the packed input were one text."""
+    network = build("llama")
+    forward = network.model.forward
+    monkeypatch.setattr(network.model, "forward", lambda *args, position_ids=None, **options: forward(*args, **options))
+    with pytest.raises(ModelError, match="logits change"):
+        Model(network)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size", "window"),
+    [
+        (causal_mask_function, None, 0),
+        (sliding_window_causal_mask_function(8), 8, 8),
+        (sliding_window_causal_mask_function(1), 1, 1),
+        (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long)), 8, -1),
+        (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.long)), 8192, -1),
+        (lambda batch, head, query, keys: keys <= query + 1, None, -1),
+        (lambda batch, head, query, keys: (keys <= query) & (keys % 2 == 0), None, -1),
+    ],
+)
+def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) -> None:
+    """Guards the survey: chunked, dilated or two-sided attention must not pass for a window."""
+    assert int(sight(mask_function=mask, local_size=size)) == window
+
+
+def test_cache_holds_and_frees() -> None:
+    """Guards memory: what is counted is what is held, growth keeps what is written, nothing stays when freed."""
+    model = Model(build("llama"))
+    store = model.new_cache()
+    assert store.nbytes == 0
+    _logits(model, (store, 0, PREFIX))
+    assert model.bytes_per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes
+    assert store.nbytes == TILE * model.bytes_per_token
+    expected = _logits(model, (store, len(PREFIX), PREFIX))
+    store.reserve(TILE + 1)
+    assert store.nbytes == 2 * TILE * model.bytes_per_token
+    assert torch.equal(_logits(model, (store, len(PREFIX), PREFIX)), expected)
+    store.free()
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("attention", [Contiguous, lambda: Gathered(BLOCK)])
+def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention]) -> None:
+    """Guards texts before and behind a wrong draft whose keys are not numbers: 0 times that is not 0."""
+    network = build("llama-untied-bias")
+    model = Model(network, attention=attention(), cache_tokens=1024)
+    text, drafts = tuple(range(3, 20)), (*range(30, 40), 77)
+    expected = _logits(model, (model.new_cache(), 0, text))
+    with torch.no_grad():
+        network.get_input_embeddings().weight[77] = torch.inf
+    store = model.new_cache()
+    found = _logits(model, (store, 0, (*text[:10], *drafts)))
+    assert not found[-1].isfinite().any()
+    torch.testing.assert_close(found[:10], expected[:10], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(model, (store, 10, text[10:])), expected[10:], rtol=1e-4, atol=1e-4)
+    store.free()
+    other = model.new_cache()  # in the blocks that the first one had
+    torch.testing.assert_close(_logits(model, (other, 0, text)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_documentation_lists_what_is_checked() -> None:
+    """Guards docs/models.md against promising more, or less, than these tests."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    checked, refused = text.split("## Refused")
+    for names, part in ((SERVED, checked), (REFUSED, refused)):
+        listed = set(re.findall(r"^\| `([\w-]+)` \| [A-Z]\w+ \|$", part, re.MULTILINE))
+        assert listed == {name.split("-")[0] for name in names}

@@ -1,0 +1,138 @@
+"""Log-probabilities of prompts: the full model's own, whatever else is asked for, over every protocol."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from cascade import Cascade, Completion, SamplingParams, Structured, family
+from cascade.answer import PromptToken
+from cascade.chain.session import MAX_PROMPT_SCORED
+from cascade.client import Client
+from cascade.scorer import Row
+from tests.chain.test_tier import CountingModel
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, ask
+
+LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
+
+
+class Watched(CountingModel):
+    """Notes how many positions of each row were to give logits."""
+
+    scored: ClassVar[list[int]] = []
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        self.scored += [row.num_own for row in rows]
+        return super().run(rows)
+
+
+@pytest.fixture(scope="module")
+def cascade() -> Iterator[Cascade]:
+    with Cascade.demo() as cascade:
+        yield cascade
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(model=Watched) as built:
+        yield built
+        built.settle()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "repetition_penalty": 1.5, "logit_bias": {77: 5.0}, "min_tokens": 4, "logprobs": 1},
+        {"structured": Structured(regex="[a-z]{1,5}")},
+    ],
+    ids=["plain", "shaped", "structured"],
+)
+@pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["short", "long"])
+def test_they_equal_a_plain_forward(cascade: Cascade, prompt: str, chosen: dict[str, Any]) -> None:
+    """Guards the numbers: those of Transformers for the same prompt, read in one or several passes; the text stays."""
+    full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
+    ids = cascade.engine.tokenizer.encode(prompt)
+    assert prompt is PROMPT or len(ids) > 2 * MAX_PROMPT_SCORED
+    with torch.inference_mode():
+        logs = full(torch.tensor([ids])).logits[0].log_softmax(-1)
+    plain = cascade.generate(prompt, SamplingParams(max_tokens=12, seed=1, **chosen))
+    params = SamplingParams(max_tokens=12, seed=1, prompt_logprobs=3, **chosen)
+    for answer in (cascade.generate(prompt, params), cascade.generate([prompt, prompt], params)[1]):
+        assert isinstance(plain, Completion)
+        assert isinstance(answer, Completion)
+        assert (answer.token_ids, answer.logprobs != ()) == (plain.token_ids, "logprobs" in chosen)
+        assert [token.id for token in answer.prompt] == ids
+        assert answer.prompt[0] == PromptToken(ids[0])
+        for token, expected in zip(answer.prompt[1:], logs, strict=False):
+            assert token.logprob == pytest.approx(float(expected[token.id]), abs=1e-3)
+            assert [value for _, value in token.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-3)
+    assert plain.prompt == ()
+
+
+def test_pieces_bring_them_once(cascade: Cascade) -> None:
+    """Guards streams: the first piece has them; a prompt of one token has nothing to tell."""
+    params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
+    first, *others = cascade.stream(PROMPT, params)
+    assert len(first.prompt) == len(cascade.engine.tokenizer.encode(PROMPT))
+    assert all(token.top == () for token in first.prompt)
+    assert others
+    assert not any(chunk.prompt for chunk in others)
+    single = cascade.generate([77], params)
+    assert isinstance(single, Completion)
+    assert single.prompt == (PromptToken(77),)
+
+
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_every_protocol_says_the_same(served: House, tokenized: bool) -> None:
+    """Guards gRPC and OpenAI's `echo` with `logprobs`, whole and streamed: the prompt's tokens before the answer's."""
+    ids = served.router.tokenizer.encode(PROMPT)
+    prompt = ids if tokenized else PROMPT
+    with Client(served.grpc) as client:
+        params = SamplingParams(max_tokens=8, seed=3, logprobs=2, prompt_logprobs=2)
+        told = client.generate(prompt, params)
+        assert [token.id for token in told.prompt] == ids
+        assert [chunk.prompt for chunk in client.stream(PROMPT, params) if chunk.prompt] == [told.prompt]
+    asked: dict[str, Any] = {"model": served.model, "prompt": prompt, "n": 2, "seed": 3, "max_tokens": 8}
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        choices = client.completions.create(echo=True, logprobs=2, **asked).choices
+        pieces = list(client.completions.create(echo=True, logprobs=2, stream=True, **asked))
+    for choice in choices:
+        said: Any = choice.logprobs
+        assert said.token_logprobs[0] is None
+        assert said.top_logprobs[0] is None
+        assert said.token_logprobs[1 : len(ids)] == pytest.approx([token.logprob for token in told.prompt[1:]])
+        assert "".join(said.tokens[: len(ids)]) == PROMPT == choice.text[: len(PROMPT)]
+        places = list(zip(said.text_offset, said.tokens, strict=True))[: len(ids)]
+        assert all(choice.text.startswith(one, begin) for begin, one in places)
+        assert len(said.tokens) == len(ids) + 8
+        mine = [piece.choices[0] for piece in pieces if piece.choices[0].index == choice.index]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [value for one in mine for value in getattr(one.logprobs, name)] == getattr(said, name)
+    assert choices[0].logprobs.token_logprobs[len(ids) :] == pytest.approx([one.logprob for one in told.logprobs])
+    assert choices[0].text == PROMPT + told.text
+
+
+def test_logits_of_prompts_are_bounded(served: House) -> None:
+    """Guards memory: no row gives logits of more positions at once than may be; others give none of their prompts."""
+    Watched.scored.clear()
+    ids = list(range(1, 700))
+    with Client(served.grpc) as client:
+        plain = client.generate(ids, SamplingParams(max_tokens=4, temperature=0))
+        assert max(Watched.scored) < MAX_PROMPT_SCORED // 2
+        told = client.generate(ids, SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0))
+    assert told.text == plain.text
+    assert len(told.prompt) == 699
+    assert max(Watched.scored) == MAX_PROMPT_SCORED
+
+
+def test_wrong_numbers_are_refused(served: House) -> None:
+    """Guards the range, by every name."""
+    status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "echo": True, "logprobs": 21})
+    assert (status, "logprobs is 21" in answer["error"]["message"]) == (400, True)
+    with pytest.raises(ValueError, match="prompt_logprobs is -1"):
+        SamplingParams(prompt_logprobs=-1)

@@ -1,0 +1,142 @@
+"""The noise is sound and the own token is an exact sample of the model's distribution."""
+
+import itertools
+
+import pytest
+import torch
+
+from cascade.engine.sampling import adjust, gumbel, noise_bits, own_tokens
+from cascade.params import SamplingParams
+
+ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
+SAMPLES = 200_000
+LOGITS = torch.tensor([2.0, 0.3, -1.0, 1.1, 0.0, -4.0])
+
+
+def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the chi-square statistic of counts against expected counts."""
+    kept = expected > 0
+    assert not observed[~kept].any(), "a token of probability 0 was drawn"
+    statistic = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    freedom = torch.tensor(float(kept.sum() - 1))
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def splitmix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def test_noise_equals_integer_reference() -> None:
+    """Guards against signed shifts or products that differ from unsigned arithmetic, and so between devices."""
+    golden = 0x9E3779B97F4A7C15
+    for seed, position in itertools.product((0, 1, 2**62 + 12345), (0, 1, 77, 2**31 + 5)):
+        key = splitmix64(splitmix64((position + golden) % 2**64) ^ splitmix64(seed))
+        expected = [splitmix64((key + (token + 1) * golden) % 2**64) >> 11 for token in range(50)]
+        assert noise_bits(seed, torch.tensor([position]), 50)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "token"])
+def test_noise_is_uniform_and_independent_along(axis: str) -> None:
+    """Guards against a weak key: neighbours in seed, position or token id that move together."""
+    if axis == "seed":
+        bits = torch.stack([noise_bits(seed, torch.tensor([3]), 64)[0] for seed in range(4000)])
+    elif axis == "position":
+        bits = noise_bits(5, torch.arange(4000), 64)
+    else:
+        bits = noise_bits(5, torch.arange(64), 4000).T
+    cells = (bits >> 49).flatten()  # 16 equal cells
+    even = torch.full((16,), cells.numel() / 16)
+    assert p_value(torch.bincount(cells, minlength=16).float(), even) > ALPHA
+    pairs = ((bits[:-1] >> 49) * 16 + (bits[1:] >> 49)).flatten()
+    assert p_value(torch.bincount(pairs, minlength=256).float(), torch.full((256,), pairs.numel() / 256)) > ALPHA
+
+
+def test_noise_is_gumbel() -> None:
+    """Guards against a wrong transform of the uniform: mean and variance of a standard Gumbel are 0.5772 and pi^2 / 6."""
+    noise = gumbel(11, torch.arange(200), 4096)
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.57722, abs=5e-3)
+    assert noise.var().item() == pytest.approx(1.64493, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.7),
+        SamplingParams(seed=3, temperature=1.5),
+        SamplingParams(seed=4, top_k=3),
+        SamplingParams(seed=5, top_p=0.8),
+        SamplingParams(seed=6, min_p=0.2, temperature=1.5),
+    ],
+    ids=str,
+)
+def test_own_tokens_follow_the_distribution(params: SamplingParams) -> None:
+    """Guards the law of the output: a bias in noise or filters shows in the counts of 2e5 tokens."""
+    own = own_tokens(LOGITS.expand(SAMPLES, -1), [(params, 9, SAMPLES)])
+    expected = adjust(LOGITS[None], params)[0].softmax(-1) * SAMPLES
+    assert p_value(torch.bincount(own, minlength=len(LOGITS)).float(), expected) > ALPHA
+
+
+def test_pairs_of_tokens_follow_the_distribution() -> None:
+    """Guards against noise that is fair for each token and correlated between the tokens of a text."""
+    params = SamplingParams(seed=8)
+    own = own_tokens(LOGITS.expand(SAMPLES, -1), [(params, 0, SAMPLES)])
+    law = LOGITS.softmax(-1)
+    size = len(LOGITS)
+    for pairs in (own[0::2] * size + own[1::2], own[: SAMPLES // 2] * size + own[SAMPLES // 2 :]):
+        expected = torch.outer(law, law).flatten() * len(pairs)
+        assert p_value(torch.bincount(pairs, minlength=size * size).float(), expected) > ALPHA
+
+
+def test_coupled_acceptance_matches_theory() -> None:
+    """Guards the reason for shared noise: two models agree as often as arXiv 2408.07978 says, more than by chance."""
+    p_logits, q_logits = LOGITS, LOGITS + torch.tensor([0.0, 1.0, 0.5, -1.0, 0.2, 0.0])
+    p, q = p_logits.softmax(-1), q_logits.softmax(-1)
+    expected = sum(1 / torch.maximum(p / p[i], q / q[i]).sum() for i in range(len(p)))
+    params = SamplingParams(seed=1)
+    first, second = (own_tokens(x.expand(SAMPLES, -1), [(params, 0, SAMPLES)]) for x in (p_logits, q_logits))
+    assert (first == second).float().mean().item() == pytest.approx(float(expected), abs=0.005)
+
+
+def test_filters_keep_what_they_say() -> None:
+    """Guards boundary cases of top-k, top-p and min-p: the likeliest token always stays, the crossing token is kept."""
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    logits = probabilities.log()
+
+    def kept(**options: float) -> list[int]:
+        return adjust(logits, SamplingParams(**options))[0].isfinite().nonzero().flatten().tolist()  # type: ignore[arg-type]
+
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=0.01) == [0]
+    assert kept(top_p=0.79) == [0, 1]
+    assert kept(top_p=0.81) == [0, 1, 2]
+    assert kept(min_p=0.25) == [0, 1, 2]
+    assert kept(min_p=1.0) == [0]
+    assert kept(top_k=10) == [0, 1, 2, 3]
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    """Guards against a token that depends on its companions in the pass or on the place of its row."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 40)
+    greedy, warm = SamplingParams(temperature=0), SamplingParams(seed=4, temperature=0.9, top_p=0.9)
+    together = own_tokens(logits, [(warm, 5, 2), (greedy, 3, 1), (warm, 8, 3)]).tolist()
+    alone = [
+        *own_tokens(logits[:2], [(warm, 5, 2)]).tolist(),
+        *own_tokens(logits[2:3], [(greedy, 3, 1)]).tolist(),
+        *own_tokens(logits[3:], [(warm, 8, 3)]).tolist(),
+    ]
+    assert together == alone
+    assert together[2] == logits[2].argmax().item()
+    assert together[4] == own_tokens(logits[4:5], [(warm, 9, 1)]).item()
+
+
+def test_extreme_temperatures_stay_finite() -> None:
+    """Guards against overflow of logits / temperature."""
+    logits = torch.tensor([[1e4, -1e4, 0.0]])
+    for temperature in (1e-30, 1e-3, 100.0):
+        params = SamplingParams(seed=1, temperature=temperature)
+        assert own_tokens(logits, [(params, 0, 1)]).item() == 0

@@ -1,0 +1,303 @@
+"""Mutual TLS between tiers: real certificates, made here; real links; and a whole cascade over Ray."""
+
+import contextlib
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from cascade import Cascade, SamplingParams, Speculation
+from cascade.client import Client
+from cascade.errors import ConfigError, Unavailable
+from cascade.messages import Failed, Message
+from cascade.settings.config import CascadeConfig, LinkTLS
+from cascade.simulation.toy import ToyModel, full_text
+from cascade.v1 import link_pb2_grpc
+from deployments.links.downlink import Downlink
+from deployments.links.tls import channel, check, server_credentials
+from deployments.server import Server, free_port
+from tests.doors import house
+from tests.links.test_link import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
+
+__all__ = ["tidy"]  # a fixture
+
+NAME = "cascade-link"
+
+
+class Authority:
+    """Signs certificates, into files below ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
+        own = _certificate(self._name, self._name, self._key.public_key())
+        own = own.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        self._path = folder / "authority.pem"
+        self._path.write_bytes(_pem(own.sign(self._key, hashes.SHA256())))
+
+    def sign(self, file: str, *, name: str = NAME, days: int = 1) -> LinkTLS:
+        """A new key with its certificate; out of date if ``days`` are negative."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])
+        made = _certificate(self._name, subject, key.public_key(), days)
+        made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        made = made.add_extension(uses, critical=False)
+        paths = self._folder / f"{file}.crt", self._folder / f"{file}.key"
+        paths[0].write_bytes(_pem(made.sign(self._key, hashes.SHA256())))
+        form = serialization.PrivateFormat.PKCS8
+        paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+        return LinkTLS(certificate=str(paths[0]), key=str(paths[1]), authority=str(self._path))
+
+
+def _certificate(issuer: x509.Name, subject: x509.Name, key: Any, days: int = 1) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    begin, end = sorted((now + timedelta(days=days), now - timedelta(days=2 if days < 0 else 1)))
+    made = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
+    return made.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "theirs")
+
+
+@pytest.fixture
+async def net(tidy: None, ours: Authority) -> AsyncIterator[Net]:
+    """Two tiers and a router that speak TLS."""
+    net = Net(ours.sign("process"))
+    await net.add("tiny", pass_s=0.0002, agreement=0.6)
+    await net.add("full", pass_s=0.002)
+    yield net
+    await net.close()
+
+
+async def test_links_over_tls_give_the_same_text(net: Net) -> None:
+    """Guards both hops, router to full and full to tiny, with drafts that arrive."""
+    request = opening(3, 0.8, 80, chain=("tiny",))
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert any(edge.drafter == "tiny" and edge.accepted for edge in answer._edges)
+    assert net.failures == []
+    await net.settle()
+
+
+async def refused(joined: grpc.aio.Channel, net: Net) -> None:
+    """Somebody who has even the secret gets no stream over this channel."""
+    async with joined:
+        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=PATIENCE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_strangers_get_no_stream_and_harm_nobody(net: Net, ours: Authority, theirs: Authority) -> None:
+    """Guards replicas against peers without TLS, without a certificate, and with one that another authority signed."""
+    address = net.nodes["full"].server.address
+    request = opening(4, 0.8, 300, chain=("tiny",))
+    net.router.put([replace(request, session="held")])  # streams stand and work meanwhile
+    await until(lambda: net.nodes["full"].tier.num_sessions == 1)
+    await refused(grpc.aio.insecure_channel(address), net)
+    root = Path(ours.sign("other").authority).read_bytes()
+    options = [("grpc.ssl_target_name_override", NAME)]
+    await refused(grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root), options), net)
+    forged = theirs.sign("forged").model_copy(update={"authority": ours.sign("other").authority})
+    await refused(channel(address, [], forged), net)
+    text, _ = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert net.failures == []
+
+
+@pytest.mark.parametrize("impostor", ["without TLS", "of another authority", "for another name"])
+async def test_impostors_are_not_told_the_secret(tidy: None, ours: Authority, theirs: Authority, impostor: str) -> None:
+    """Guards prompts and secrets against whoever answers at a replica's address; the session fails, so the text goes on."""
+    peer = Rogue(lambda session: b"")
+    server, address = await serve_raw(peer)
+    if impostor != "without TLS":
+        tls = theirs.sign("peer") if impostor == "of another authority" else ours.sign("peer", name="somebody")
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(tls))
+        address = f"127.0.0.1:{port}"
+    heard: list[Message] = []
+    net = Net()
+    downlink = Downlink({"full": lambda session: _ticket(net, address)}, heard.extend, tls=ours.sign("caller"))
+    request = opening(5, chain=())
+    downlink.put([request])
+    await until(lambda: bool(heard))
+    [failed] = heard
+    assert isinstance(failed, Failed)
+    assert failed.session == request.session
+    assert peer.asked == 0
+    await downlink.close()
+    await net.close()
+    await server.stop(0)
+
+
+def _ticket(net: Net, address: str) -> Any:
+    """A lease on whoever is there."""
+
+    async def tickets() -> AsyncIterator[str]:
+        yield f"{address} secret"
+
+    held = Held(tickets())
+    net.leases.append(held)
+    return held
+
+
+async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Authority) -> None:
+    """Guards links against certificates that run out: files that change count for the next connection, without a restart."""
+    tls = ours.sign("process")
+    net = Net(tls)
+    await net.add("full")
+    request = opening(6, 0.8, 20, chain=())
+    assert (await net.text(request))[0] == full_text(ToyModel(), request)
+    for old, new in zip(tls.model_dump().values(), theirs.sign("process").model_dump().values(), strict=True):
+        with contextlib.suppress(FileNotFoundError):  # the name is no file
+            shutil.copyfile(new, old)
+    await refused(
+        channel(net.nodes["full"].server.address, [], ours.sign("late").model_copy(update={"authority": tls.authority})), net
+    )
+    again = Downlink({"full": net.lessor("full")}, net._hear, tls=tls)
+    await net.router.close()
+    net.router = again
+    assert (await net.text(opening(7, 0.8, 20, chain=())))[0] == full_text(ToyModel(), opening(7, 0.8, 20, chain=()))
+    await net.close()
+
+
+WRONG: dict[str, tuple[Callable[[Authority, Authority], LinkTLS], str]] = {
+    "no file": (lambda ours, _: ours.sign("a").model_copy(update={"key": "/nowhere"}), "link_tls.key is '/nowhere'"),
+    "a folder": (lambda ours, _: ours.sign("a").model_copy(update={"authority": "/"}), "link_tls.authority is '/'"),
+    "no PEM": (lambda ours, _: ours.sign("a").model_copy(update={"authority": __file__}), "no certificates in PEM"),
+    "another key": (lambda ours, _: ours.sign("a").model_copy(update={"key": ours.sign("b").key}), "are no pair"),
+    "another name": (lambda ours, _: ours.sign("a", name="b"), "the name 'cascade-link'"),
+    "too old": (lambda ours, _: ours.sign("a", days=-1), "expired"),
+    "another authority": (
+        lambda ours, theirs: ours.sign("a").model_copy(update={"authority": theirs.sign("b").authority}),
+        "link_tls.authority must have signed it",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_files_are_told_at_start(ours: Authority, theirs: Authority, kind: str) -> None:
+    """Guards users against tiers that start and never reach each other: one sentence with field, value and fix, before Ray."""
+    make, words = WRONG[kind]
+    tls = make(ours, theirs)
+    values = CascadeConfig.demo().model_dump(mode="json") | {"link_tls": tls.model_dump()}
+    with pytest.raises(ConfigError) as caught:
+        Server.start(values, port=0)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_right_files_are_taken(ours: Authority) -> None:
+    """Guards the check against refusing what works."""
+    check(ours.sign("process"))
+
+
+def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
+    """Guards both doors: who trusts their authority is served, the others and those without TLS are not, nothing is left."""
+    tls = ours.sign("door", name="localhost")
+    listen = {"grpc_port": free_port(), "http_port": free_port()}
+    files = {"certificate": tls.certificate, "key": tls.key}
+    params = SamplingParams(max_tokens=16, seed=1)
+    with house(listen={**listen, "tls": files}) as built:
+        address, url = f"localhost:{listen['grpc_port']}", f"https://localhost:{listen['http_port']}/v1/models"
+        with Client(f"grpcs://{address}", authority=tls.authority) as client:
+            assert len(client.generate([1, 2, 3], params).token_ids) == 16
+        with urllib.request.urlopen(url, timeout=30, context=ssl.create_default_context(cafile=tls.authority)) as answer:
+            assert answer.status == 200
+        for target, authority in ((address, None), (f"grpcs://{address}", theirs.sign("a").authority)):
+            with Client(target, authority=authority) as client, pytest.raises(Unavailable):
+                client.generate([1, 2, 3], params)
+        trust = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": tls.authority, "SSL_CERT_FILE": tls.authority}
+        options = ["top", "--once", "--address", f"grpcs://{address}", "--url", url.removesuffix("/v1/models")]
+        shown = subprocess.run(
+            [sys.executable, "-c", "from cascade.cli.main import main; main()", *options],
+            env={**os.environ, **trust},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "medium" in shown.stdout
+        assert "There are no counters" not in shown.stdout
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(url, timeout=30)
+        built.settle()
+
+
+@pytest.mark.parametrize(
+    ("address", "authority", "words"),
+    [("a:1", "x.pem", "begin it with grpcs://"), ("grpcs://a:1", "/nowhere", "authority is '/nowhere', which cannot be read")],
+)
+def test_wrong_trust_is_refused(address: str, authority: str, words: str) -> None:
+    """Guards clients against an authority that is not heeded, or not there."""
+    with pytest.raises(ConfigError, match=words):
+        Client(address, authority=authority)
+
+
+def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
+    """Guards users against a door that nobody can open."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["router"]["listen"] = {"tls": {"certificate": ours.sign("a").certificate, "key": ours.sign("b").key}}
+    with pytest.raises(ConfigError, match=r"router\.listen\.tls\.certificate .* are no pair in PEM"):
+        Server.start(values, port=0)
+
+
+def test_served_cascade_over_tls(ours: Authority) -> None:
+    """Guards the way of the configuration to every link: the served text is the full model's, and drafts arrive."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    door = ours.sign("door", name="localhost")
+    values["link_tls"] = ours.sign("process").model_dump()
+    values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
+    params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
+    with Cascade.demo() as reference:
+        expected = reference.generate("def read(path):\n", params, Speculation("off")).text
+    with Server.start(values, port=0) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        address = server.address.replace("127.0.0.1", "localhost")
+        with Client(address, authority=door.authority) as client:
+            edges: set[tuple[str, str]] = set()
+            end = time.monotonic() + 60  # on a busy machine a short text may be over before drafts come
+            while not edges >= {("tiny", "medium"), ("medium", "full")}:
+                assert time.monotonic() < end, edges
+                completion = client.generate("def read(path):\n", params, Speculation(tiers=("tiny", "medium")))
+                assert completion.text == expected
+                edges |= {(edge.drafter, edge.verifier) for edge in completion.stats.edges if edge.accepted}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_documented_certificates_work(tmp_path: Path) -> None:
+    """Guards users against commands in docs/tls.md that make certificates which peers refuse."""
+    page = (Path(__file__).parents[2] / "docs" / "tls.md").read_text(encoding="utf-8")
+    commands = page.split("```sh\n")[1].split("```")[0]
+    subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True, capture_output=True)
+    files = {"certificate": "tls.crt", "key": "tls.key", "authority": "ca.crt"}
+    check(LinkTLS(**{field: str(tmp_path / file) for field, file in files.items()}))

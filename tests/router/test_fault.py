@@ -1,0 +1,79 @@
+"""Requests that are to blame for a failed pass: told so at once, in each protocol's form, and nobody else notices."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from cascade.chain.drafting import Drafters
+from cascade.chain.planner import Planner
+from cascade.chain.session import Session
+from cascade.client import Client
+from cascade.errors import InvalidRequest
+from cascade.messages import Failed, Message
+from cascade.params import SamplingParams, Speculation, Structured
+from deployments.links.codec import decode, encode
+from tests.chain.test_planner import ALLOWED, Seated
+from tests.chain.test_tier import opening
+from tests.doors import House, house
+from tests.router.test_http import ask
+
+HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those behind it are not
+WORDS = "structured takes more work than a token may: ask for something simpler"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(pass_s=0.003) as built:
+        yield built
+        built.settle()
+
+
+def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against 503 behind eight seconds of sessions that all failed for the same reason, each with a traceback.
+
+    A request that shares the passes goes on, with its drafts, to the same text.
+    """
+    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    drafted = Speculation(tiers=("tiny", "medium"))
+    tiers = [node.tier for node in served.net.nodes.values()]
+    with Client(served.grpc) as client, caplog.at_level(logging.INFO):
+        expected = client.generate("ab", params, drafted)
+        stream = client.stream("ab", params, drafted)
+        pieces = [next(stream)]
+        for body in ({}, {"stream": True}):
+            asked = {"prompt": "x", "max_tokens": 50, "structured": {"regex": HARD}, "speculation": {"tiers": ["tiny"]}}
+            status, _, answer = ask(served, "/v1/completions", asked | body)
+            said = answer["error"]["message"] if status == 400 else str(answer)
+            assert WORDS in said, said
+            assert "\n" not in said
+        with pytest.raises(InvalidRequest, match=WORDS):
+            client.generate("x", SamplingParams(max_tokens=50, structured=Structured(regex=HARD)), drafted)
+        pieces += stream
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING]
+    assert all(tier.stats.failures == 0 and tier.healthy for tier in tiers)
+    assert not any(tier._drafters._health.retry_at for tier in tiers)
+    served.settle()
+
+
+def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
+    """Guards the drafts of others: the tier below is as well as before, and is asked nothing more by this session."""
+    sent, names = list[Message](), (f"s{number}" for number in itertools.count())
+    drafters: Drafters[Seated] = Drafters(lambda tier, message: sent.append(message), lambda: next(names), Planner())
+    hard, easy = (Seated(Session(replace(opening(number, 0.0, 50), chain=ALLOWED), "full", 2, 32)) for number in range(2))
+    for seat in (hard, easy):
+        drafters.begin(seat, 2, 0.0)
+    assert drafters.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
+    assert (hard.using, hard.chain, easy.using) == ((), (), ALLOWED)
+    assert drafters.draft(hard, 100.0) is None
+    assert drafters.draft(easy, 1.0) is None
+    assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]
+
+
+def test_links_say_whose_fault_it_is() -> None:
+    """Guards the way up: a router that is not told asks another replica."""
+    messages = [Failed("s", "too hard", "full", fault=True), Failed("t", "died", "full")]
+    assert decode(encode(messages)) == messages

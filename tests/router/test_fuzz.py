@@ -1,0 +1,246 @@
+"""Thousands of malformed requests over HTTP and gRPC: each gets the right error, and the server is as well as before."""
+
+import http.client
+import json
+import random
+import socket
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, expected
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+FIELDS = (
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
+    *("seed", "stop", "stream", "stream_options", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "logprobs", "top_logprobs", "min_tokens", "stop_token_ids", "ignore_eos", "structured"),
+    *(
+        "response_format",
+        "speculation",
+        "history",
+        "echo",
+        "user",
+        "tokens",
+        "suffix",
+        "best_of",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    ),
+)
+PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
+QUIET: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "phases": [Phase.generate],
+    "suppress_health_check": list(HealthCheck),
+}
+
+wild_text = (
+    st.text(max_size=30) | st.text(string.printable, max_size=30) | st.just("\x00") | st.just("\ud800") | st.just("x" * 9999)
+)
+wild_number = st.integers() | st.floats() | st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**40, 1e308, -0.0])
+wild = st.recursive(
+    st.none() | st.booleans() | wild_number | wild_text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(wild_text | st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=8,
+)
+bodies = st.dictionaries(st.sampled_from(FIELDS), wild, max_size=6) | wild
+sound = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    """A server; behind all the nonsense it must be as it was."""
+    with house(pass_s=0.0, limits={"max_tokens": 64, "max_n": 2, "max_prompts": 4, "body_timeout_s": 1.0}) as built:
+        before = expected(built, PARAMS)
+        descriptors = psutil.Process().num_fds()
+        yield built
+        built.settle()
+        assert expected(built, PARAMS) == before
+        assert psutil.Process().num_fds() < descriptors + 40
+
+
+def post(served: House, path: str, data: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", path, data, {"Content-Type": kind})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def check(status: int, content: bytes) -> None:
+    """An answer, or a refusal in its form: never our own fault, never a traceback."""
+    assert status in (200, 400, 404, 405, 413, 429), (status, content[:300])
+    assert b"Traceback" not in content
+    if status != 200:
+        error = json.loads(content)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert 0 < len(error["message"]) < 600, error
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_wild_bodies_are_refused(served: House, path: str) -> None:
+    """Guards against bodies of every shape, and sound ones with one field gone wild."""
+
+    @seed(1)
+    @settings(max_examples=250, **QUIET)
+    @given(bodies, st.booleans())
+    def run(body: Any, mixed: bool) -> None:
+        content = sound[path] | body if mixed and isinstance(body, dict) else body
+        check(*post(served, path, json.dumps(content).encode("utf-8", "surrogatepass")))
+
+    run()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_wild_bytes_are_refused(served: House, path: str) -> None:
+    """Guards against bodies that are no JSON, cut off, or of another kind."""
+
+    @seed(2)
+    @settings(max_examples=100, **QUIET)
+    @given(
+        st.binary(max_size=200),
+        st.integers(0, 60),
+        st.sampled_from(["application/json", "text/plain", "\t", "multipart/form-data"]),
+    )
+    def run(noise: bytes, cut: int, kind: str) -> None:
+        check(*post(served, path, noise, kind))
+        whole = json.dumps(sound[path]).encode()
+        check(*post(served, path, whole[: cut % len(whole)] + noise[:3], kind))
+
+    run()
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_schema_is_kept(served: House, mode: GenerationMode) -> None:
+    """Guards the API's own schema: what it allows and what it forbids is answered by what it names; no time at all is 504."""
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert {operation.path for operation in operations} >= set(ROUTES)
+
+    def run(case: Any) -> None:
+        response = case.call(timeout=60)
+        assert response.status_code < 500 or response.status_code == 504, (response.status_code, response.text[:300])
+        if response.status_code >= 400:
+            assert set(response.json()) == {"error"}
+
+    for operation in operations:
+        if mode is GenerationMode.NEGATIVE and operation.method.upper() == "GET":
+            continue  # nothing that could be wrong
+        cases = given(operation.as_strategy(generation_mode=mode))
+        seed(3)(settings(max_examples=40, **QUIET)(cases(run)))()
+
+
+def test_broken_connections_are_survived(served: House) -> None:
+    """Guards the HTTP parser and the places of requests against heads and bodies that are cut, wrong, or never end."""
+    host, port = served.url.removeprefix("http://").split(":")
+    dice = random.Random(4)
+    body = json.dumps({"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}).encode()
+    whole = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    for _ in range(200):
+        data = bytearray(whole[: dice.randrange(1, len(whole) + 1)])
+        for _ in range(dice.randrange(4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(data)
+            if dice.random() < 0.3:
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(5)
+                with_answer = connection.recv(100)
+                assert not with_answer or with_answer.startswith(b"HTTP/1.1 "), with_answer
+    assert post(served, "/v1/completions", json.dumps(sound["/v1/completions"]).encode())[0] == 200
+
+
+line = st.text(max_size=20) | st.sampled_from(["user", "assistant", "tool", "c1", "f", "{}", "[", '{"type": "object"}', "auto"])
+call = st.builds(pb.ToolCall, id=line, function=st.builds(pb.CalledFunction, name=line, arguments=line))
+message = st.builds(
+    pb.ChatMessage,
+    role=st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | line,
+    content=st.none() | line,
+    name=st.none() | line,
+    tool_calls=st.lists(call, max_size=2),
+    tool_call_id=st.none() | line,
+)
+function = st.builds(
+    pb.Function, name=line, description=st.none() | line, parameters=st.none() | line, strict=st.none() | st.booleans()
+)
+conversations = st.builds(
+    pb.ChatRequest,
+    messages=st.lists(message, max_size=3) | st.just([pb.ChatMessage(role="user", content="x")]),
+    tools=st.lists(st.builds(pb.Tool, function=function), max_size=2),
+    tool_choice=st.none() | st.builds(pb.ToolChoice, mode=line) | st.builds(pb.ToolChoice, function=line),
+    parallel_tool_calls=st.none() | st.booleans(),
+    chat_template_kwargs=st.none() | line,
+    add_generation_prompt=st.none() | st.booleans(),
+    continue_final_message=st.none() | st.booleans(),
+)
+
+
+def test_wild_conversations_are_refused(served: House) -> None:
+    """Guards gRPC's conversations against words, calls and tools of every shape: answered, or refused with a sentence."""
+    ends: dict[grpc.StatusCode, int] = {}
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+
+        @seed(6)
+        @settings(max_examples=300, **QUIET)
+        @given(conversations, st.booleans())
+        def run(request: pb.ChatRequest, whole: bool) -> None:
+            request.sampling.max_tokens = 2
+            try:
+                assert stub.CompleteChat(request) if whole else list(stub.Chat(request))
+                code, words = grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details()
+                assert 0 < len(words) < 600
+            assert not {"Traceback", "class", "The server failed"} & set(words.split())
+            ends[code] = ends.get(code, 0) + 1
+
+        run()
+    assert set(ends) == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, ends
+
+
+def test_wild_messages_are_refused(served: House) -> None:
+    """Guards gRPC against bytes of every kind: INVALID_ARGUMENT, and never the name of a class."""
+    allowed = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+    with grpc.insecure_channel(served.grpc) as channel:
+
+        @seed(5)
+        @settings(max_examples=300, **QUIET)
+        @given(
+            st.binary(max_size=120),
+            st.sampled_from(["Complete", "CompleteChat", "Describe", "Abort", "Nothing"]),
+            st.booleans(),
+        )
+        def run(noise: bytes, method: str, prefixed: bool) -> None:
+            data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
+            call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)
+            error = call.exception()
+            assert call.code() in allowed, error
+            assert not {"Traceback", "class", "The server failed"} & set((call.details() or "").split())
+
+        run()
+    with socket.create_connection(tuple(served.grpc.split(":")), timeout=10) as connection:  # type: ignore[arg-type]
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(200))
+    assert expected(served, PARAMS, PROMPT)

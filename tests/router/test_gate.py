@@ -1,0 +1,224 @@
+"""Who is served, who waits, who is refused: places, turns, deadlines, aborts, keys and their limits; no network."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from cascade.settings.config import AccessConfig, KeyLimits
+from deployments.admission.access import Access, Account
+from deployments.admission.gate import Gate, Life
+
+KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
+
+
+class Crowd:
+    """Answers that hold their turn until they are told to end."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.served: list[int] = []
+        self._ends: dict[int, asyncio.Event] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.lives: dict[int, Life] = {}
+
+    async def come(self, number: int, life: Life | None = None) -> None:
+        self._ends[number], self.lives[number] = asyncio.Event(), life or Life()
+        self.tasks[number] = asyncio.create_task(self._answer(number))
+        await asyncio.sleep(0)
+
+    async def leave(self, number: int) -> None:
+        self._ends[number].set()
+        await asyncio.wait([self.tasks[number]])
+
+    async def _answer(self, number: int) -> None:
+        with self._gate.admitted(1):
+            async with self._gate.turn(self.lives[number]):
+                self.served.append(number)
+                await self._ends[number].wait()
+
+
+async def test_turns_come_in_order_and_the_rest_is_refused_at_once() -> None:
+    """Guards latency under load: a full server says so at once instead of letting everybody wait for ever."""
+    crowd = Crowd(gate := Gate(2, 2))
+    for number in range(5):
+        await crowd.come(number)
+    assert crowd.served == [0, 1]
+    with pytest.raises(Overloaded, match="2 answers are being written and 2 wait"):
+        await crowd.tasks[4]
+    await crowd.leave(1)
+    await asyncio.sleep(0)
+    assert crowd.served == [0, 1, 2]
+    for number in (0, 2, 3):
+        await crowd.leave(number)
+    assert (gate.num_admitted, gate.num_running) == (0, 0)
+
+
+def test_what_no_room_is_ever_enough_for_is_no_overload() -> None:
+    """Guards against clients that try again for ever: a request of more answers than there are places was told to come back."""
+    with pytest.raises(InvalidRequest, match="asks for 5 answers at once: the server takes 4; send fewer"):
+        Gate(2, 2).check(5)
+    with pytest.raises(InvalidRequest, match="asks for 3 answers at once: key bob may have 2; send fewer"):
+        Account("bob", KeyLimits(max_running=2)).admitted(3).__enter__()
+
+
+async def test_waiting_ends_with_its_life() -> None:
+    """Guards against requests that wait beyond their deadline or their abort, and against turns that they take along."""
+    crowd = Crowd(gate := Gate(1, 9))
+    await crowd.come(0)
+    await crowd.come(1, Life.of(0.05))
+    await crowd.come(2)
+    await crowd.come(3)
+    await crowd.come(4)
+    with pytest.raises(DeadlineExceeded):
+        await crowd.tasks[1]
+    crowd.lives[2].abort()
+    with pytest.raises(Aborted):
+        await crowd.tasks[2]
+    crowd.tasks[3].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await crowd.tasks[3]
+    await crowd.leave(0)
+    await asyncio.sleep(0)
+    assert crowd.served == [0, 4]
+    await crowd.leave(4)
+    assert (gate.num_admitted, gate.num_running) == (0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel", "abort"]), st.integers(0, 9)), max_size=40))
+def test_places_are_never_lost(steps: list[tuple[str, int]]) -> None:
+    """Guards the count of turns against every order of coming, leaving, cancelling and aborting."""
+
+    async def run() -> None:
+        crowd, number = Crowd(gate := Gate(2, 3)), 0
+        for verb, pick in steps:
+            living = [n for n, task in crowd.tasks.items() if not task.done()]
+            if verb == "come":
+                await crowd.come(number)
+                number += 1
+            elif living:
+                one = living[pick % len(living)]
+                if verb == "leave":
+                    crowd._ends[one].set()
+                elif verb == "cancel":
+                    crowd.tasks[one].cancel()
+                else:
+                    crowd.lives[one].abort()
+            assert 0 <= gate.num_running <= 2
+            assert gate.num_admitted <= 5
+            if verb != "come":
+                for _ in range(pick % 3):
+                    await asyncio.sleep(0)
+        for end in crowd._ends.values():
+            end.set()
+        await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+        assert (gate.num_admitted, gate.num_running, len(gate._waiting)) == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+async def test_drained_gate_lets_nobody_in() -> None:
+    """Guards shutdown: what is there ends, what comes is sent elsewhere."""
+    crowd = Crowd(gate := Gate(1, 1))
+    await crowd.come(0)
+    drained = asyncio.create_task(gate.drained(20))
+    await asyncio.sleep(0)
+    await crowd.come(1)
+    with pytest.raises(Unavailable, match="shutting down"):
+        await crowd.tasks[1]
+    assert not drained.done()
+    await crowd.leave(0)
+    assert await drained
+    crowd = Crowd(late := Gate(1, 1))
+    await crowd.come(0)
+    assert not await late.drained(0.01)
+    await crowd.leave(0)
+
+
+def load(monkeypatch: pytest.MonkeyPatch, text: str, **config: object) -> Access:
+    monkeypatch.setenv("CASCADE_API_KEYS", text)
+    return Access.load(AccessConfig.model_validate(config))
+
+
+def test_keys_come_from_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards the two sources of keys, their names, and the way they are sent."""
+    path = tmp_path / "keys"
+    path.write_text("carol=carol-0123456789abcdef\n")
+    access = load(monkeypatch, KEYS, keys_file=str(path))
+    for name, key in (
+        ("alice", "alice-0123456789abcdef"),
+        ("bob", "bob-0123456789abcdefgh"),
+        ("carol", "carol-0123456789abcdef"),
+    ):
+        assert access.account(f"Bearer {key}").name == name
+        assert access.account(f"bearer  {key}").name == name
+    for said in (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Basic alice-0123456789abcdef",
+        "Bearer alice-0123456789abcde",
+        "Bearer \udc80ä",
+    ):
+        with pytest.raises(Unauthenticated):
+            access.account(said)
+
+
+def test_without_keys_everybody_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the demo: no keys, no questions."""
+    assert load(monkeypatch, "").account(None).name == "anonymous"
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "words"),
+    [
+        ("alice", {}, "entry 1 is not NAME=KEY"),
+        ("alice=short", {}, "'alice' has 5 characters"),
+        ("alice=schlüssel-0123456789", {}, "'alice' is not printable ASCII"),
+        (f"{KEYS},alice=another-0123456789", {}, "entry 4 repeats"),
+        ("", {"keys_file": "/nowhere/keys"}, "cannot be read"),
+        ("", {"keys_file": "/dev/null"}, "has no keys"),
+        (KEYS, {"limits": {"dave": {"max_running": 1}}}, "'dave'"),
+    ],
+)
+def test_wrong_keys_are_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, text: str, config: dict[str, object], words: str
+) -> None:
+    """Guards against a server that is open, or closed to somebody, by a slip of the pen; no sentence shows a key."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(monkeypatch, text, **config)
+    assert "0123456789" not in str(caught.value)
+
+
+def test_limits_are_each_keys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other keys against one that asks too much."""
+    access = load(monkeypatch, KEYS, limits={"alice": {"max_running": 1}}, default_limits={"max_running": 2})
+    alice, bob = access.account("Bearer alice-0123456789abcdef"), access.account("Bearer bob-0123456789abcdefgh")
+    with alice.admitted(1), bob.admitted(2):
+        with pytest.raises(Overloaded, match="alice may have 1"):
+            alice.admitted(1).__enter__()
+        with pytest.raises(Overloaded, match="bob may have 2"):
+            bob.admitted(1).__enter__()
+    with alice.admitted(1):
+        pass
+
+
+def test_tokens_per_minute_are_a_debt_that_time_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the rate: the sentence says when to come again, and then the request is taken."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    account = Account("alice", KeyLimits(tokens_per_minute=600))
+    with account.admitted(1):
+        account.charge(600 + 99)
+    with pytest.raises(Overloaded, match="600 tokens a minute") as caught:
+        account.admitted(1).__enter__()
+    assert caught.value.retry_after_s == pytest.approx(10)
+    now += caught.value.retry_after_s
+    with account.admitted(1):
+        pass

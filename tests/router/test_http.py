@@ -1,0 +1,290 @@
+"""The HTTP API, asked by OpenAI's own client: a whole server with toy tiers in this process."""
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from cascade.client import Client
+from cascade.errors import InvalidRequest
+from cascade.params import SamplingParams, Speculation
+from tests.doors import VOCAB, House, house
+
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lease?"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+@pytest.fixture
+def client(served: House) -> Iterator[OpenAI]:
+    """OpenAI's client; behind it nothing may be left anywhere."""
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    served.settle()
+
+
+def ask(served: House, path: str, body: Any = None, method: str = "", **headers: str) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and content, by hand."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=30)
+    try:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        head = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method or ("GET" if body is None else "POST"), path, data, head)
+        response = connection.getresponse()
+        raw = response.read()
+        is_json = (response.getheader("content-type") or "").startswith("application/json")
+        return response.status, {k.lower(): v for k, v in response.getheaders()}, json.loads(raw) if is_json else raw
+    finally:
+        connection.close()
+
+
+def expected(served: House, params: SamplingParams, prompt: Any = PROMPT) -> str:
+    """What gRPC clients get of the full tier alone."""
+    with Client(served.grpc) as client:
+        return client.generate(prompt, params, Speculation("off")).text
+
+
+def test_completion_is_the_full_models(served: House, client: OpenAI) -> None:
+    """Guards the text: HTTP gives what gRPC gives, whole and in pieces, with usage and report."""
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+    text = expected(served, params)
+    asked: dict[str, Any] = {"model": served.model, "prompt": PROMPT, "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    answer = client.completions.create(**asked)
+    assert answer.choices[0].text == text
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 40
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    edges = answer.choices[0].cascade["edges"]  # type: ignore[attr-defined]
+    assert edges[0]["verifier"] == "full"
+    pieces = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == text
+    assert pieces[-1].usage == answer.usage
+    assert [p.choices[0].finish_reason for p in pieces if p.choices][-1] == answer.choices[0].finish_reason
+    assert len({piece.id for piece in pieces}) == 1
+
+
+def test_chat_goes_on_behind_the_conversation(served: House, client: OpenAI) -> None:
+    """Guards the chat: without a template the contents follow each other; streamed pieces join to the whole."""
+    params = SamplingParams(max_tokens=24, temperature=0.7, seed=5)
+    text = expected(served, params, "Be brief.\n\nWhat is a lease?")
+    asked: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "temperature": 0.7, "seed": 5}
+    answer = client.chat.completions.create(max_completion_tokens=24, **asked)
+    assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", text)
+    pieces = list(client.chat.completions.create(max_tokens=24, stream=True, **asked))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
+    assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+    assert all(piece.usage is None for piece in pieces)
+
+
+def test_several_prompts_and_answers(served: House, client: OpenAI) -> None:
+    """Guards `n` and batches: each answer has its own seed and index, whole and streamed; a prompt counts once."""
+    seeds = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in (7, 8, 9)]
+    texts = [expected(served, params, prompt) for prompt in (PROMPT, "import") for params in seeds]
+    asked: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "import"], "n": 3, "max_tokens": 12, "seed": 7}
+    answer = client.completions.create(**asked)
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(texts))
+    streamed = [""] * 6
+    for piece in client.completions.create(stream=True, **asked):
+        streamed[piece.choices[0].index] += piece.choices[0].text
+    assert streamed == texts
+    single = client.completions.create(model=served.model, prompt=PROMPT, max_tokens=12)
+    assert answer.usage is not None
+    assert single.usage is not None
+    assert answer.usage.prompt_tokens == single.usage.prompt_tokens + len(served.router.tokenizer.encode("import"))
+
+
+def test_echo_stop_and_token_ids(served: House, client: OpenAI) -> None:
+    """Guards echo, stop strings across pieces, and prompts of token ids."""
+    ids = served.router.tokenizer.encode(PROMPT)
+    asked: dict[str, Any] = {"model": served.model, "prompt": ids, "max_tokens": 30, "seed": 1}
+    plain = client.completions.create(**asked).choices[0].text
+    assert plain == expected(served, SamplingParams(max_tokens=30, seed=1))
+    assert client.completions.create(echo=True, **asked).choices[0].text == PROMPT + plain
+    streamed = client.completions.create(echo=True, stream=True, **asked)
+    assert "".join(piece.choices[0].text for piece in streamed) == PROMPT + plain
+    stop = plain[10:13]
+    for value in (stop, [stop, "never there"]):
+        cut = client.completions.create(stop=value, **asked).choices[0]
+        assert (cut.text, cut.finish_reason) == (plain[: plain.find(stop)], "stop")
+
+
+@pytest.mark.parametrize("speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}])
+def test_speculation_changes_nothing_but_speed(served: House, client: OpenAI, speculation: dict[str, Any]) -> None:
+    """Guards the extension: it is honoured, and the text stays."""
+    extra = {"speculation": speculation, "history": True, "ignore_eos": True}
+    answer = client.completions.create(
+        model=served.model, prompt=PROMPT, max_tokens=30, temperature=0.9, seed=2, extra_body=extra
+    )
+    choice: Any = answer.choices[0]
+    assert choice.text == expected(served, SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True))
+    used = {edge["drafter"] for edge in choice.cascade["edges"]} - {""}
+    allowed = {"off": set(), "auto": {"tiny", "medium"}}[speculation.get("mode", "auto")]
+    assert used <= set(speculation.get("tiers", allowed))
+    assert len(choice.cascade["token_ids"]) == len(choice.cascade["origins"]) == len(choice.cascade["ends"]) == 30
+    assert choice.cascade["ends"][-1] == len(choice.text)
+
+
+def test_history_of_pieces_joins(served: House, client: OpenAI) -> None:
+    """Guards what the page draws: each piece says who wrote which characters."""
+    stream = client.chat.completions.create(
+        model=served.model, messages=MESSAGES, max_tokens=40, seed=4, stream=True, extra_body={"history": True}
+    )
+    pieces: list[Any] = [piece.choices[0] for piece in stream]
+    written = [piece for piece in pieces if piece.delta.content]
+    assert all(piece.cascade["ends"][-1] == len(piece.delta.content) for piece in written)
+    assert {level >> 1 for piece in written for level in piece.cascade["origins"]} <= {0, 1, 2}
+    assert pieces[-1].cascade["seed"] == 4
+
+
+def test_models_tokenize_health_metrics(served: House, client: OpenAI) -> None:
+    """Guards the small routes."""
+    assert [model.id for model in client.models.list()] == [served.model]
+    assert client.models.retrieve(served.model).id == served.model
+    ids = served.router.tokenizer.encode(PROMPT)
+    status, _, body = ask(served, "/tokenize", {"prompt": PROMPT})
+    assert (status, body["tokens"], body["count"]) == (200, ids, len(ids))
+    assert ask(served, "/detokenize", {"tokens": ids})[2] == {"prompt": PROMPT}
+    assert ask(served, "/tokenize", {"messages": MESSAGES})[2]["count"] > 4
+    assert ask(served, "/health")[::2] == (200, {"status": "ok"})
+    client.completions.create(model=served.model, prompt=PROMPT, max_tokens=30)
+    status, headers, text = ask(served, "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain")
+    assert b"cascade_running 0.0" in text
+    assert b'cascade_accepted_tokens_total{drafter="medium",verifier="full"}' in text
+
+
+BAD: dict[str, tuple[str, Any, int, str]] = {
+    "no JSON": ("/v1/completions", b"{", 400, "not JSON"),
+    "no body": ("/v1/completions", b"", 400, "body"),
+    "deep JSON": ("/v1/completions", b"[" * 100_000, 400, "bod"),
+    "huge number": ("/v1/completions", b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", 400, "bod"),
+    "NaN": ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+    "array": ("/v1/completions", [], 400, "The body"),
+    "unknown field": ("/v1/completions", {"prompt": "x", "best_off": 2}, 400, "best_off is not a known field"),
+    "unknown in speculation": ("/v1/completions", {"prompt": "x", "speculation": {"speed": 9}}, 400, "speculation.speed"),
+    "no prompt": ("/v1/completions", {}, 400, "prompt is missing"),
+    "empty prompt": ("/v1/completions", {"prompt": ""}, 400, "empty"),
+    "no prompts": ("/v1/completions", {"prompt": []}, 400, "empty list"),
+    "empty ids": ("/v1/completions", {"prompt": [[]]}, 400, "empty"),
+    "id out of range": ("/v1/completions", {"prompt": [VOCAB]}, 400, f"Token id {VOCAB}"),
+    "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
+    "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
+    "string for number": ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens is '5'"),
+    "max_tokens 0": ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
+    "max_tokens absurd": ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "1000000000"),
+    "temperature": ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1"),
+    "top_p": ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p is 0"),
+    "seed": ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed is -1"),
+    "n": ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n is 17"),
+    "prompts": ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
+    "stop": ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+    "tier": ("/v1/completions", {"prompt": "x", "speculation": {"tiers": ["huge"]}}, 400, "huge"),
+    "model": ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "gpt-4"),
+    "stream_options": ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
+    "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    "role": ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
+    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0"),
+    "two limits": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ"),
+    "functions": ("/v1/chat/completions", {"messages": MESSAGES, "functions": []}, 400, "functions is not a known field"),
+    "detokenize": ("/detokenize", {"tokens": [VOCAB]}, 400, f"Token id {VOCAB}"),
+    "tokenize both": ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either"),
+    "path": ("/v2/completions", {"prompt": "x"}, 404, "/v2/completions"),
+    "method": ("/v1/completions", None, 405, "Method Not Allowed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_get_one_sentence(served: House, name: str) -> None:
+    """Guards every refusal: the right status, OpenAI's form of an error, the field and the value, never a traceback."""
+    path, body, status, words = BAD[name]
+    got, headers, answer = ask(served, path, body)
+    assert got == status, answer
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert words in answer["error"]["message"]
+    assert "Traceback" not in json.dumps(answer)
+    assert len(answer["error"]["message"]) < 400
+    assert headers["x-request-id"]
+
+
+def test_long_prompts_are_refused_with_numbers(served: House) -> None:
+    """Guards the models' context: the sentence names the numbers."""
+    status, _, answer = ask(served, "/v1/completions", {"prompt": "x y " * 5000, "max_tokens": 5})
+    assert status == 400
+    assert "4096" in answer["error"]["message"]
+
+
+def test_openai_errors_are_raised(served: House, client: OpenAI) -> None:
+    """Guards the kinds of errors that OpenAI's client knows."""
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=served.model, prompt="x", temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.completions.create(model="gpt-4", prompt="x")
+
+
+def test_client_that_leaves_frees_every_tier(served: House, client: OpenAI) -> None:
+    """Guards against work for clients that are gone, streaming and not; `client` looks at every tier."""
+    asked: dict[str, Any] = {"model": served.model, "prompt": PROMPT, "max_tokens": 4000, "n": 2}
+    extra = {"ignore_eos": True}
+    for _ in range(3):
+        with client.completions.create(stream=True, extra_body=extra, **asked) as stream:
+            next(iter(stream))
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(extra_body=extra, **asked)
+    started = served.net.nodes["full"].tier.stats.own_tokens
+    served.settle()
+    assert served.net.nodes["full"].tier.stats.own_tokens - started < 2000
+
+
+def test_crowd_of_streams(served: House, client: OpenAI) -> None:
+    """Guards concurrent streams against each other."""
+    params = [SamplingParams(max_tokens=20, temperature=0.8, seed=seed) for seed in range(4)]
+    texts = [expected(served, one) for one in params]
+
+    def stream(index: int) -> str:
+        asked: dict[str, Any] = {"model": served.model, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8}
+        pieces = client.completions.create(seed=index % 4, stream=True, **asked)
+        return "".join(piece.choices[0].text for piece in pieces)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(stream, range(32))) == texts * 8
+
+
+def test_request_id_comes_back(served: House, client: OpenAI) -> None:
+    """Guards the thread between a client's log and ours; ids unfit for a header are refused, as over gRPC."""
+    _, headers, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 1}, X_Request_Id="mine-1")
+    assert headers["x-request-id"] == "mine-1"
+    assert answer["id"] == "cmpl-mine-1"
+    for unfit in ("not fit", "", "x" * 129):
+        status, headers, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 1}, X_Request_Id=unfit)
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+        assert headers["x-request-id"] not in ("", unfit)
+        with Client(served.grpc) as other:
+            other._metadata += (("request_id", unfit),)
+            with pytest.raises(InvalidRequest) as caught:
+                other.generate("x", SamplingParams(max_tokens=1))
+        assert str(caught.value) == answer["error"]["message"]
+
+
+def test_half_a_request_is_given_up(served: House) -> None:
+    """Guards against connections that never send their body."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)
+    served.settle()
+    assert ask(served, "/health")[0] == 200

@@ -1,0 +1,258 @@
+"""The doors under misuse: heads without end, words without measure, a controller that hangs, a crowd, answers nobody takes."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+from pydantic import ValidationError
+
+from cascade.client import Client
+from cascade.errors import InvalidRequest, Overloaded, Unavailable
+from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from deployments.http.middleware import ClientLeft, Events
+from deployments.http.openai import ChatBody, CompletionBody, SamplingBody
+from deployments.links import replica_status
+from tests.doors import House, house
+from tests.router.test_http import ask
+from tests.router.test_servers import wait_until
+
+LONG = "x" * 20_000
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(pass_s=0.005, max_running=1, max_waiting=0, limits={"body_timeout_s": 0.5}) as built:
+        yield built
+        built.settle()
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the server closes the connection without a word."""
+    connection.settimeout(20)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_heads_have_to_come(served: House) -> None:
+    """Guards file descriptors: connections that never sent a whole head, the first or a later one, stayed for ever."""
+    host, port = served.url.removeprefix("http://").split(":")
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for start in (b"", whole[:-2], b"GET"):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(start)
+            assert ends(connection)
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(whole)
+        answer = connection.recv(4096)
+        while b'"ok"' not in answer:
+            answer += connection.recv(4096)
+        connection.sendall(whole[:20])
+        assert ends(connection)
+
+
+def test_answers_may_take_longer_than_heads(served: House) -> None:
+    """Guards slow answers against the clock of heads, and connections that are used again."""
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    for _ in range(2):
+        status, _, answer = ask(served, "/v1/completions", body)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 100)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pb.GenerateRequest(prompt="x", sampling=pb.Sampling(stop=[LONG])),
+        pb.GenerateRequest(prompt="x", sampling=pb.Sampling(adapter=LONG)),
+        pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["日" * 9999])),
+        pb.GenerateRequest(prompt="x", sampling=pb.Sampling(structured=pb.Structured(regex="(" + LONG))),
+    ],
+    ids=["stop", "adapter", "tiers", "regex"],
+)
+def test_sentences_fit_into_headers(served: House, asked: pb.GenerateRequest) -> None:
+    """Guards the sentence: one that repeated a long value was larger than what gRPC takes in a header, and another came."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        for call in (lambda: stub.Complete(asked), lambda: list(stub.Generate(asked))):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert len(caught.value.details()) < 600
+
+
+def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests against questions about replicas: each held a thread of those that tokenize, until there were none."""
+    free, asked = threading.Event(), list[str]()
+
+    def hang() -> dict[str, int]:
+        asked.append("")
+        free.wait(60)
+        return {"full": 1}
+
+    monkeypatch.setattr(replica_status, "count_replicas", hang)
+    monkeypatch.setattr(replica_status, "COUNT_TIMEOUT_S", 0.5)
+    try:
+        with Client(served.grpc) as client, ThreadPoolExecutor(40) as pool:
+            answers = [pool.submit(client.describe) for _ in range(40)]
+            wait_until(lambda: bool(asked))
+            assert client.generate("x " * 1500, SamplingParams(max_tokens=2)).token_ids
+            assert ask(served, "/metrics")[0] == 200
+            for answer in answers:
+                with pytest.raises(Unavailable, match="controller does not say"):
+                    answer.result(60)
+            assert len(asked) == 1
+    finally:
+        free.set()
+    with Client(served.grpc) as client:
+        assert [tier.replicas for tier in client.describe().tiers] == [0, 0, 1]
+
+
+def test_refusals_of_both_doors_are_counted(served: House) -> None:
+    """Guards what monitors see: refusals over gRPC were in no counter."""
+
+    def refused() -> float:
+        lines = ask(served, "/metrics")[2].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith('cascade_refused_total{code="invalid_request"'))
+
+    before = refused()
+    ask(served, "/v1/completions", {"prompt": ""})
+    assert refused() == before + 1
+    with Client(served.grpc) as client, pytest.raises(InvalidRequest):
+        client.generate("")
+    assert refused() == before + 2
+
+
+def test_a_crowd_is_sent_away_before_any_work(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the answers being written: prompts were tokenized, and grammars compiled, of requests that had no place."""
+
+    def work(*args: object) -> NoReturn:
+        raise AssertionError("a request without a place is not read")
+
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    with Client(served.grpc) as client, contextlib.closing(client.stream("x", params)) as stream:  # type: ignore[type-var]
+        next(stream)
+        monkeypatch.setattr(served.router.tokenizer, "encode", work)
+        with pytest.raises(Overloaded):
+            client.generate("x")
+        with pytest.raises(Overloaded):
+            client.chat(CHAT["messages"])
+        for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
+            assert ask(served, f"/v1/{path}", body)[0] == 429
+    served.settle()
+
+
+def test_long_lists_of_ids_do_not_stop_the_others(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards streams: a million ids were decoded in the event loop, for a second in which nobody got anything."""
+    decode: Callable[..., str] = served.router.tokenizer.decode
+    threads = list[str]()
+
+    def note(ids: list[int]) -> str:
+        threads.append(threading.current_thread().name)
+        return decode(ids)
+
+    monkeypatch.setattr(served.router.tokenizer, "decode", note)
+    assert ask(served, "/detokenize", {"tokens": [40] * 5000})[0] == 200
+    assert threads != ["house"]
+
+
+async def test_events_end_with_a_client_that_takes_no_head() -> None:
+    """Guards tiers: an answer whose head could not be sent was left to the garbage collector."""
+    closed = list[bool]()
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            yield b"1"
+            yield b"2"
+        finally:
+            closed.append(True)
+
+    async def receive() -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        raise ClientLeft
+
+    source: Any = events()
+    response = Events(source, await anext(source), contextlib.ExitStack())
+    with pytest.raises(ClientLeft):
+        await response({}, receive, send)  # type: ignore[arg-type]
+    assert closed == [True]
+
+
+def test_json_is_in_its_own_words(served: House) -> None:
+    """Guards numbers without measure: they are refused in a sentence that can be read."""
+    body = json.dumps({"prompt": "x", "max_tokens": 10**4000})
+    status, _, answer = ask(served, "/v1/completions", body.encode())
+    assert (status, len(answer["error"]["message"]) < 600) == (400, True)
+
+
+def chat_with(schema: dict[str, Any]) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return CHAT | {"tools": [tool], "tool_choice": "none", "max_tokens": 2}
+
+
+def test_schemas_of_any_size_are_judged_at_once(served: House) -> None:
+    """Guards the router: it looked at a schema of 3 MB for half a minute, did nothing else, and Ray Serve took it for dead."""
+    large = {"type": "object", "properties": {f"a{number}": {"type": "string"} for number in range(100_000)}}
+    assert ask(served, "/v1/chat/completions", chat_with(large))[0] == 200
+    status, _, answer = ask(served, "/v1/chat/completions", chat_with(large | {"required": [{"a": n} for n in range(50_000)]}))
+    assert (status, "no JSON schema, required.0: " in answer["error"]["message"]) == (400, True), answer
+
+
+@pytest.mark.parametrize("draft", ["http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2019-09/schema"])
+def test_schemas_may_be_of_older_drafts(served: House, draft: str) -> None:
+    """Guards tools of clients that write draft 7: what is a schema there is one, what is none is none."""
+    assert ask(served, "/v1/chat/completions", chat_with({"$schema": draft, "items": [{"type": "string"}]}))[0] == 200
+    assert ask(served, "/v1/chat/completions", chat_with({"$schema": draft, "items": [5]}))[0] == 400
+
+
+def test_schemas_are_not_fetched(served: House) -> None:
+    """Guards the network behind the server against what a schema names."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        place = f"http://127.0.0.1:{server.getsockname()[1]}/schema"
+        for schema in ({"$schema": place}, {"$ref": place}, {"$id": place, "$dynamicRef": place}):
+            assert ask(served, "/v1/chat/completions", chat_with(schema))[0] == 200
+            with pytest.raises(TimeoutError):
+                server.accept()
+
+
+MANY = 20_000
+USER: dict[str, Any] = {"role": "user", "content": "x"}
+CROWDS: dict[str, tuple[type[SamplingBody], dict[str, Any], str]] = {  # kind of body, body, words
+    "prompts": (CompletionBody, {"prompt": [{}] * MANY}, "prompt"),
+    "lists of prompts": (CompletionBody, {"prompt": [[1]] * MANY + [5]}, "prompt"),
+    "ids": (CompletionBody, {"prompt": [1] * MANY + ["x"]}, "prompt"),
+    "fields": (CompletionBody, {"prompt": "x", **{f"a{n}": n for n in range(MANY)}}, f"has {MANY + 1} fields"),
+    "biases": (CompletionBody, {"prompt": "x", "logit_bias": {f"a{n}": "x" for n in range(MANY)}}, f"has {MANY} tokens"),
+    "tiers": (CompletionBody, {"prompt": "x", "speculation": {"tiers": [1] * MANY}}, "speculation.tiers"),
+    "choices": (CompletionBody, {"prompt": "x", "structured": {"choice": [1] * MANY}}, "structured.choice"),
+    "stops": (CompletionBody, {"prompt": "x", "stop": [1] * MANY}, "stop"),
+    "messages": (ChatBody, {"messages": [{}] * 4000}, "messages"),
+    "parts": (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
+    "calls": (ChatBody, {"messages": [USER, {"role": "assistant", "tool_calls": [{}] * 1000}]}, "messages.1.tool_calls"),
+    "tools": (ChatBody, {"messages": [USER], "tools": [{"a": n} for n in range(100)]}, "tools"),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_a_crowd_of_mistakes_is_one(served: House, crowd: str) -> None:
+    """Guards the router: each wrong item was a mistake of its own, and 2 MB of them took 20 seconds and 1.4 GB."""
+    kind, body, words = CROWDS[crowd]
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
+    status, _, answer = ask(served, "/v1/completions" if kind is CompletionBody else "/v1/chat/completions", body)
+    assert (status, words in answer["error"]["message"]) == (400, True), answer

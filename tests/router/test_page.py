@@ -1,0 +1,173 @@
+"""The page at `/`, in a real Chromium, against a whole server in this process."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from cascade.chain.planner import Planner
+from tests.doors import House, house
+from tests.router.test_http import ask
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SHOT = os.environ.get("CASCADE_SCREENSHOT")  # a path to write a picture to
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    """All tiers take part always: on a busy machine the planner might find that they do not pay."""
+    with pytest.MonkeyPatch.context() as patch, house(pass_s=0.002, pace=(1, 3, 10)) as built:
+        patch.setattr(Planner, "chain", lambda self, allowed, num_sessions: allowed)
+        yield built
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, served: House) -> Iterator[Page]:
+    """The page; it may not complain on its console, nor ask for anything from elsewhere."""
+    complaints: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request", lambda request: None if request.url.startswith((served.url, "data:")) else complaints.append(request.url)
+    )
+    page.goto(served.url)
+    yield page
+    page.close()
+    served.settle()
+    assert complaints == []
+
+
+def go(page: Page, tokens: int = 60) -> None:
+    page.fill("#max", str(tokens))
+    page.fill("#temperature", "0.8")
+    page.click("#go")
+    expect(page.locator("#go")).to_be_enabled(timeout=60_000)
+
+
+def test_answer_is_coloured_by_history(page: Page, served: House) -> None:
+    """Guards the page: the text is the server's, each token says its tier, lanes and figures are filled."""
+    go(page)
+    asked = {"prompt": page.input_value("#prompt"), "max_tokens": 60, "temperature": 0.8, "seed": 1, "history": True}
+    choice = ask(served, "/v1/completions", asked)[2]["choices"][0]
+    tokens = page.locator("#answer .t")
+    written = "".join(tokens.all_text_contents())
+    assert written == choice["text"]
+    classes = [token.split()[1:2] for token in tokens.evaluate_all("all => all.map(one => one.className)")]
+    assert {level for [level] in classes} <= {"l0", "l1", "l2"}
+    assert len(classes) == len(choice["cascade"]["token_ids"])
+    assert page.locator(".lane").count() == 3
+    assert page.locator("#edges .bar").count() >= 1
+    assert float(page.inner_text("#passes")) >= 1
+    assert page.inner_text("#count") == str(len(classes))
+
+
+def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
+    """Guards the live lanes: those who draft run ahead, some of it is rolled back; nobody is ahead of the end, or if alone."""
+    go(page, 120)
+    ahead, fallen = (
+        page.locator(".lane").evaluate_all(f"all => all.map(one => +one.dataset.{name})") for name in ("ahead", "fallen")
+    )
+    assert ahead[0] == fallen[0] == 0  # the full tier's word is the last
+    assert ahead[1] > 1
+    assert fallen[1] + fallen[2] > 0
+    assert page.evaluate("lanes.length") == 0
+    while page.evaluate("fallen.length"):  # they fade
+        page.wait_for_timeout(50)
+    page.click(".switch")
+    go(page, 30)
+    assert page.locator(".lane").evaluate_all("all => all.every(one => one.dataset.ahead === '0')")
+
+
+def test_switch_turns_drafts_off(page: Page) -> None:
+    """Guards the switch: the same text, every token said by the full tier, and both speeds side by side."""
+    go(page)
+    cascaded = page.locator("#answer").inner_text()
+    page.click(".switch")
+    go(page)
+    assert page.locator("#answer").inner_text() == cascaded
+    assert page.locator("#answer .l0, #answer .l1").count() == 0
+    assert page.locator("#compare .bar").count() == 2
+
+
+def test_stop_frees_every_tier(page: Page, served: House) -> None:
+    """Guards against answers that go on when the visitor has had enough; the fixture looks at every tier."""
+    page.fill("#max", "3500")
+    page.click("#go")
+    expect(page.locator("#answer .t")).not_to_have_count(0, timeout=30_000)
+    page.click("#stop")
+    expect(page.locator("#go")).to_be_enabled(timeout=30_000)
+    assert page.locator("#error").is_hidden()
+
+
+def test_refusals_are_shown(browser: Browser, served: House) -> None:
+    """Guards visitors: the server's sentence, as text."""
+    page = browser.new_page()
+    page.goto(served.url)
+    page.fill("#max", "99999")
+    page.click("#go")
+    expect(page.locator("#error")).to_contain_text("99999")
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable(browser: Browser, served: House, scheme: str) -> None:
+    """Guards contrast in both schemes: every text at least 4.5 to 1 against what is behind it; nothing overflows a phone."""
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
+    page.goto(served.url)
+    go(page, 30)
+    ratios = page.evaluate(CONTRAST)
+    assert min(ratios.values()) >= 4.5, ratios
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+
+
+CONTRAST = """() => {
+  const channel = (v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; };
+  const pixel = (colours) => {
+    const pen = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return pen.getImageData(0, 0, 1, 1).data;
+  };
+  const light = (d) => .2126 * channel(d[0]) + .7152 * channel(d[1]) + .0722 * channel(d[2]);
+  const found = {};
+  const queries = ['#served', '#answer .t', '#answer .prompt', '.legend .t', '.note', 'label', '#speed', '.lane b', '#go'];
+  for (const query of queries) {
+    for (const one of document.querySelectorAll(query)) {
+      const behind = [];
+      for (let node = one; node; node = node.parentElement) behind.unshift(getComputedStyle(node).backgroundColor);
+      const [back, front] = [light(pixel(behind)), light(pixel([...behind, getComputedStyle(one).color]))];
+      const ratio = (Math.max(back, front) + .05) / (Math.min(back, front) + .05);
+      found[query] = Math.min(found[query] ?? 99, ratio);
+    }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.skipif(SHOT is None, reason="set CASCADE_SCREENSHOT to a path, and CASCADE_URL to a running server")
+def test_picture(browser: Browser) -> None:
+    """Takes the picture of the README from a running server; it must stay small."""
+    page = browser.new_page(viewport={"width": 1120, "height": 1000}, device_scale_factor=1)
+    page.goto(os.environ["CASCADE_URL"])
+    for _ in range(4):  # twice each, so that both are warm
+        page.click(".switch")
+        page.click("#go")
+        expect(page.locator("#go")).to_be_enabled(timeout=120_000)
+    page.wait_for_timeout(500)
+    assert SHOT is not None
+    page.screenshot(path=SHOT, full_page=True)
+    assert Path(SHOT).stat().st_size < 300_000

@@ -1,0 +1,125 @@
+"""Refusals over HTTP: what is no text, no JSON object, or contradicts itself gets a sentence that helps, and harms nobody."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from cascade.client import Client
+from cascade.errors import InvalidRequest
+from cascade.params import Handling, SamplingParams
+from tests.doors import House, house
+from tests.router.test_http import ask
+
+HALF = "\\ud800"  # as JSON spells it: no text has it
+TEXT = {"prompt": "ab", "max_tokens": 4}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(pass_s=0.003) as built:
+        yield built
+        built.settle()
+
+
+def said(answer: Any) -> str:
+    return str(answer["error"]["message"])
+
+
+def test_half_characters_break_nothing(served: House) -> None:
+    """Guards links: half a character in cache_salt could not be sent, broke the link between router and tier, and with it
+    every request that the two had, nine times over.
+    """
+    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    with Client(served.grpc) as client:
+        expected = client.generate("ab", params)
+        stream = client.stream("ab", params)
+        pieces = [next(stream)]
+        for field in ("cache_salt", "user", "stop", "model"):
+            body = json.dumps(TEXT | {field: "HALF"}).replace("HALF", HALF).encode()
+            status, _, answer = ask(served, "/v1/completions", body)
+            assert (status, "half a character" in said(answer)) == (400, True), answer
+        pieces += stream
+    assert "".join(piece.text for piece in pieces) == expected.text
+    served.settle()
+    with pytest.raises(InvalidRequest, match=r"cache_salt is .*half a character"):
+        Handling(cache_salt="\ud800")
+
+
+def test_half_characters_in_arguments_are_refused(served: House) -> None:
+    """Guards calls of earlier turns, whose arguments are JSON in JSON: it was a failure of the server."""
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]}
+    status, _, answer = ask(served, "/v1/chat/completions", body)
+    assert (status, "messages.0.tool_calls.0.function.arguments" in said(answer)) == (400, True), answer
+
+
+def test_whole_characters_may_be_spelled_in_halves(served: House) -> None:
+    """Guards characters beyond the first 65,536, which JSON spells as two halves: they are text."""
+    body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 2, "user": "\\\\ud800"}'
+    assert ask(served, "/v1/completions", body)[0] == 200
+    assert ask(served, "/tokenize", b'{"prompt": "\\ud83d\\ude00"}')[2] == ask(served, "/tokenize", {"prompt": "😀"})[2]
+
+
+def test_bodies_without_their_type_are_told_so(served: House) -> None:
+    """Guards `curl -d` without a header, which everybody forgets once: the sentence says what is missing."""
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        status, _, answer = ask(served, "/v1/completions", json.dumps(TEXT).encode(), Content_Type=kind)
+        assert (status, "Content-Type: application/json" in said(answer)) == (400, True), answer
+    status, _, answer = ask(served, "/v1/completions", b"")
+    assert (status, said(answer), answer["error"]["param"]) == (400, "The body is missing: add it", None)
+    status, _, answer = ask(served, "/v1/completions", b"[]")
+    assert (status, "no JSON object" in said(answer)) == (400, True), answer
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, body, param, words
+    "a list of too many": ("completions", {"stop": ["x"] * 17}, "stop", "stop: list should have at most 16 items"),
+    "neither of the kinds": ("completions", {"stop": 5}, "stop", "stop is 5: input should be a valid string"),
+    "an item of a list": ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1 is -1: input should be greater than"),
+    "an empty schema and another kind": (
+        "completions",
+        {"structured": {"json_schema": {}, "regex": "a"}},
+        "",
+        "structured is 'json_schema and regex': it must be one of",
+    ),
+    "nothing at all": ("completions", {"structured": {}}, "", "structured is 'empty': it must be one of"),
+    "a part of a message": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+        "messages.0.content.0.type is 'image_url': input should be 'text'",
+    ),
+    "a schema that nobody reads": (
+        "chat/completions",
+        {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        "",
+        "response_format has a json_schema and the type 'json_object'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_sentences_name_the_place(served: House, name: str) -> None:
+    """Guards values of several kinds, blamed as 'input should be a valid string' whatever was meant, and a schema ignored."""
+    path, body, param, words = BAD[name]
+    status, _, answer = ask(served, f"/v1/{path}", (CHAT if "chat" in path else TEXT) | body)
+    assert status == 400
+    assert words in said(answer)
+    assert (answer["error"]["param"] or "") == param
+
+
+def test_headers_are_named(served: House) -> None:
+    """Guards deadlines that are none: the sentence blamed the body."""
+    status, _, answer = ask(served, "/v1/completions", TEXT, X_Request_Timeout_Seconds="soon")
+    assert (status, said(answer).startswith("X-Request-Timeout-Seconds is 'soon': ")) == (400, True), answer
+
+
+def test_load_balancers_may_ask_for_heads(served: House) -> None:
+    """Guards probes by HEAD, which were refused as if the server were ill."""
+    for path in ("/", "/health"):
+        with urlopen(Request(served.url + path, method="HEAD"), timeout=30) as answer:
+            assert (answer.status, answer.read()) == (200, b"")

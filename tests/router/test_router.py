@@ -1,0 +1,313 @@
+"""The router without Ray: a real link to a full tier with a toy model, and handles that are none."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from cascade.errors import Aborted, CascadeError, DeadlineExceeded
+from cascade.messages import Failed, Message, Proposal
+from cascade.scorer import Row
+from cascade.settings.config import CascadeConfig
+from cascade.simulation.toy import ToyModel, full_text
+from cascade.v1 import serving_pb2 as pb
+from deployments import router as module
+from deployments.admission.gate import Life
+from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard, pause
+from deployments.links import replica_status
+from deployments.router import Router
+from tests.links.test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
+
+PROMPT = [5, 6, 7, 8]
+
+
+class Method:
+    """A method of a handle."""
+
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Handle:
+    """A Serve handle of the tier ``name``; a tier without a replica never answers."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        self._net, self._name = net, name
+        self.describe = Method(self._describe)
+        self.lease = Method(self._lease)
+
+    def options(self, **options: object) -> "Handle":
+        return self
+
+    def _describe(self) -> "asyncio.Task[dict[str, Any]]":
+        return asyncio.create_task(self._state())
+
+    async def _state(self) -> dict[str, Any]:
+        while self._name not in self._net.nodes:
+            await asyncio.sleep(0.01)
+        model = self._net.nodes[self._name].model
+        cost = {"pass_cost": [{"tokens": 1, "seconds": 0.25}, {"tokens": 8, "seconds": 0.5}], "context_s": 0.125}
+        known = {"context_len": model.context_len, "vocab_size": model.vocab_size}
+        return {"name": self._name, "model": "toy", **known, **cost}
+
+    def _lease(self, session: str) -> Any:
+        return self._net.lessor(self._name)(session)
+
+
+class Context:
+    """What a method can tell its caller."""
+
+    code: grpc.StatusCode | None = None
+    details = ""
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+
+class Broken(ToyModel):
+    """Every pass fails."""
+
+    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+        raise RuntimeError("out of memory")
+
+
+def config(*, stall_timeout_s: float = 20.0, places: int = 256) -> dict[str, Any]:
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["max_ongoing_requests"] = places
+    return values | {"router": {"stall_timeout_s": stall_timeout_s, "spare_lease_s": 0.1}}
+
+
+class Stoppable(Router):
+    """Serve awaits the destructor; here nobody does when the garbage is collected."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@contextlib.asynccontextmanager
+async def started(net: Net, **options: Any) -> AsyncIterator[Router]:
+    router = Stoppable.__new__(Stoppable)
+    handles: Any = {name: Handle(net, name) for name in ("tiny", "medium", "full")}
+    await Router.__init__(router, config(**options), handles)
+    yield router
+    await Router.__del__(router)
+
+
+def request(max_tokens: int = 20, prompt: Sequence[int] = PROMPT) -> pb.GenerateRequest:
+    sampling = pb.Sampling(max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+
+
+async def refused(router: Router, asked: pb.GenerateRequest) -> Context:
+    context = Context()
+    with pytest.raises(CascadeError):
+        await router.Complete(asked, context)
+    return context
+
+
+@pytest.fixture
+async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:  # noqa: F811
+    """A full tier alone; the lower ones have no replica."""
+    monkeypatch.setattr(module, "LOWER_START_S", 0.05)
+    monkeypatch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(replica_status, "count_replicas", lambda: {"full": 1})
+    await empty.add("full", pass_s=0.001)
+    yield empty
+    await empty.settle()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
+    """Guards the service against lower tiers that cannot start: they only make it faster."""
+    async with started(net) as router:
+        response = await router.Complete(request(), Context())
+        alone = ToyModel()
+        opening = await router._admit(request())
+        assert [token.id for token in response.tokens] == full_text(alone, opening)[len(PROMPT) :]
+        described = await router.Describe(pb.DescribeRequest(), Context())
+        assert [(tier.name, tier.replicas, tier.vocab_size) for tier in described.tiers] == [
+            ("tiny", 0, 0),
+            ("medium", 0, 0),
+            ("full", 1, alone.vocab_size),
+        ]
+
+
+@pytest.mark.parametrize(("places", "num_leases"), [(16, 2), (15, 1)])
+async def test_spares_leave_room(net: Net, places: int, num_leases: int) -> None:
+    """Guards requests at other routers: of a full tier that takes few sessions, no place is held for nobody."""
+    async with started(net, places=places) as router:
+        await router.Complete(request(), Context())
+        await asyncio.sleep(0)  # the last message and the lease that is taken for the next session are in the same turn
+        assert len(net.leases) == num_leases
+
+
+async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
+    """Guards clients against waiting for ever when all full replicas refuse; the time without a token bounds it."""
+    async with started(net, stall_timeout_s=0.3) as router:
+        net.refused = {"full"}
+        context = await refused(router, request())
+        assert context.code is grpc.StatusCode.UNAVAILABLE
+        assert "no progress for 0.3 s" in context.details
+        net.refused = set()
+        await router.Complete(request(), Context())
+
+
+async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the full replicas against a request that makes whoever runs it fail, tried again and again."""
+    monkeypatch.setattr("deployments.admission.retry.RETRY_S", (0.0,))
+    async with started(net) as router:
+        node: Node = net.nodes["full"]
+        monkeypatch.setattr(node.tier._runner, "_model", Broken())
+        context = await refused(router, request())
+        assert context.code is grpc.StatusCode.UNAVAILABLE
+        assert f"failed {MAX_FRUITLESS + 1} times" in context.details
+
+
+async def test_failures_with_progress_between_are_not_counted_together() -> None:
+    """Guards long answers that outlive many replicas: only failures without a new token count."""
+    retry_budget = RetryBudget(20.0)
+    for num_tokens in range(1, 10 * MAX_FRUITLESS):
+        retry_budget.failed("gone")
+        retry_budget.saw(num_tokens)
+    assert retry_budget.fruitless == 0
+
+
+async def test_cancelled_request_leaves_nothing(net: Net) -> None:
+    """Guards every holding of a request against its client leaving at any moment; the fixture looks for what is left."""
+    async with started(net) as router:
+        for steps in (0, 1, 2, 5, 20, 60):
+            task = asyncio.create_task(router.Complete(request(2000), Context()))
+            for _ in range(steps):
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        stream = router.Generate(request(2000), Context())
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(lambda: not router._inboxes and not router._downlink.num_sessions)
+
+
+async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
+    """Guards against `asyncio.wait_for` of Python 3.11, which swallows such a cancel: the request went on for nobody."""
+    async with started(net) as router:
+        task = asyncio.create_task(router.Complete(request(2000), Context()))
+        await until(lambda: net.nodes["full"].tier.stats.own_tokens > 0)
+        [inbox] = router._inboxes.values()
+        await until(inbox.empty)
+        inbox.put_nowait(Proposal("", 0, (), b""))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:
+    """Guards memory: what the client's stream has not taken is not acknowledged, so the full tier stops at its window."""
+    async with started(net) as router:
+        stream = router.Generate(request(3000), Context())
+        await anext(stream)
+        node = net.nodes["full"]
+        await until(lambda: node.tier.stats.own_tokens >= module.FULL_WINDOW)
+        await asyncio.sleep(0.1)
+        assert node.tier.stats.own_tokens <= module.FULL_WINDOW
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_handling_reaches_the_tiers(net: Net) -> None:
+    """Guards priority and salt, which nothing in an answer shows, and the message when they are wrong."""
+    async with started(net) as router:
+        asked = request()
+        asked.priority, asked.cache_salt = -3, "mine"
+        opening = await router._admit(asked)
+        assert (opening.priority, opening.cache_salt) == (-3, "mine")
+        asked.priority = 5000
+        context = await refused(router, asked)
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert context.details.startswith("priority is 5000: it must be")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (pb.Sampling(structured=pb.Structured(regex="[a")), "structured.regex cannot be compiled"),
+        (pb.Sampling(structured=pb.Structured(json_schema="{")), "structured.json_schema cannot be compiled"),
+        (pb.Sampling(structured=pb.Structured()), "structured is"),
+        (pb.Sampling(logit_bias={32: 1.0}), "logit_bias is 32: it must be token ids from 0 to 31"),
+        (pb.Sampling(stop_token_ids=[99]), "stop_token_ids is 99"),
+        (pb.Sampling(min_tokens=7, max_tokens=6), "min_tokens is 7"),
+        (pb.Sampling(presence_penalty=3), "presence_penalty is 3"),
+        (pb.Sampling(logprobs=21), "logprobs is 21"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_cannot_be_honoured_is_refused(net: Net, sampling: pb.Sampling, words: str) -> None:
+    """Guards clients against parameters that are ignored, and tiers against those that they cannot serve."""
+    async with started(net) as router:
+        context = await refused(router, pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling))
+        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in context.details
+
+
+async def test_logprobs_come_with_their_tokens(net: Net) -> None:
+    """Guards log-probabilities on their way through link and router, streamed and whole."""
+    asked = request()
+    asked.sampling.logprobs = 3
+    asked.sampling.frequency_penalty = 0.5
+    async with started(net) as router:
+        whole = await router.Complete(asked, Context())
+        streamed = [token async for response in router.Generate(asked, Context()) for token in response.tokens]
+    assert [token.id for token in streamed] == [token.id for token in whole.tokens]
+    for one in (streamed, whole.tokens):
+        assert all(token.HasField("logprob") and len(token.top) == 3 for token in one)
+    assert [token.logprob for token in streamed] == [token.logprob for token in whole.tokens]
+
+
+async def test_fields_from_the_future_are_refused(net: Net) -> None:
+    """Guards against parameters that are dropped in silence, in every message of a request."""
+    async with started(net) as router:
+        unknown = b"\xf8\x06\x01"
+        for asked in (
+            pb.GenerateRequest.FromString(request().SerializeToString() + unknown),
+            pb.GenerateRequest(token_ids=pb.TokenIds.FromString(b"\x0a\x01\x05" + unknown)),
+            pb.GenerateRequest(prompt="x", sampling=pb.Sampling.FromString(unknown)),
+            pb.GenerateRequest(prompt="x", speculation=pb.Speculation.FromString(unknown)),
+        ):
+            context = await refused(router, asked)
+            assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "unknown fields" in context.details
+
+
+async def test_pauses_end_with_the_request() -> None:
+    """Guards aborts and deadlines while another replica is looked for: they were heard of up to two seconds later."""
+    life = Life()
+    waiting = asyncio.create_task(pause(60.0, life))
+    await asyncio.sleep(0)
+    life.abort()
+    with pytest.raises(Aborted):
+        await waiting
+    with pytest.raises(DeadlineExceeded):
+        await pause(60.0, Life.of(0.01))
+    await pause(0.0, Life())
+
+
+async def test_newest_proposal_counts_and_failures_come_behind() -> None:
+    """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    for message in (Proposal("s", 4, (1,), b"\0"), Proposal("s", 4, (1, 2), b"\0\0"), Failed("s", "gone")):
+        inbox.put_nowait(message)
+    patience, life = RetryBudget(5.0), Life()
+    assert (await heard(inbox, patience, life)).tokens == (1, 2)
+    with pytest.raises(SessionFailed, match="gone"):
+        await heard(inbox, patience, life)

@@ -1,0 +1,306 @@
+"""The served system: three tiers in Ray Serve, gRPC in between and in front, on the embedded family."""
+
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from openai import OpenAI
+from ray import serve
+
+from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
+from cascade.client import AsyncClient, Client
+from cascade.client.client import Pieces, encode_request
+from cascade.errors import DeadlineExceeded
+from cascade.settings.config import CascadeConfig
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from deployments.server import APPLICATION, Server
+
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
+
+
+def config() -> CascadeConfig:
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    values["router"]["spare_lease_s"] = 1.0  # after every test is waited until nothing is held
+    return CascadeConfig.parse(values)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server.start(config(), port=0) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    """A client; behind it nothing may be left on any tier."""
+    with Client(server.address) as client:
+        yield client
+        settle()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Cascade]:
+    """The full model alone, in this process."""
+    with Cascade.demo() as cascade:
+        yield cascade
+
+
+def describe(tier: str) -> dict[str, Any]:
+    """Any replica of a tier."""
+    state: dict[str, Any] = serve.get_deployment_handle(tier, APPLICATION).describe.remote().result(timeout_s=60)
+    return state
+
+
+def replicas(tier: str) -> dict[int, dict[str, Any]]:
+    """Replicas of a tier by process id, as many as answer a number of calls."""
+    states = [describe(tier) for _ in range(6)]
+    return {state["pid"]: state for state in states}
+
+
+def settle(timeout_s: float = 30) -> None:
+    """Wait until no tier has a session, a lease or a session below it."""
+    deadline = time.monotonic() + timeout_s
+    while left := [
+        (tier, state["sessions"], state["leases"], state["drafting"])
+        for tier in ("tiny", "medium", "full")
+        for state in replicas(tier).values()
+        if state["sessions"] or state["leases"] or state["drafting"]
+    ]:
+        assert time.monotonic() < deadline, f"left behind (tier, sessions, leases, drafting): {left}"
+        time.sleep(0.2)
+
+
+def alone(reference: Cascade, params: SamplingParams) -> Completion:
+    return reference.generate(PROMPT, params, Speculation("off"))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=48, temperature=0),
+        SamplingParams(max_tokens=48, temperature=0.7, seed=1, top_k=40),
+        SamplingParams(max_tokens=48, temperature=1.5, seed=2, top_p=0.95),
+        SamplingParams(max_tokens=48, temperature=1.0, seed=3, min_p=0.02),
+        SamplingParams(
+            max_tokens=48,
+            temperature=0.9,
+            seed=4,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            logit_bias={300: 3.0},
+            min_tokens=40,
+            logprobs=2,
+        ),
+        SamplingParams(max_tokens=48, temperature=1.1, seed=5, structured=Structured(regex=r"x = \[[0-9]{3}(, [0-9]{3}){5}\]")),
+    ],
+    ids=["greedy", "top_k", "top_p", "min_p", "shaped", "structured"],
+)
+def test_served_text_is_the_full_models(client: Client, reference: Cascade, params: SamplingParams) -> None:
+    """Guards the promise through the front door: every subset, window and schedule gives the full model's own text."""
+    expected = alone(reference, params)
+    for index, tiers in enumerate(SUBSETS):
+        for schedule in ("async", "lockstep"):
+            speculation = Speculation(tiers=tiers, window=3 + 4 * index, schedule=schedule)  # type: ignore[arg-type]
+            served = client.generate(PROMPT, params, speculation)
+            assert (served.text, served.token_ids) == (expected.text, expected.token_ids)
+            assert served.finish_reason == expected.finish_reason
+            assert len(served.logprobs) == (len(served.token_ids) if params.logprobs is not None else 0)
+            for said, other in zip(served.logprobs, expected.logprobs, strict=True):
+                assert said.logprob == pytest.approx(other.logprob, abs=1e-3)
+                assert [value for _, value in said.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+            assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers[-1:])
+
+
+def test_stream_joins_to_the_text(client: Client, reference: Cascade) -> None:
+    """Guards streaming over the wire: pieces join to text, ids and history, and the last brings the statistics."""
+    params = SamplingParams(max_tokens=60, temperature=1.2, seed=5)
+    chunks = list(client.stream(PROMPT, params))
+    completion = chunks[-1].completion
+    assert completion is not None
+    assert "".join(chunk.text for chunk in chunks) == completion.text == alone(reference, params).text
+    assert b"".join(chunk.origins for chunk in chunks) == completion.origins
+    assert completion.stats.edges[0].verifier == "full"
+    assert completion.stats.prompt_tokens > 0
+    assert all(chunk.ends == () or chunk.ends[-1] == len(chunk.text) for chunk in chunks)
+
+
+def test_crowd_gets_the_same_texts(client: Client, reference: Cascade) -> None:
+    """Guards concurrent requests on shared passes, streams and leases against each other."""
+    params = [SamplingParams(max_tokens=32, temperature=0.8, seed=seed) for seed in range(4)]
+    expected = [alone(reference, one).text for one in params]
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda i: client.generate(PROMPT, params[i % 4]).text, range(32)))
+    assert texts == expected * 8
+
+
+@pytest.mark.parametrize("tier", ["tiny", "medium", "full"])
+def test_killed_replica_is_a_pause(client: Client, reference: Cascade, tier: str) -> None:
+    """Guards against an error or another text when the process of any tier dies in the middle of a request."""
+    params = SamplingParams(max_tokens=600, temperature=0.9, seed=7, ignore_eos=True)
+    expected = alone(reference, params)
+    stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
+    chunks = [next(stream) for _ in range(10)]
+    [victim] = [pid for pid, state in replicas(tier).items() if state["sessions"]][:1]
+    os.kill(victim, signal.SIGKILL)
+    chunks += stream
+    completion = chunks[-1].completion
+    assert completion is not None
+    assert completion.text == expected.text
+    wait_until(lambda: victim not in replicas(tier), 60)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_recovered_tiers_draft_again(client: Client) -> None:
+    """Guards against speculation that stays off after a death: with all replicas back, the whole chain works."""
+
+    def whole_chain() -> bool:
+        params, every = SamplingParams(max_tokens=64, temperature=0), Speculation(tiers=("tiny", "medium"))
+        edges = client.generate(PROMPT, params, every).stats.edges
+        accepted = {(edge.drafter, edge.verifier): edge.accepted for edge in edges}
+        return accepted.get(("medium", "full"), 0) > 0 and ("tiny", "medium") in accepted
+
+    wait_until(whole_chain, 60)
+
+
+def test_cancelled_stream_frees_every_tier(client: Client) -> None:
+    """Guards against work for clients that are gone; the fixture looks at every tier."""
+    for _ in range(3):
+        stream = client.stream(PROMPT, SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True))
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+
+def test_deadline_frees_every_tier(server: Server, client: Client) -> None:
+    """Guards the client's deadline end to end."""
+    with Client(server.address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceeded):
+        hasty.generate(PROMPT, SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True))
+
+
+def test_client_that_never_reads_harms_nobody(server: Server, client: Client, reference: Cascade) -> None:
+    """Guards other requests, and memory, against a stream that is opened and left unread."""
+    params = SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True)
+    with grpc.insecure_channel(server.address) as channel:
+        unread = serving_pb2_grpc.CascadeStub(channel).Generate(encode_request(PROMPT, params, None))
+        short = SamplingParams(max_tokens=24, temperature=0)
+        assert client.generate(PROMPT, short).text == alone(reference, short).text
+        unread.cancel()
+
+
+BAD_REQUESTS = {
+    "no input": (pb.GenerateRequest(), "neither prompt nor token_ids"),
+    "empty prompt": (pb.GenerateRequest(prompt=""), "empty"),
+    "no ids": (pb.GenerateRequest(token_ids=pb.TokenIds()), "empty"),
+    "id out of range": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4_000_000_000])), "4000000000"),
+    "prompt too long": (pb.GenerateRequest(prompt="x y " * 5000), "1024"),
+    "max_tokens 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=0)), "max_tokens is 0"),
+    "max_tokens absurd": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=2**31)), "2147483648"),
+    "temperature NaN": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(temperature=float("nan"))), "temperature is nan"),
+    "temperature below 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(temperature=-1)), "temperature is -1"),
+    "top_p 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(top_p=0)), "top_p is 0"),
+    "min_p infinite": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(min_p=float("inf"))), "min_p is inf"),
+    "seed too large": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(seed=2**64 - 1)), "seed is"),
+    "empty stop": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(stop=[""])), "stop"),
+    "unknown tier": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["huge"])), "huge"),
+    "unknown mode": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(mode="fast")), "fast"),
+    "unknown schedule": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(schedule="later")), "later"),
+    "window 0": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(window=0)), "window is 0"),
+    "unknown field": (pb.GenerateRequest.FromString(b"\x0a\x01x\xf8\x06\x01"), "unknown fields"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests_are_refused(server: Server, name: str) -> None:
+    """Guards the server against every kind of nonsense: INVALID_ARGUMENT and one sentence, never a traceback."""
+    request, words = BAD_REQUESTS[name]
+    with grpc.insecure_channel(server.address) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Complete(request, timeout=30)
+        with pytest.raises(grpc.RpcError) as caught_streaming:
+            list(stub.Generate(request, timeout=30))
+    for error in (caught.value, caught_streaming.value):
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in error.details()
+        assert "Traceback" not in error.details()
+
+
+def test_broken_bytes_are_refused(server: Server, client: Client, reference: Cascade) -> None:
+    """Guards the proxy against requests that are no protobuf or no UTF-8; the next request is served as ever."""
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary("/cascade.v1.Cascade/Complete")
+        for garbage in (b"\xff\xff\xff\xff", b"\x0a\x02\xc3\x28", b"\x0a\x7f"):
+            with pytest.raises(grpc.RpcError):
+                call(garbage, timeout=30)
+    params = SamplingParams(max_tokens=8, temperature=0)
+    assert client.generate(PROMPT, params).text == alone(reference, params).text
+
+
+def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
+    """Guards Describe: names bottom to top, replicas, limits; and the metrics of tiers."""
+    wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2], 60)
+    info = client.describe()
+    assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
+    assert info.max_model_len == 1024
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        metrics = answer.read().decode()
+    assert 'cascade_replicas{tier="full"} 2.0' in metrics
+    for tier in info.tiers:
+        assert f'cascade_pass_seconds{{tier="{tier.name}",tokens="1"}}' in metrics
+    assert info.tiers[0].parameters < info.tiers[1].parameters < info.tiers[2].parameters
+
+
+def test_token_ids_and_async_client(server: Server, client: Client, reference: Cascade) -> None:
+    """Guards prompts of token ids, and the client for event loops."""
+    import asyncio
+
+    ids = reference.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=16, temperature=0)
+
+    async def ask() -> tuple[str, str]:
+        async with AsyncClient(server.address) as asynchronous:
+            whole = await asynchronous.generate(ids, params)
+            return whole.text, "".join([chunk.text async for chunk in asynchronous.stream(ids, params)])
+
+    expected = alone(reference, params).text
+    assert asyncio.run(ask()) == (expected, expected)
+    assert Pieces().take(pb.GenerateResponse()).text == ""
+    assert threading.active_count() < 200
+
+
+def test_refused_prompts_of_the_library_are_refused_here(client: Client) -> None:
+    """Guards the error types of clients: the same as the library's."""
+    with pytest.raises(InvalidRequest, match="empty"):
+        client.generate([], SamplingParams())
+
+
+def test_openai_client_gets_the_full_models_text(server: Server, client: Client, reference: Cascade) -> None:
+    """Guards the HTTP door of the served system, whole and streamed; `client` looks at every tier behind it."""
+    params = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
+    expected = alone(reference, params).text
+    asked: dict[str, Any] = {"model": server.model, "max_tokens": 48, "temperature": 0.8, "seed": 11}
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as asking:
+        assert asking.completions.create(prompt=PROMPT, **asked).choices[0].text == expected
+        pieces = asking.completions.create(prompt=PROMPT, stream=True, **asked)
+        assert "".join(piece.choices[0].text for piece in pieces) == expected
+        chat = asking.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked)
+        assert chat.choices[0].message.content == expected
+        long = asked | {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        with asking.completions.create(prompt=PROMPT, stream=True, **long) as left:
+            next(iter(left))

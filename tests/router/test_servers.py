@@ -1,0 +1,267 @@
+"""The router's own doors, gRPC and HTTP: keys, limits, overload, deadlines, slow readers, aborts, draining, probes."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cascade.client import Client
+from cascade.errors import Aborted, DeadlineExceeded, Overloaded, Unauthenticated
+from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from tests.doors import House, house
+from tests.router.test_http import ask
+
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
+LONG = SamplingParams(max_tokens=4000, temperature=1.0, seed=1, ignore_eos=True)
+PROMPT = "a secret prompt"
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # so that unread answers soon fill it
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[House]:
+    """Room for two answers, and two that wait; slow tiers; keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOOR_KEYS", f"alice={ALICE},bob={BOB}")
+        limits = {"max_body_bytes": 4096, "body_timeout_s": 0.5, "max_tokens": 4050}
+        with house(
+            pass_s=0.01,
+            max_running=2,
+            max_waiting=2,
+            limits=limits,
+            access={"keys_env": "DOOR_KEYS", "limits": {"bob": {"tokens_per_minute": 60}}},
+        ) as built:
+            yield built
+
+
+@pytest.fixture
+def alice(small: House) -> Iterator[Client]:
+    with Client(small.grpc, api_key=ALICE) as client:
+        yield client
+    small.settle()
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+@contextlib.contextmanager
+def busy(served: House, num: int, *metadata: tuple[str, str]) -> Iterator[list[Any]]:
+    """That many long answers being written, or waiting."""
+    request = pb.GenerateRequest(prompt=PROMPT, sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        calls = [stub.Generate(request, metadata=(*bearer(ALICE), *metadata)) for _ in range(num)]
+        wait_until(lambda: served.router.front.gate.num_admitted >= num)
+        yield calls
+        for call in calls:
+            call.cancel()
+    served.settle()
+
+
+def test_no_key_no_answer(small: House, alice: Client) -> None:
+    """Guards every route of both protocols against strangers; what monitors need stays open."""
+    for path, body in (("/v1/models", None), ("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            status, got, answer = ask(small, path, body, **headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            assert got["www-authenticate"] == "Bearer"
+        assert ask(small, path, body, Authorization=f"Bearer {ALICE}")[0] == 200
+    for path in ("/", "/health", "/metrics", "/openapi.json"):
+        assert ask(small, path)[0] == 200
+    with Client(small.grpc) as stranger:
+        said = [{"role": "user", "content": "x"}]
+        chats = (lambda: stranger.chat(said), lambda: list(stranger.stream_chat(said)))
+        for call in (lambda: stranger.generate("x"), lambda: list(stranger.stream("x")), stranger.describe, *chats):
+            with pytest.raises(Unauthenticated, match="API key"):
+                call()
+    assert alice.generate("x", SamplingParams(max_tokens=4)).token_ids
+
+
+def test_rate_of_a_key_is_told(small: House) -> None:
+    """Guards the others against a key that asks too much: 429 and when to come again, in both protocols."""
+    with Client(small.grpc, api_key=BOB) as bob:
+        bob.generate(PROMPT, SamplingParams(max_tokens=160, ignore_eos=True))
+        with pytest.raises(Overloaded, match="60 tokens a minute"):
+            bob.generate(PROMPT, SamplingParams(max_tokens=4))
+    status, headers, answer = ask(small, "/v1/completions", {"prompt": "x"}, Authorization=f"Bearer {BOB}")
+    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+    assert int(headers["retry-after"]) >= 1
+    small.settle()
+
+
+def test_full_server_says_so_at_once(small: House) -> None:
+    """Guards latency under load, in both protocols; and that the places come back."""
+    with busy(small, 4):
+        begin = time.monotonic()
+        status, headers, answer = ask(small, "/v1/completions", {"prompt": "x"}, Authorization=f"Bearer {ALICE}")
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "overloaded", "1")
+        with grpc.insecure_channel(small.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+            serving_pb2_grpc.CascadeStub(channel).Complete(pb.GenerateRequest(prompt="x"), metadata=bearer(ALICE))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(caught.value.trailing_metadata())["retry-after"] == "1"
+        assert time.monotonic() - begin < 10
+        assert small.router.front.gate.num_waiting == 2
+    body = {"prompt": "x", "n": 5}
+    assert ask(small, "/v1/completions", body, Authorization=f"Bearer {ALICE}")[2]["error"]["message"].startswith(
+        "The request asks"
+    )
+    assert ask(small, "/v1/completions", {"prompt": "x"}, Authorization=f"Bearer {ALICE}")[0] == 200
+
+
+def test_deadlines_are_kept(small: House) -> None:
+    """Guards deadlines while an answer is written and while it waits, in both protocols."""
+    asked = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {ALICE}", "X_Request_Timeout_Seconds": "0.4"}
+    for num in (0, 2):
+        with busy(small, num):
+            status, _, answer = ask(small, "/v1/completions", asked, **headers)
+            assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+            with Client(small.grpc, api_key=ALICE, timeout_s=0.4) as hasty, pytest.raises(DeadlineExceeded):
+                hasty.generate(PROMPT, LONG)
+    status, _, answer = ask(small, "/v1/completions", asked, **headers | {"X_Request_Timeout_Seconds": "-1"})
+    assert status == 400
+
+
+def test_abort_ends_a_request_of_the_same_key(small: House) -> None:
+    """Guards Abort: it reaches what is written and what waits, of the own key only."""
+    with busy(small, 3, ("request_id", "mine")) as calls, grpc.insecure_channel(small.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        assert stub.Abort(pb.AbortRequest(request_id="mine"), metadata=bearer(BOB)).aborted == 0
+        assert stub.Abort(pb.AbortRequest(request_id="other"), metadata=bearer(ALICE)).aborted == 0
+        assert stub.Abort(pb.AbortRequest(request_id="mine"), metadata=bearer(ALICE)).aborted == 3
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.ABORTED
+    threading.Timer(0.3, lambda: small.loop.call_soon_threadsafe(small.router.front.abort_all)).start()
+    with Client(small.grpc, api_key=ALICE) as client, pytest.raises(Aborted):
+        client.generate(PROMPT, LONG)
+
+
+def test_too_much_is_refused_before_it_is_read(small: House) -> None:
+    """Guards memory: bodies, messages and heads have a size, and must come in time."""
+    key = {"Authorization": f"Bearer {ALICE}"}
+    status, _, answer = ask(small, "/v1/completions", {"prompt": "x" * 5000}, **key)
+    assert (status, answer["error"]["code"]) == (413, "too_large")
+    host, port = small.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ALICE}\r\n"
+    for rest, words in (
+        ("Transfer-Encoding: chunked\r\n\r\n" + ("800\r\n" + "x" * 2048 + "\r\n") * 4, b" 413 "),
+        ("Content-Length: 99\r\n\r\nx", b" 504 "),
+        ("X-Long: " + "x" * 100_000 + "\r\n\r\n", b" 400 "),
+    ):
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall((head + rest).encode())
+            assert words in connection.recv(4096).split(b"\r\n")[0]
+    with Client(small.grpc, api_key=ALICE) as client, pytest.raises(Overloaded):
+        client.generate("x" * 5000)
+    status, _, answer = ask(small, "/v1/completions", {"prompt": "x", "max_tokens": 4060}, **key)
+    assert "at most 4050" in answer["error"]["message"]
+
+
+def test_prompts_and_keys_are_not_logged(small: House, alice: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards users: whatever the level, the log has neither what they wrote nor what they were answered nor their keys."""
+    with caplog.at_level(logging.DEBUG):
+        answer = alice.generate(PROMPT, SamplingParams(max_tokens=30))
+        ask(small, "/v1/completions", {"prompt": PROMPT, "max_tokens": 30}, Authorization=f"Bearer {ALICE}")
+        ask(small, "/v1/completions", {"prompt": PROMPT, "temperature": -1}, Authorization=f"Bearer {ALICE}")
+        small.settle()
+    for words in (PROMPT, answer.text, ALICE):
+        assert words not in caplog.text
+
+
+def test_health_and_reflection(small: House) -> None:
+    """Guards probes and grpcurl: the standard services are there, open to all."""
+    with grpc.insecure_channel(small.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "cascade.v1.Cascade"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        [listed] = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = {service.name for service in listed.list_services_response.service}
+        assert {"cascade.v1.Cascade", "grpc.health.v1.Health"} <= names
+        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="cascade.v1.Cascade")
+        [found] = reflection.ServerReflectionInfo(iter([asked]))
+        assert found.file_descriptor_response.file_descriptor_proto
+
+
+def test_slow_readers_are_slowed_then_dropped() -> None:
+    """Guards memory and tiers against clients that stop reading: the full tier stalls, then the request is over."""
+    with house(pass_s=0.0, limits={"read_timeout_s": 1.0}) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "x", "max_tokens": 4000, "n": 16, "stream": true, "ignore_eos": true, "history": true}'
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            reader.recv(10)
+            gate = served.router.front.gate
+            wait_until(lambda: gate.num_admitted == 0)
+            written = served.net.nodes["full"].tier.stats.own_tokens
+            assert written < 16 * 4000
+            served.settle()
+        with grpc.insecure_channel(served.grpc, options=SMALL_WINDOW) as channel:
+            request = pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
+            calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(2)]
+            wait_until(lambda: gate.num_admitted > 0)
+            wait_until(lambda: gate.num_admitted == 0)
+            with Client(served.grpc) as client:
+                assert client.generate("x", SamplingParams(max_tokens=4)).token_ids
+            ends = []
+            for call in calls:
+                with contextlib.suppress(grpc.RpcError):
+                    list(call)
+                ends.append(call.code())
+            assert grpc.StatusCode.ABORTED in ends
+            served.settle()
+
+
+def test_drain_lets_answers_end_and_nobody_in() -> None:
+    """Guards rolling updates: what is being written is finished, what comes is told to go elsewhere, probes are told."""
+    with house(pass_s=0.005) as served, Client(served.grpc) as client:
+        params = SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
+        expected = client.generate(PROMPT, params).text
+        stream = client.stream(PROMPT, params)
+        pieces = [next(stream)]
+        drained = threading.Thread(target=lambda: served.call(served.router.drain()))
+        drained.start()
+        wait_until(lambda: served.router.front.gate.closed)
+        status, _, answer = ask(served, "/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "unavailable")
+        assert ask(served, "/health")[0] == 503
+        with grpc.insecure_channel(served.grpc) as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        pieces += stream
+        assert "".join(piece.text for piece in pieces) == expected
+        drained.join(30)
+        assert not drained.is_alive()
+
+
+def test_routers_of_a_machine_share_the_doors() -> None:
+    """Guards rolling updates and scaled routers: a second one can listen where the first does, and either answers."""
+    with house() as one, house(listen=one.router._config.router.listen.model_dump()) as other:  # type: ignore[union-attr]
+        for _ in range(8):
+            assert ask(one, "/health")[0] == 200
+            with Client(one.grpc) as client:
+                assert client.generate(PROMPT, SamplingParams(max_tokens=4)).token_ids
+        one.settle()
+        other.settle()

@@ -1,0 +1,128 @@
+"""Watched requests: streams tell of guesses that nobody has judged yet; others pay nothing for it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from cascade.answer import Answer
+from cascade.chain.local_links import join
+from cascade.chain.session import Session
+from cascade.chain.tier import Tier
+from cascade.client import Client
+from cascade.errors import InvalidRequest
+from cascade.messages import Lane, Open, Proposal, origin
+from cascade.params import Handling, SamplingParams, Speculation
+from cascade.simulation.toy import ToyModel
+from tests.chain.test_tier import Inbox, opening, settle
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, ask
+
+PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
+WATCHED = Handling(watch=True)
+ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(pass_s=0.002, pace=(1, 5, 25)) as built:
+        yield built
+        built.settle()
+
+
+def test_lanes_are_guesses(served: House) -> None:
+    """Guards what is shown: guesses of both tiers ahead of the text, some are kept, some rolled back; the text stays."""
+    with Client(served.grpc) as client:
+        plain = client.generate(PROMPT, PARAMS)
+        chunks = list(client.stream(PROMPT, PARAMS, ALL, WATCHED))
+        assert not any(chunk.lanes for chunk in client.stream(PROMPT, PARAMS, ALL))
+    completion = chunks[-1].completion
+    assert completion is not None
+    assert completion.token_ids == plain.token_ids == sum((chunk.token_ids for chunk in chunks), ())
+    num_tokens, right, wrong = 0, 0, 0
+    for chunk in chunks:
+        num_tokens += len(chunk.token_ids)
+        for lane in chunk.lanes:
+            assert lane.start >= num_tokens
+            pairs = list(zip(lane.tokens, plain.token_ids[lane.start :], strict=False))
+            right += sum(guess == token for guess, token in pairs)
+            wrong += sum(guess != token for guess, token in pairs)
+    assert {lane.tier for chunk in chunks for lane in chunk.lanes} == {"medium", "tiny"}
+    assert right > 0
+    assert wrong > 0
+
+
+def test_lanes_over_http(served: House) -> None:
+    """Guards the extension of streams, in both kinds of completions; whole answers have nothing to watch."""
+    extra = {"watch": True, "speculation": {"tiers": ["tiny", "medium"]}}
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 60, "seed": 3, "stream": True, "extra_body": extra}
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        for pieces in (
+            list(client.completions.create(prompt=PROMPT, echo=True, logprobs=0, **asked)),
+            list(client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked)),
+        ):
+            extras: list[Any] = [getattr(piece.choices[0], "cascade", None) or {} for piece in pieces]
+            lanes = [lane for extra in extras for lane in extra.get("lanes", ())]
+            assert {lane["tier"] for lane in lanes} == {"medium", "tiny"}
+            assert all(set(lane) == {"tier", "start", "tokens"} for lane in lanes)
+            assert "edges" in extras[-1]
+    status, _, answer = ask(served, "/v1/completions", {"prompt": PROMPT, "watch": True})
+    assert (status, "watch is given without stream" in answer["error"]["message"]) == (400, True), json.dumps(answer)
+    with Client(served.grpc) as client, pytest.raises(InvalidRequest, match="watch is true: only streams"):
+        client.generate(PROMPT, PARAMS, None, WATCHED)
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_only_watched_sessions_send_more(watch: bool) -> None:
+    """Guards the cost of everybody else: one proposal a pass, without lanes."""
+    models = [ToyModel(agreement=0.6, pass_s=0.002), ToyModel(pass_s=0.08)]
+    tiers = [Tier(str(level), level, model) for level, model in enumerate(models)]
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    request: Open = replace(opening(3, 0.5, 60, chain=("0",)), watch=watch)
+    inbox, answer, heard = Inbox(), Answer(request, Decoder()), []
+    tiers[-1].post([request], inbox)
+    while not answer.finished:
+        said = inbox.messages.get(timeout=20)
+        assert isinstance(said, Proposal)
+        heard.append(said)
+        _, commit = answer.take(said)
+        if commit is not None:
+            tiers[-1].post([commit])
+    own_passes = sum(edge.passes for edge in answer._edges if edge.verifier == "1")
+    assert (len(heard) > own_passes) == watch
+    assert any(said.lanes for said in heard) == watch
+    for tier in tiers:
+        tier.drop(inbox)
+    settle(tiers)
+    for tier in tiers:
+        tier.close()
+
+
+def test_lanes_of_a_cut_text_are_not_told() -> None:
+    """Guards against guesses behind a text that is no more: after a correction only what joins the text is a lane."""
+    session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
+    session.attach("medium", "m", ())
+    session.kv_len = len(session.text) - 1
+    end = len(session.text)
+    guesses = bytes([origin(1, False)] * 4)
+    session.propose(Proposal("m", end, (1, 2, 3, 4), guesses, lanes=(Lane("tiny", end + 4, (5, 6)),)))
+    assert session.lanes == (Lane("medium", end, (1, 2, 3, 4)), Lane("tiny", end + 4, (5, 6)))
+    session.advance(session.work(100), (1, 9, 0, 0, 0))
+    assert session.lanes == (Lane("medium", end + 2, ()),)
+    session.detach()
+    assert session.lanes == ()
+
+
+class Decoder:
+    """Every token is a character."""
+
+    def step(self, token: int) -> str:
+        return "x"
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,490 @@
+"""Configurations: what is wrong is refused before anything starts, and what is right reaches Ray Serve."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+from click.testing import CliRunner
+from pydantic import ValidationError
+from ray import serve
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
+from ray.serve.schema import ServeDeploySchema
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cascade import family
+from cascade.cli.main import main
+from cascade.errors import ConfigError
+from cascade.params import MAX_WINDOW
+from cascade.settings.config import CascadeConfig
+from deployments import app
+from deployments.app import ENVIRONMENT, build, parse, tier_options
+from deployments.grpc.ingress import SERVICER
+
+CLUSTER = Path(__file__).parents[2] / "cluster"
+SERVE_FILES = sorted((CLUSTER / "serve").glob("*.yaml"))
+
+
+def tier(name: str = "full", model_id: str = "some/model", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "model_loading_config": {"model_id": model_id}, **fields}
+
+
+def one(**fields: Any) -> dict[str, Any]:
+    """A configuration with one tier that has ``fields``."""
+    return {"tiers": [tier(**fields)]}
+
+
+def deploying(**fields: Any) -> dict[str, Any]:
+    return one(deployment_config=fields)
+
+
+# what is wrong
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no tiers": ({"window": 3}, r"tiers is missing; add it"),
+    "zero tiers": ({"tiers": []}, r"tiers: .*at least 1"),
+    "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
+    "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
+    "tier a string": ({"tiers": ["full"]}, r"tiers\.0 is 'full': it must be a mapping"),
+    "no name": ({"tiers": [{"model_loading_config": {"model_id": "m"}}]}, r"tiers\.0\.name is missing"),
+    "no model": ({"tiers": [{"name": "full"}]}, r"tiers\.0\.model_loading_config is missing"),
+    "no model_id": ({"tiers": [{"name": "full", "model_loading_config": {}}]}, r"model_loading_config\.model_id is missing"),
+    "empty model_id": ({"tiers": [tier(model_id="")]}, r"model_id is ''"),
+    "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
+    "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
+    "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
+    "empty name": (one(name=""), r"tiers\.0\.name is ''"),
+    "long name": (one(name="x" * 33), r"tiers\.0\.name is 'x{33}'"),
+    "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
+    "unknown key in a tier": (one(model="m"), r"tiers\.0\.model is not a known key"),
+    "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs\.quantise is not a known key"),
+    "unknown deployment option": (deploying(replicas=2), r"deployment_config\.replicas is not a known key"),
+    "unknown router option": ({"tiers": [tier()], "router": {"port": 1}}, r"router\.port is not a known key"),
+    "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),
+    "window 0": ({"tiers": [tier()], "window": 0}, r"window is 0: .*greater than or equal to 1"),
+    "window too long": ({"tiers": [tier()], "window": MAX_WINDOW + 1}, r"window is 257: .*256"),
+    "window a word": ({"tiers": [tier()], "window": "wide"}, r"window is 'wide': .*integer"),
+    "max_model_len": ({"tiers": [tier()], "max_model_len": 1}, r"max_model_len is 1: "),
+    "verify": ({"tiers": [tier()], "verify": "perhaps"}, r"verify is 'perhaps': .*boolean"),
+    "dtype": (one(engine_kwargs={"dtype": "int4"}), r"dtype is 'int4': .*'bfloat16'"),
+    "num_threads": (one(engine_kwargs={"num_threads": 0}), r"num_threads is 0"),
+    "cpu_affinity": (one(engine_kwargs={"cpu_affinity": [-1]}), r"cpu_affinity\.0 is -1"),
+    "no cores": (one(engine_kwargs={"cpu_affinity": []}), r"cpu_affinity"),
+    "max_pass_tokens": (one(engine_kwargs={"max_pass_tokens": 0}), r"max_pass_tokens is 0"),
+    "patience": (one(engine_kwargs={"patience": -1}), r"patience is -1"),
+    "patience infinite": (one(engine_kwargs={"patience": float("inf")}), r"patience is inf"),
+    "patience no number": (one(engine_kwargs={"patience": float("nan")}), r"patience is nan"),
+    "max_guesses": (one(engine_kwargs={"max_guesses": 257}), r"max_guesses is 257"),
+    "num_replicas": (deploying(num_replicas=0), r"deployment_config\.num_replicas is 0"),
+    "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
+    "max_ongoing_requests": (deploying(max_ongoing_requests=0), r"max_ongoing_requests is 0"),
+    "stall_timeout_s": ({"tiers": [tier()], "router": {"stall_timeout_s": 0}}, r"router\.stall_timeout_s is 0"),
+    "listen": ({"tiers": [tier()], "router": {"listen": {"grpc_port": 0}}}, r"router\.listen\.grpc_port is 0"),
+    "max_running": ({"tiers": [tier()], "router": {"max_running": 0}}, r"router\.max_running is 0"),
+    "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
+    "keys_env": ({"tiers": [tier()], "router": {"access": {"keys_env": "a b"}}}, r"keys_env is 'a b'"),
+    "key limits": (
+        {"tiers": [tier()], "router": {"access": {"limits": {"alice": {"tokens_per_minute": 0}}}}},
+        r"limits\.alice\.tokens_per_minute is 0",
+    ),
+    "max_prompts": ({"tiers": [tier()], "router": {"limits": {"max_prompts": 4097}}}, r"max_prompts is 4097: .*4096"),
+    "max_n": ({"tiers": [tier()], "router": {"limits": {"max_n": 1025}}}, r"max_n is 1025: .*1024"),
+    "max_body_bytes": ({"tiers": [tier()], "router": {"limits": {"max_body_bytes": 1}}}, r"max_body_bytes is 1"),
+    "embedded": ({"tiers": [tier(model_id="embedded:nonsense")]}, r"nonsense.*embedded:tiny"),
+    "embedded source": (
+        one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
+        r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
+    ),
+    "a string": ("tiers", r"mapping"),
+    "a list": ([tier()], r"mapping"),
+    "a number": (7, r"mapping"),
+    "placement group": (
+        one(placement_group_config={"bundle": [{"CPU": 1}]}),
+        r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy",
+    ),
+    "placement strategy": (
+        one(placement_group_config={"bundles": [{"CPU": 1}], "strategy": "NEAR"}),
+        r"tier full.*NEAR",
+    ),
+    "replicas and autoscaling": (
+        deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}),
+        r"tier full.*num_replicas.*autoscaling_config",
+    ),
+    "autoscaling option": (
+        deploying(autoscaling_config={"max_replicas": -3}),
+        r"tier full.*max_replicas",
+    ),
+    "autoscaling option that is none": (
+        deploying(autoscaling_config={"min_replica": 3}),
+        r"autoscaling_config of tier full has the unknown key 'min_replica'",
+    ),
+    "actor option": (deploying(ray_actor_options={"gpus": 1}), r"tier full.*gpus"),
+    "router's actor option": (
+        {"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}},
+        r"router.*gpus",
+    ),
+    "runtime_env": (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
+    "env_vars": (deploying(ray_actor_options={"runtime_env": {"env_vars": 5}}), r"env_vars"),
+}
+
+
+def one_sentence(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert "pydantic" not in text
+    assert len(text) < 500
+    return text
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_configurations_are_refused(kind: str) -> None:
+    """Guards users against errors of pydantic or Ray: one sentence with field, value and fix, before anything starts."""
+    values, words = WRONG[kind]
+    if isinstance(values, dict):
+        values = {"verify": False, **values}  # or the hub would be asked for models that do not exist
+    with pytest.raises(ConfigError, match=words) as caught:
+        build(values)
+    one_sentence(caught)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, r"cannot be read: No such file"),
+    "a folder": (lambda path: path.mkdir(), r"cannot be read: Is a directory"),
+    "a folder in its way": (lambda path: path.symlink_to(path), r"cannot be read: .*symbolic links"),
+    "empty": (lambda path: path.write_text(""), r"must be a mapping"),
+    "list": (lambda path: path.write_text("- a\n- b\n"), r"must be a mapping"),
+    "string": (lambda path: path.write_text("tiers"), r"must be a mapping"),
+    "not YAML": (lambda path: path.write_text("tiers: [a\nb: c"), r"is not YAML"),
+    "tab": (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1$"),
+    "binary": (lambda path: path.write_bytes(bytes(range(256))), r"is not YAML"),
+    "zeros": (lambda path: path.write_bytes(bytes(64)), r"is not YAML"),
+    "Latin-1": (lambda path: path.write_bytes(b"tiers: \xe4"), r"is not YAML"),
+    "Python object": (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
+    "impossible date": (lambda path: path.write_text("tiers: 2026-13-45"), r"is not YAML"),
+    "deep": (lambda path: path.write_text("[" * 1200), r"is not YAML"),
+    "unknown key": (lambda path: path.write_text("tiers: []\nfoo: 1"), r"(tiers|foo)"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_wrong_files_are_refused(tmp_path: Path, kind: str) -> None:
+    """Guards users against errors of YAML or the file system; the sentence names the file."""
+    write, words = FILES[kind]
+    path = tmp_path / "my.yaml"
+    write(path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        build({"config": str(path)})
+    assert one_sentence(caught).startswith(str(path))
+
+
+def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards users against a traceback for a file of somebody else; root reads everything, so the refusal is made up."""
+
+    def refuse(*args: object, **options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"my\.yaml cannot be read: Permission denied"):
+        CascadeConfig.load(tmp_path / "my.yaml")
+
+
+@pytest.mark.parametrize("path", [5, None, ["a"], {}])
+def test_path_that_is_none_is_refused(path: object) -> None:
+    """Guards `serve run deployments.app:build config=...` and YAML's args against a path that is not text."""
+    with pytest.raises(ConfigError, match="config is") as caught:
+        parse({"config": path})
+    one_sentence(caught)
+
+
+def test_path_and_keys_are_refused() -> None:
+    """Guards against keys that would be ignored beside a path."""
+    with pytest.raises(ConfigError, match="config is a path"):
+        parse({"config": "a.yaml", "window": 3})
+
+
+def test_files_name_their_problem(tmp_path: Path) -> None:
+    """Guards the sentence about a file: its path, the field and the value are in it."""
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"tiers": [tier()], "window": 0}))
+    with pytest.raises(ConfigError) as caught:
+        CascadeConfig.load(path)
+    assert str(caught.value).startswith(f"{path}: window is 0: ")
+
+
+# what is right
+
+
+def test_configurations_are_frozen() -> None:
+    """Guards against a configuration that changes behind the back of a deployment."""
+    config = CascadeConfig.parse(one())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.window = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.tiers[0].engine_kwargs.dtype = "float32"
+    assert isinstance(config.tiers, tuple)
+
+
+def test_configurations_survive_the_way_to_a_replica() -> None:
+    """Guards against options that get lost between the builder and the replica, which gets JSON."""
+    fields = {"engine_kwargs": {"dtype": "bfloat16", "cpu_affinity": [0, 1], "patience": 0.5}, "accelerator_type": "H100"}
+    config = CascadeConfig.parse({"tiers": [tier("tiny"), tier("full", **fields)], "max_model_len": 100, "window": 7})
+    assert CascadeConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+    assert CascadeConfig.parse(config.model_dump(mode="json")) == config
+
+
+def test_policy_is_what_was_chosen() -> None:
+    """Guards the planner's options: what is chosen is used, what is not keeps its default."""
+    engine = CascadeConfig.parse(one(engine_kwargs={"patience": 0.0, "max_guesses": 3})).tiers[0].engine_kwargs
+    assert (engine.policy.patience, engine.policy.max_guesses) == (0.0, 3)
+    default = CascadeConfig.parse(one()).tiers[0].engine_kwargs.policy
+    assert default == type(default)()
+
+
+def test_embedded_models_have_folders() -> None:
+    """Guards the names of the embedded models."""
+    config = CascadeConfig.demo()
+    assert [tier.model_loading_config.source for tier in config.tiers] == family.paths()
+    assert config.names == family.NAMES
+
+
+def test_options_reach_serve() -> None:
+    """Guards against options of a deployment that are dropped, renamed or replaced by a default."""
+    deployment_config = {
+        "num_replicas": 3,
+        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0.25, "runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}},
+        "max_ongoing_requests": 7,
+        "max_queued_requests": 8,
+        "health_check_period_s": 3.0,
+        "health_check_timeout_s": 4.0,
+        "graceful_shutdown_timeout_s": 5.0,
+        "graceful_shutdown_wait_loop_s": 6.0,
+    }
+    bundles = [{"CPU": 1.0, "GPU": 1.0}, {"GPU": 1.0}]
+    first = tier("tiny", deployment_config=deployment_config, placement_group_config={"bundles": bundles, "strategy": "SPREAD"})
+    second = tier(deployment_config={"autoscaling_config": {"min_replicas": 2, "max_replicas": 5}, "max_replicas_per_node": 1})
+    config = CascadeConfig.parse(
+        {"tiers": [first, second], "router": {"deployment_config": {"num_replicas": 2}}, "verify": False}
+    )
+    tiny, full, router = deployments(config)
+    assert (tiny.name, full.name, router.name) == ("tiny", "full", "router")
+    assert (tiny.num_replicas, tiny.max_ongoing_requests, tiny.max_queued_requests) == (3, 7, 8)
+    actor = tiny.ray_actor_options
+    assert actor["num_cpus"] == 0.5
+    assert actor["num_gpus"] == 0.25
+    assert actor["runtime_env"] == {"pip": ["x"], "env_vars": {**ENVIRONMENT, "A": "1"}}
+    kept = tiny._deployment_config
+    assert (kept.health_check_period_s, kept.health_check_timeout_s) == (3.0, 4.0)
+    assert (kept.graceful_shutdown_timeout_s, kept.graceful_shutdown_wait_loop_s) == (5.0, 6.0)
+    assert tiny._replica_config.placement_group_bundles == bundles
+    assert tiny._replica_config.placement_group_strategy == "SPREAD"
+    assert full._deployment_config.autoscaling_config.max_replicas == 5
+    assert full._replica_config.max_replicas_per_node == 1
+    assert (router.num_replicas, router.ray_actor_options["num_cpus"]) == (2, 0)
+    assert router.max_queued_requests == 256
+
+
+def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment]:
+    """Those of the application, tiers bottom to top, then the router."""
+    application = call_builder(build, config)
+    router = application._bound_deployment
+    handles = router.init_args[1]
+    return [*(handle._bound_deployment for handle in handles.values()), router]
+
+
+def test_tiers_get_handles_of_those_below() -> None:
+    """Guards the shape of the application: every tier can lease every lower one, and none above."""
+    *tiers, _ = deployments(CascadeConfig.parse({"tiers": [tier("a"), tier("b"), tier("c")], "verify": False}))
+    assert [deployment.init_args[1] for deployment in tiers] == [0, 1, 2]
+    assert [list(deployment.init_args[2]) for deployment in tiers] == [[], ["a"], ["a", "b"]]
+
+
+def test_accelerators() -> None:
+    """Guards GPUs: an accelerator type brings one GPU, and what is said of the actor comes first."""
+    parsed = CascadeConfig.parse(
+        {"tiers": [tier("a", accelerator_type="L4"), tier("b", accelerator_type="L4", deployment_config=half), tier("c")]}
+    )
+    actors = [tier_options(tier)["ray_actor_options"] for tier in parsed.tiers]
+    assert [actor.get("num_gpus") for actor in actors] == [1, 0.5, None]
+    assert [actor.get("accelerator_type") for actor in actors] == ["L4", "L4", None]
+
+
+half = {"ray_actor_options": {"num_gpus": 0.5}}
+
+
+# models that do not belong together
+
+
+def byte_tokenizer(extra: str | None = None) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<end>", *alphabet, *([extra] if extra else [])]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+
+
+def make_model(folder: Path, *, context: int = 64, extra: str | None = None) -> str:
+    """A random Llama with a tokenizer for bytes."""
+    tokenizer = byte_tokenizer(extra)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def trio(*sources: str, **fields: Any) -> dict[str, Any]:
+    return {"tiers": [tier(f"t{i}", source) for i, source in enumerate(sources)], **fields}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models by what is special about them."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "plain")
+    make_model(folder / "short", context=32)
+    make_model(folder / "other", extra="surprise")
+    make_model(folder / "mute")
+    for file in (folder / "mute").glob("*token*"):
+        file.unlink()
+    make_model(folder / "bare")
+    (folder / "bare" / "config.json").unlink()
+    make_model(folder / "broken")
+    (folder / "broken" / "config.json").write_text("{")
+    (folder / "empty").mkdir()
+    return folder
+
+
+def test_tiers_that_belong_together_are_taken(folder: Path) -> None:
+    """Guards against refusing what works."""
+    plain, short = str(folder / "plain"), str(folder / "short")
+    assert len(deployments(trio(plain, plain))) == 3
+    assert len(deployments(trio(short, plain, max_model_len=32))) == 3
+    assert len(deployments(trio(short, plain))) == 3
+
+
+def test_different_tokenizers_are_refused(folder: Path) -> None:
+    """Guards against tiers whose token ids mean different texts: drafts would all be wrong."""
+    with pytest.raises(ConfigError, match=r"Tier t0 .*other.* tier t1 .*plain.* different tokenizers: choose") as caught:
+        build(trio(str(folder / "other"), str(folder / "plain")))
+    one_sentence(caught)
+
+
+def test_short_context_is_refused(folder: Path) -> None:
+    """Guards max_model_len, a promise to clients, against a tier that cannot keep it."""
+    with pytest.raises(ConfigError, match=r"max_model_len is 33, but tier t0 takes 32 tokens: lower it") as caught:
+        build(trio(str(folder / "short"), str(folder / "plain"), max_model_len=33))
+    one_sentence(caught)
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "mute", "bare", "broken"])
+def test_models_that_cannot_be_loaded_are_refused(folder: Path, name: str) -> None:
+    """Guards the start of a server against folders that are no models: the tier and the source are named."""
+    with pytest.raises(ConfigError, match=rf"tier t0 .*{name}") as caught:
+        build(trio(str(folder / name), str(folder / "plain"), max_model_len=32))
+    one_sentence(caught)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("/no/such/model", "There is no folder"),
+        ("./model", "There is no folder"),
+        ("a/b/c", "There is no folder"),
+        (__file__, "is a file"),
+    ],
+)
+def test_paths_that_are_no_models_are_told_so(source: str, words: str) -> None:
+    """Guards a slip of the pen in a path: the hub's library explained the form of its names."""
+    with pytest.raises(ConfigError, match=f"tier full cannot be used: .*{words}.*folder"):
+        build({"tiers": [tier(model_id=source)]})
+
+
+def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
+    """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
+    path = tmp_path / "my.yaml"
+    options = {"ray_actor_options": {"num_cpu": 1}}
+    path.write_text(json.dumps({"tiers": [tier(model_id="embedded:tiny", deployment_config=options)]}))
+    done = CliRunner().invoke(main, ["check", str(path)])
+    assert done.exit_code == 1
+    assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")
+
+
+# the files of cluster/
+
+
+def applications(path: Path) -> ServeDeploySchema:
+    return ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
+def test_serve_files_can_be_deployed(path: Path) -> None:
+    """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
+
+    Without the hub, the tiers' tokenizers and contexts are compared for embedded models only.
+    """
+    schema = applications(path)
+    assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
+    [application] = schema.applications
+    assert application.import_path == f"{app.__name__}:{build.__name__}"
+    embedded = all(tier["model_loading_config"].get("model_source") for tier in application.args["tiers"])
+    args = dict(application.args) if embedded else {**application.args, "verify": False}
+    assert [deployment.name for deployment in deployments(args)] == ["tiny", "medium", "full", "router"]
+    assert CascadeConfig.parse(application.args).verify
+
+
+def test_demo_file_is_the_demo() -> None:
+    """Guards `cascade demo` and cluster/serve/demo.yaml against drifting apart."""
+    [application] = applications(CLUSTER / "serve" / "demo.yaml").applications
+    assert CascadeConfig.parse(application.args) == CascadeConfig.demo()
+
+
+def test_kuberay_serves_the_qwen3_file() -> None:
+    """Guards the RayService: its application is that of cluster/serve, and its gRPC port is one of the service."""
+    spec = yaml.safe_load((CLUSTER / "kuberay" / "rayservice.yaml").read_text())["spec"]
+    served = yaml.safe_load(spec["serveConfigV2"])
+    assert served == yaml.safe_load((CLUSTER / "serve" / "qwen3.yaml").read_text())
+    groups = [spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]]
+    for group in groups:
+        [container] = group["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["serve"] == served["http_options"]["port"]
+        assert ports["serve-grpc"] == served["grpc_options"]["port"]
+    assert all("nvidia.com/gpu" in group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups[1:])
+    assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
+
+
+def test_ray_up_file_keeps_rays_schema() -> None:
+    """Guards the file for `ray up` against keys that Ray does not know."""
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    values = yaml.safe_load((CLUSTER / "ray-up" / "aws.yaml").read_text())
+    jsonschema.validate(values, schema)
+    assert values["head_node_type"] in values["available_node_types"]
+
+
+def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
+    """Guards tiers that share a GPU: each would have taken nine tenths of it."""
+
+    def share(num_gpus: float | None, **engine: Any) -> float:
+        values = CascadeConfig.demo().model_dump(mode="json")
+        actor = {} if num_gpus is None else {"num_gpus": num_gpus}
+        values["tiers"][-1] |= {"engine_kwargs": engine, "deployment_config": {"ray_actor_options": actor}}
+        tier = CascadeConfig.model_validate(values).tiers[-1]
+        assert type(tier).model_validate(tier.model_dump(mode="json")).gpu_memory_utilization == tier.gpu_memory_utilization
+        return tier.gpu_memory_utilization
+
+    assert [share(num_gpus) for num_gpus in (None, 0, 1, 2, 0.3)] == [0.9, 0.9, 0.9, 0.9, 0.27]
+    assert share(0.3, gpu_memory_utilization=0.5) == 0.5

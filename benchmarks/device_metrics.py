@@ -23,11 +23,12 @@ LULL_S = 5e-6  # without any kernel: shorter ones lie between those of one graph
 def decode(network: PreTrainedModel, model: Model, peak: float, scale: Scale) -> dict[str, Any]:
     """One row, step by step, against the floor; every step is a pass of its own, with its host read."""
     cache, text, taken = model.new_cache(), tokens(scale.context, 0), []
-    text += model.run([Row(cache, 0, text, 1, GREEDY)])[0]
+    text += model.run([Row(cache, 0, text, 1, GREEDY)])[0].own
     for _ in range(scale.passes * scale.repeats):
         row = Row(cache, len(text) - 1, text[-1:], 1, GREEDY)
         begin = time.perf_counter()
-        text += model.run([row])[0]
+        [scored] = model.run([row])
+        text += [*scored.own, *scored.ahead]
         taken.append(time.perf_counter() - begin)
     cache.free()
     unread = 0 if network.config.tie_word_embeddings else network.get_input_embeddings().weight.nbytes
@@ -98,14 +99,14 @@ def differing(model: Model, scale: Scale) -> dict[str, Any]:
     """Tokens that passes of eight choose otherwise than passes of one, and how far the two likeliest are apart there."""
     prompt = tokens(scale.context, 3)
     cache, other = model.new_cache(), model.new_cache()
-    text = [*prompt, *model.run([Row(cache, 0, prompt, 1, GREEDY)])[0]]
+    text = [*prompt, *model.run([Row(cache, 0, prompt, 1, GREEDY)])[0].own]
     while len(text) < len(prompt) + scale.tokens:
-        text += model.run([Row(cache, len(text) - 1, text[-1:], 1, GREEDY)])[0]
+        text += model.run([Row(cache, len(text) - 1, text[-1:], 1, GREEDY)])[0].own
     model.run([Row(other, 0, prompt, 1, GREEDY)])
     margins, compared = [], 0
     for start in range(len(prompt), len(text) - 8, 8):
         row = Row(other, start, text[start : start + 8], 8, GREEDY)
-        own, logits = model.run([row])[0], model.logits([row]).float()
+        own, logits = model.run([row])[0].own, model.logits([row]).float()
         best = logits.topk(2).values
         for place, (said, kept) in enumerate(zip(own, text[start + 1 : start + 9], strict=True)):
             compared += 1

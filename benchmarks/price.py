@@ -112,7 +112,7 @@ async def verify(ticket: str, session: str, num_tokens: int, window: int, judge:
         message = await heard.get()
         assert isinstance(message, Proposal), f"the session goes on: {message}"
         messages += 1
-        text[message.start :] = message.tokens
+        text[message.start :] = message.draft.tokens
         if len(text) - committed >= at_once:
             if judge is not None:
                 await judge()

@@ -107,4 +107,4 @@ def own_tokens(source: str, dtype: str, prompt: str, text: tuple[int, ...]) -> l
     model = scorer(source, dtype)
     ids = tokenizer(source)(prompt)["input_ids"]
     row = Row(Cache(), 0, [*ids, *text[:-1]], len(text), GREEDY)
-    return model.run([row])[0]
+    return list(model.run([row])[0].own)

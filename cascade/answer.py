@@ -121,7 +121,7 @@ class Answer:
             return None, None
         begin = self.opening.prompt_len + len(self._tokens)
         known = begin - proposal.start
-        new = proposal.tokens[known:] if known >= 0 else ()
+        new = proposal.draft.tokens[known:] if known >= 0 else ()
         if not new:
             return (self._watched(None, proposal) if self._num_sent_tokens else None), None
         if not self._tokens and self.elapsed is not None:
@@ -131,9 +131,9 @@ class Answer:
         if proposal.edges:
             self._edges, self._spared = proposal.edges, proposal.spared
         if self.opening.params.logprobs is not None:
-            assert len(proposal.logprobs) == len(proposal.tokens), "the full tier was asked for log-probabilities"
+            assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
             self._logprobs += proposal.logprobs[known:]
-        for token, origin in zip(new, proposal.origins[known:], strict=True):
+        for token, origin in zip(new, proposal.draft.origins[known:], strict=True):
             self._append(token, origin)
             if self.finished:
                 break

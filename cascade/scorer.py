@@ -1,10 +1,10 @@
 """The seam between a tier and its model: rows of a pass go in, own tokens come out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cascade.messages import Logprobs
+from cascade.messages import NO_DRAFT, Draft, Logprobs
 from cascade.params import SamplingParams
 
 BLOCK = 16  # positions
@@ -48,7 +48,6 @@ class RowState(Protocol):
     """What own tokens of a session depend on besides the logits of their pass; see `cascade.engine.sequence_state`."""
 
     prompt_len: int
-    num_known: int | None  # own tokens of the last row that count, all of them unless a grammar knew less
 
     @property
     def prompt_logprobs(self) -> tuple[Logprobs, ...]:
@@ -60,15 +59,37 @@ class RowState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One session's part of a pass: score ``tokens`` from position ``start``; what the store held from there on is void."""
+    """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses behind them.
+
+    What the store held from ``start`` on is void.
+    """
 
     cache: Any  # a Store of the model that runs the pass
     start: int  # absolute position of tokens[0]; all positions before are in the store
     tokens: Sequence[int]
-    num_own: int  # own tokens wanted, of the last so many positions; 0 for a prefill chunk that does not end the text
+    num_own: int  # own tokens wanted, behind the last so many of tokens; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
+    draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
+    fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fed", [*self.tokens, *self.draft.tokens] if self.draft else self.tokens)
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of the pass whose own tokens are wanted: the last so many of ``fed``."""
+        return self.num_own + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a pass says of a row."""
+
+    own: Sequence[int] = ()  # behind the last `Row.num_own` tokens, then behind each node of its draft, as far as is known
+    ahead: Sequence[int] = ()  # own tokens of the text that follow upon the last one, if `Row.ahead` asked for any
+    draft: Draft = NO_DRAFT  # what the scorer itself guesses behind these
 
 
 class Scorer(Protocol):
@@ -86,8 +107,10 @@ class Scorer(Protocol):
 
     def new_cache(self) -> Store: ...
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Own tokens of each row: of positions ``start + len(tokens) - num_own + 1`` and the ``num_own - 1`` behind it.
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        """Own tokens of each row; for a grammar that could not follow a guess, those before it alone.
 
         A model that has them at hand may add up to ``ahead`` more, whose keys and values but the last one's it has stored.
+        Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: nothing is known of what
+        the stores hold from ``start`` on then, and the rows may be scored again.
         """

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer, Completion, check_prompt, undrafted
-from cascade.messages import Edge, Open, Proposal
+from cascade.messages import Draft, Edge, Open, Proposal
 from cascade.params import SamplingParams
 
 END = 0
@@ -38,7 +38,7 @@ def feed(params: SamplingParams, tokens: Sequence[int], sizes: Sequence[int]) ->
     completion = None
     for size in sizes:
         end = min(len(tokens), begin + size)
-        proposal = Proposal("s", 2 + last, tuple(tokens[last:end]), bytes(end - last))
+        proposal = Proposal("s", 2 + last, Draft(tuple(tokens[last:end]), bytes(end - last)))
         chunk, _ = answer.take(proposal)
         if chunk is not None:
             pieces.append(chunk.text)
@@ -116,7 +116,7 @@ def test_ending_token_has_no_text_and_is_counted() -> None:
 def test_replay_goes_on_behind_what_was_taken() -> None:
     """Guards a replay that loses or repeats tokens after the death of a full replica."""
     answer = answer_of(SamplingParams(seed=5))
-    answer.take(Proposal("s", 2, (1, 2, 4), bytes(3)))
+    answer.take(Proposal("s", 2, Draft((1, 2, 4), bytes(3))))
     opening = answer.replay("t")
     assert (opening.session, opening.tokens, opening.prompt_len) == ("t", (1, 2, 1, 2, 4), 2)
     assert opening.params.seed == 5
@@ -155,8 +155,8 @@ def test_time_to_the_first_token_is_that_of_the_first() -> None:
     """Guards against a time that later tokens, or a session on another replica, move."""
     ticks = iter([0.5, 1.5])
     answer = Answer(replace(OPENING, params=SamplingParams(seed=1, max_tokens=2)), Words(), elapsed=lambda: next(ticks))
-    answer.take(Proposal("s", 2, (1,), bytes(1)))
-    chunk, _ = answer.take(Proposal("s", 3, (1,), bytes(1)))
+    answer.take(Proposal("s", 2, Draft((1,), bytes(1))))
+    chunk, _ = answer.take(Proposal("s", 3, Draft((1,), bytes(1))))
     assert chunk is not None
     assert chunk.completion is not None
     assert chunk.completion.stats.first_token_s == 0.5

@@ -17,7 +17,7 @@ from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import origin_level
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests.architectures import build
@@ -90,8 +90,8 @@ class Babbler:
     def new_cache(self) -> Cache:
         return self._model.new_cache()
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [[self._random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in rows]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -101,7 +101,7 @@ def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
     tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in family.paths())
     for models in ([tiny, Babbler(medium), full], [Babbler(tiny), medium, full]):
-        with Cascade(models, cascade.engine.tokenizer) as babbling:
+        with Cascade(models, cascade.tokenizer) as babbling:
             assert complete(babbling, PROMPT, params).token_ids == expected
 
 
@@ -116,7 +116,7 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
     ids = torch.tensor([prompt])
     greedy = full.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
     models = [Model(network) for network in networks]
-    with Cascade(models, cascade.engine.tokenizer) as random_cascade:
+    with Cascade(models, cascade.tokenizer) as random_cascade:
         expected = random_cascade.generate(prompt, params, Speculation("off")).token_ids
         if temperature == 0:
             assert list(expected) == greedy

@@ -2,31 +2,41 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic
 
 from cascade.chain.planner import Chain, Planner
-from cascade.chain.scheduler import CHUNK
-from cascade.chain.session import Session, Work
-from cascade.chain.slot import Health
+from cascade.chain.profile import CHUNK
+from cascade.chain.session import Work
+from cascade.chain.slot import Slot, U
 from cascade.messages import Commit, Failed, Message, Proposal
 
 SETTLING = 4  # passes for which the first guesses of a new drafter may be missing before that is held against it
 
-
-class Drafted(Protocol):
-    """A session with what is known of its drafters."""
-
-    session: Session
-    chain: Chain  # tiers below that it shall use now
-    using: Chain  # tiers below that it was opened with
-    settling: int  # passes to come that say nothing about them yet
-    alone: bool  # it is too much for the tiers below
+FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
+MAX_BACKOFF_S = 8.0
 
 
-S = TypeVar("S", bound=Drafted)
+@dataclass(slots=True)
+class Health:
+    """Which tiers below failed lately, and when to try them again."""
+
+    backoff_s: dict[str, float] = field(default_factory=dict)
+    retry_at: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, tier: str, now: float) -> None:
+        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
+        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
+
+    def works(self, tier: str) -> None:
+        self.backoff_s.pop(tier, None)
+        self.retry_at.pop(tier, None)
+
+    def usable(self, tier: str, now: float) -> bool:
+        return self.retry_at.get(tier, 0.0) <= now
 
 
-class Drafters(Generic[S]):
+class Drafting(Generic[U]):
     """``send`` takes messages to the tier that it names; ``mint`` gives names to sessions."""
 
     def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner) -> None:
@@ -34,18 +44,18 @@ class Drafters(Generic[S]):
         self._mint = mint
         self._planner = planner
         self._health = Health()
-        self._slots: dict[str, S] = {}  # by the name of their session below
+        self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
-    def slot(self, session: str) -> S | None:
+    def slot(self, session: str) -> Slot[U] | None:
         """Who drafts with the session of that name below."""
         return self._slots.get(session)
 
-    def begin(self, slot: S, num_sessions: int, now: float) -> None:
+    def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many."""
         self._plan(slot, num_sessions)
         self.draft(slot, now)
 
-    def draft(self, slot: S, now: float) -> float | None:
+    def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
         chain, session = slot.chain, slot.session
         if session.done or slot.using == chain:
@@ -67,7 +77,7 @@ class Drafters(Generic[S]):
         first = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), len(chain))
         return chain[first:]
 
-    def leave(self, slot: S) -> None:
+    def leave(self, slot: Slot[U]) -> None:
         """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
         drafter = slot.session.drafter
         self._slots.pop(slot.session.drafter_session, None)
@@ -76,7 +86,7 @@ class Drafters(Generic[S]):
         if closing is not None:
             self._send(drafter, closing)
 
-    def tell(self, slot: S, commit: Commit) -> None:
+    def tell(self, slot: Slot[U], commit: Commit) -> None:
         """The text has changed."""
         if slot.session.drafter:
             self._send(slot.session.drafter, commit)
@@ -100,7 +110,7 @@ class Drafters(Generic[S]):
         self.draft(slot, now)
         return drafter, message.reason
 
-    def passed(self, slots: Collection[S], rows: Sequence[tuple[S, Work, int]], seconds: float, now: float) -> None:
+    def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int]], seconds: float, now: float) -> None:
         """A pass gave each of ``rows`` so many own tokens, ``seconds`` after the one before; ``slots`` are all sessions."""
         totals: dict[tuple[Chain, Chain], tuple[int, int]] = defaultdict(lambda: (0, 0))
         for slot, work, num_new in rows:
@@ -120,7 +130,7 @@ class Drafters(Generic[S]):
                 self._plan(slot, len(slots))
                 self.draft(slot, now)
 
-    def _plan(self, slot: S, num_sessions: int) -> None:
+    def _plan(self, slot: Slot[U], num_sessions: int) -> None:
         session = slot.session
         allowed = session.opening.chain
         if slot.alone or not session.opening.adaptive or not allowed:

@@ -5,11 +5,12 @@ while; so the first one always gets on, and every one is the first some day.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from cascade.chain.block_manager import BlockManager
 from cascade.chain.scheduler import rank
 from cascade.chain.session import Session
-from cascade.chain.slot import Slot
+from cascade.chain.slot import Slot, U
 from cascade.scorer import BLOCK, Store
 
 IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
@@ -32,9 +33,9 @@ class KVAdmission:
             f"the request may need {positions} in {self.block_manager.blocks(positions)}"
         )
 
-    def admit(self, slots: Collection[Slot], max_guesses: int, now: float) -> tuple[list[Slot], bool]:
-        """The sessions that can be scored, all with room for that; and whether others wait for memory."""
-        ranked: Sequence[Slot] = sorted(slots, key=rank)
+    def admit(self, slots: Collection[Slot[U]], max_guesses: int, now: float) -> tuple[list[Slot[U]], float | None]:
+        """The sessions that can be scored, all with room for that; and when to look again if others wait for memory."""
+        ranked: Sequence[Slot[U]] = sorted(slots, key=rank)
         able, waiting = [], False
         for slot in ranked:
             session = slot.session
@@ -45,16 +46,16 @@ class KVAdmission:
                 able.append(slot)
             else:
                 waiting = True
-        return able, waiting
+        return able, now + MEMORY_RETRY_S if waiting else None
 
-    def scored(self, slot: Slot) -> None:
+    def scored(self, slot: Slot[Any]) -> None:
         """Let others reuse the prompt once it is scored: nothing rolls it back."""
         allocation, session = slot.allocation, slot.session
         prompt_len = session.opening.prompt_len
         if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
             self.block_manager.share(allocation, session.text[:prompt_len], _salt(session))
 
-    def leave(self, slot: Slot, *, spoilt: bool = False) -> None:
+    def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
         allocation, session, slot.allocation = slot.allocation, slot.session, None
         if allocation is not None and spoilt:
@@ -62,7 +63,7 @@ class KVAdmission:
         elif allocation is not None:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(session))
 
-    def check(self, slots: Collection[Slot] = ()) -> None:
+    def check(self, slots: Collection[Slot[Any]] = ()) -> None:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
         self.block_manager.check()
         held = sum(allocation.users for allocation in {slot.allocation for slot in slots if slot.allocation is not None})
@@ -72,19 +73,19 @@ class KVAdmission:
             capacity = slot.allocation.capacity if slot.allocation else 0
             assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
 
-    def _place(self, slot: Slot, positions: int, ranked: Sequence[Slot], now: float) -> bool:
+    def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
         """Make room for so many positions, at the cost of others if need be."""
         allocation = slot.allocation
         if allocation is not None and allocation.users == 1 and positions <= allocation.capacity:
             return True
         while not self._take(slot, positions):
-            victim = next((s for s in reversed(ranked) if s.allocation and _yields(s, slot, now)), None)
+            victim = _victim(slot, ranked, now)
             if victim is None:
                 return False
             self._preempt(victim)
         return True
 
-    def _take(self, slot: Slot, positions: int) -> bool:
+    def _take(self, slot: Slot[Any], positions: int) -> bool:
         session = slot.session
         if slot.allocation is not None:
             allocation = self.block_manager.reserve(slot.allocation, positions, session.kv_len)
@@ -98,7 +99,7 @@ class KVAdmission:
         slot.allocation = allocation
         return True
 
-    def _preempt(self, slot: Slot) -> None:
+    def _preempt(self, slot: Slot[Any]) -> None:
         assert slot.allocation is not None
         self.block_manager.drop(slot.allocation)
         slot.allocation, slot.session.kv_len = None, 0
@@ -112,7 +113,12 @@ def _salt(session: Session) -> str:
     return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}"
 
 
-def _yields(slot: Slot, other: Slot, now: float) -> bool:
-    """Whether ``slot`` has to give its place to ``other``."""
-    idle = slot.session.stalled and now - slot.since > IDLE_S
-    return slot is not other and (idle or rank(slot) > rank(other))
+def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
+    """Who has to give its place to ``slot``: the last one behind it, or else the last one that is idle."""
+    behind = True  # not by rank, which sessions that came together share
+    for other in reversed(ranked):
+        if other is slot:
+            behind = False
+        elif other.allocation is not None and (behind or (other.session.stalled and now - other.since > IDLE_S)):
+            return other
+    return None

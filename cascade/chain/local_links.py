@@ -1,40 +1,61 @@
-"""Links in memory: joins the tiers of one process."""
+"""Links in memory: joins the tiers of one process, and drafters without a model to the tier above them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from cascade.chain.tier import Tier
 from cascade.messages import Close, Failed, Link, Message, Open
 
 
-def join(tiers: Sequence[Tier]) -> None:
-    """Give every tier, bottom to top and not started yet, a link to those below it."""
-    for level, tier in enumerate(tiers[1:], start=1):
-        tier.below = Downlink(tier, {lower.name: lower for lower in tiers[:level]})
+class Drafter(Protocol):
+    """Whoever answers Opens and Commits with proposals: a `Tier`, or one of `cascade.drafters`."""
+
+    def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
+        """Take messages from above; Opens come with the link that takes their session's proposals."""
 
 
-class Downlink(Link):
-    """What a tier sends down: an Open goes to the tier it names, what follows goes where its Open went."""
+def join(tiers: Sequence[Tier], drafters: Mapping[str, Drafter] | None = None) -> None:
+    """Give every tier, bottom to top and not started yet, a link to the tiers below it and to all ``drafters``."""
+    below: dict[str, Drafter] = dict(drafters or {})
+    for tier in tiers:
+        if below:
+            tier.below = LocalDownlink(tier, below)
+        below = {**below, tier.name: tier}
 
-    def __init__(self, owner: Tier, lower: Mapping[str, Tier]) -> None:
-        self._lower = lower
-        self._routes: dict[str, Tier] = {}
-        self._up = Uplink(owner, self._routes)
+
+class LocalDownlink(Link):
+    """What the tier ``owner`` sends down: an Open goes to the drafter it names, what follows goes where its Open went.
+
+    Sessions of those that are not among ``drafters`` go on to the link ``beyond``.
+    """
+
+    def __init__(self, owner: Tier, drafters: Mapping[str, Drafter], beyond: Link | None = None) -> None:
+        self._drafters = drafters
+        self._beyond = beyond
+        self._routes: dict[str, Drafter] = {}
+        self._up = LocalUplink(owner, self._routes)
 
     def send(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if isinstance(message, Open):
-                self._routes[message.session] = self._lower[message.tier]
-            route = self._routes.get(message.session)
-            if isinstance(message, Close):
-                self._routes.pop(message.session, None)
-            if route is not None:
-                route.post([message], self._up)
+        elsewhere = [message for message in messages if not self._post(message)]
+        if elsewhere and self._beyond is not None:
+            self._beyond.send(elsewhere)
+
+    def _post(self, message: Message) -> bool:
+        """Hand a message to the drafter that it is for, if that is here."""
+        if isinstance(message, Open) and message.tier in self._drafters:
+            self._routes[message.session] = self._drafters[message.tier]
+        route = self._routes.get(message.session)
+        if isinstance(message, Close):
+            self._routes.pop(message.session, None)
+        if route is not None:
+            route.post([message], self._up)
+        return route is not None
 
 
-class Uplink(Link):
+class LocalUplink(Link):
     """What comes back up to the tier ``owner``."""
 
-    def __init__(self, owner: Tier, routes: dict[str, Tier]) -> None:
+    def __init__(self, owner: Tier, routes: dict[str, Drafter]) -> None:
         self._owner = owner
         self._routes = routes
 

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cascade.chain.session import Work
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scorer
 
@@ -13,7 +14,10 @@ SCORED = 16  # of them at most, own tokens are wanted; the others are a prompt's
 CONTEXT = 512  # positions before those of a pass, where time is taken a second time
 BUDGET_S = 0.6  # for all of it
 ROUNDS = 5
-RATE = 0.05  # weight of the latest pass
+RATE = 0.05  # weight of the latest pass in the grid
+SMOOTHING = 0.1  # weight of the latest pass in mean costs
+CHUNK = 32  # positions to catch up with that make a session one that reads
+FIRST_PASS_S = 0.01  # cost of a pass before one was timed
 OUTLIER = 2.0  # a pass counts as so many times too slow or too fast at most: machines pause
 PARAMS = SamplingParams(temperature=0, seed=0)
 
@@ -44,15 +48,18 @@ class PassCost:
 class Profile:
     """Seconds of a pass that scores so many tokens, of sessions that hold so many positions together.
 
-    Straight lines between measured numbers of tokens, plus a price for each position held. Safe to read from any thread.
+    Straight lines between measured numbers of tokens, plus a price for each position held; and what passes took lately. Safe to
+    read from any thread.
     """
 
-    def __init__(self, points: Sequence[tuple[int, float]], context_s: float = 0.0) -> None:
+    def __init__(self, points: Sequence[tuple[int, float]] = ((1, FIRST_PASS_S),), context_s: float = 0.0) -> None:
         """``points`` are numbers of tokens, increasing, and seconds without context; ``context_s`` is for each position."""
         assert points, "at least one pass was timed"
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
         self.context_s = context_s
+        self.pass_s = self.predict(1)  # mean of late passes that read nothing but the latest tokens
+        self.token_s = 0.0  # what each token of a text that is read adds to such a pass; 0 until one was read
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -67,8 +74,18 @@ class Profile:
         """Seconds of a pass."""
         return PassCost(points=self.points)(num_tokens) + self.context_s * context
 
-    def saw(self, num_tokens: int, context: int, seconds: float) -> None:
-        """A pass took so long: the points beside its number of tokens move."""
+    def saw(self, works: Sequence[Work], seconds: float) -> None:
+        """A pass with these rows took so long."""
+        read = sum(len(work.tokens) - work.num_own for work in works)
+        if not read:
+            self.pass_s += SMOOTHING * (seconds - self.pass_s)
+        elif read >= CHUNK:
+            token_s = max(0.0, seconds - self.pass_s) / read
+            self.token_s += (SMOOTHING if self.token_s else 1.0) * (token_s - self.token_s)
+        self._correct(sum(map(len, works)), sum(work.start for work in works), seconds)
+
+    def _correct(self, num_tokens: int, context: int, seconds: float) -> None:
+        """Move the points beside a number of tokens towards what a pass of so many took."""
         expected = self.predict(num_tokens, context)
         ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
         after = bisect_right(self._tokens, num_tokens)

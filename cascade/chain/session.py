@@ -1,7 +1,7 @@
 """One request at one tier: a pure state machine without model, clock or I/O.
 
-    position   0 ........ prompt_len ..... committed ..... len(text) ..... len(text) + len(guess)
-               |  prompt  |   fixed by the tier above  |  own tokens    |  proposals from below   |
+    position   0 ........ prompt_len ..... committed ..... len(text) ........................
+               |  prompt  |   fixed by the tier above  |  own tokens    |  the draft: guesses from below
 
 The same class runs in the serving tier, in the library and in the simulator. A draft token is accepted iff it equals the
 verifier's own token, and the own token is emitted in every case (arXiv 2408.07978), so nothing that arrives from below can
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cascade.chain.draft_stats import DraftStats, RunAhead
-from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Lane, Open, Proposal, origin
+from cascade.messages import MAX_POSITIONS, NO_DRAFT, Close, Commit, Draft, Edge, Lane, Open, Proposal, origin
+from cascade.scorer import Scored
 
 MIN_RUN_AHEAD = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
@@ -26,25 +27,34 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of a pass: score ``tokens`` from position ``start`` and return the last ``num_own`` own tokens."""
+    """One row of a pass: score ``tokens`` of the text from position ``start``, and the draft behind them."""
 
     start: int
     tokens: list[int]
-    num_own: int  # 0 for a prefill chunk that does not end the text, else 1 + num_guess
-    num_guess: int
+    num_own: int  # own tokens wanted behind the last of tokens: 1, or 0 for a prefill chunk that does not end the text
+    draft: Draft = NO_DRAFT
+
+    def __len__(self) -> int:
+        """Positions that the pass reads."""
+        return len(self.tokens) + len(self.draft)
+
+    @property
+    def num_scored(self) -> int:
+        """Own tokens that the pass gives."""
+        return self.num_own + len(self.draft)
 
     def pieces(self, size: int) -> "list[Work]":
         """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
         read = len(self.tokens) - self.num_own
-        parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0, 0) for i in range(0, read, size)]
-        last = Work(self.start + read, self.tokens[read:], self.num_own, self.num_guess)
+        parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
+        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft)
         return [*parts, last] if self.num_own else parts
 
 
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
-    ``guess`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent
+    ``draft`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent
     something newer, and proposals repeat everything that is not committed: so both sides agree again after any loss.
     """
 
@@ -52,16 +62,15 @@ class Session:
         "_below_edges",
         "_below_lanes",
         "_edge",
-        "_guess_origins",
         "_limit",
         "_origins",
         "_past_edges",
         "_told",
         "committed",
+        "draft",
         "draft_stats",
         "drafter",
         "drafter_session",
-        "guess",
         "kv_len",
         "level",
         "opening",
@@ -81,13 +90,12 @@ class Session:
         self.committed = len(self.text)
         self._told = len(self.text)  # positions of the text that the tier above has been told
         self.run_ahead = RunAhead()
-        self.guess: list[int] = []
+        self.draft = NO_DRAFT  # what the tiers below guess behind the text
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
         self.spared = ""  # why it has no drafter, if the tier left them out
         self._origins = bytearray(len(self.text))  # parallel to text
-        self._guess_origins = bytearray()  # parallel to guess
         self._limit = opening.prompt_len + opening.params.max_tokens
         self._edge = Edge("", tier)
         self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
@@ -138,13 +146,13 @@ class Session:
     @property
     def usable(self) -> int:
         """Guesses at hand that the next pass can use."""
-        return min(len(self.guess), self.room)
+        return min(len(self.draft), self.room)
 
     @property
     def window_full(self) -> bool:
         """All the guesses of a lockstep round are here: a whole draft window, or the drafter's text has ended."""
-        ended = bool(self.guess) and self.guess[-1] in self.opening.ends
-        return ended or len(self.guess) >= min(self.opening.draft_window, self.room)
+        ended = bool(self.draft) and self.draft.tokens[-1] in self.opening.ends
+        return ended or len(self.draft) >= min(self.opening.draft_window, self.room)
 
     def work(self, max_tokens: int) -> Work:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
@@ -152,58 +160,56 @@ class Session:
         assert not self.stalled
         if self.scoring_prompt:
             end = min(self.kv_len + min(max_tokens, MAX_PROMPT_SCORED), self.opening.prompt_len - 1)
-            return Work(self.kv_len, self.text[self.kv_len : end], 0, 0)
+            return Work(self.kv_len, self.text[self.kv_len : end], 0)
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
-            return Work(self.kv_len, pending, 0, 0)
-        num_guess = self._num_scored(min(self.usable, max_tokens - len(pending)))
-        return Work(self.kv_len, pending + self.guess[:num_guess], 1 + num_guess, num_guess)
+            return Work(self.kv_len, pending, 0)
+        num_guesses = self._num_fed(min(self.usable, max_tokens - len(pending)))
+        return Work(self.kv_len, pending, 1, self.draft.first(num_guesses))
 
-    def _num_scored(self, most: int) -> int:
+    def _num_fed(self, most: int) -> int:
         """Guesses to feed; an ending token is compared but needs no feeding, since nothing comes behind it."""
-        for index in range(most):
-            if self.guess[index] in self.opening.ends:
-                return index
-        return most
+        tokens, ends = self.draft.tokens, self.opening.ends
+        return next((node for node in range(most) if tokens[node] in ends), most)
 
     # what happens
 
-    def advance(self, work: Work, own: Sequence[int]) -> Commit | None:
-        """Take the own tokens of a pass; the commit for the tier below, ``None`` after a prefill chunk.
+    def advance(self, work: Work, scored: Scored) -> Commit | None:
+        """Take what a pass says of ``work``; the commit for the tier below, ``None`` after a prefill chunk.
 
-        There are ``num_own`` of them, or fewer, at least one: then the guesses behind have not been scored.
+        Own tokens may end before the draft does, behind the first at least: the guesses left have not been scored. Those that
+        came ahead count as far as the text goes on and the window allows.
         """
-        assert (min(work.num_own, 1) <= len(own) <= work.num_own, self.kv_len) == (True, work.start)
+        assert self.kv_len == work.start
         if not work.num_own:
             self.kv_len += len(work.tokens)
             return None
-        start, guess, num_scored = len(self.text), self.guess, len(own) - 1
-        accepted = 0
-        while accepted < num_scored and own[accepted] == guess[accepted]:
-            accepted += 1
-        last = own[accepted]
-        agrees = accepted < len(guess) and guess[accepted] == last
-        new = (*guess[:accepted], last)
-        self.text += new
-        self._origins += self._guess_origins[:accepted]
-        if agrees:
-            self._origins.append(self._guess_origins[accepted])
-        else:
-            self._origins.append(origin(self.level, accepted < len(guess)))
-        keep = len(new) if agrees else len(guess)
-        self.draft_stats.passed(len(guess), accepted + agrees, len(new))
-        self.guess, self._guess_origins = guess[keep:], self._guess_origins[keep:]
-        self.kv_len = len(self.text) - 1
-        positions = (1,) * min(accepted, MAX_POSITIONS)
-        self._edge += Edge(self.drafter, self.tier, 1, num_scored, accepted, len(new), accepted_by_position=positions)
-        return Commit(self.drafter_session, start, new)
-
-    def follow(self, own: Sequence[int]) -> None:
-        """Take own tokens that came ahead, each of the text with those before it; what is behind an end or a window is void."""
-        for token in own:
+        assert 1 <= len(scored.own) <= work.num_scored
+        start = len(self.text)
+        self._accept(scored.own)
+        for token in scored.ahead:
             if self.stalled:
-                return
-            self.advance(self.work(1), (token,))
+                break
+            self._accept((token,))
+        self._guess(scored.draft)
+        return Commit(self.drafter_session, start, tuple(self.text[start:]))
+
+    def _accept(self, own: Sequence[int]) -> None:
+        """Emit the accepted guesses and the own token behind them; what was guessed behind that one is left."""
+        draft = self.draft
+        new, path = draft.walk(own)
+        num_accepted, rest = len(new) - 1, draft.below(path[-1] if path else -1)
+        self.text += new
+        if path:
+            self._origins += bytes(draft.origins[node] for node in path)
+        if len(path) < len(new):
+            self._origins.append(origin(self.level, corrected=bool(rest)))
+            rest = NO_DRAFT
+        self.draft_stats.passed(len(draft), len(path), len(new))
+        self.draft = rest
+        self.kv_len = len(self.text) - 1
+        positions = (1,) * min(num_accepted, MAX_POSITIONS)
+        self._edge += Edge(self.drafter, self.tier, 1, len(own) - 1, num_accepted, len(new), accepted_by_position=positions)
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
         """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
@@ -218,8 +224,8 @@ class Session:
             self.committed = max(self.committed, end)
             return None
         cut, rest = start + same, tuple(tokens[same:])
-        keep = len(rest) if cut == len(self.text) and tuple(self.guess[: len(rest)]) == rest else len(self.guess)
-        self.guess, self._guess_origins = self.guess[keep:], self._guess_origins[keep:]
+        path = self.draft.find(rest) if cut == len(self.text) else []
+        self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
         self.text[cut:] = rest
         self._origins[cut:] = bytes(len(rest))
         self.kv_len = min(self.kv_len, cut)
@@ -229,21 +235,27 @@ class Session:
         return Commit(self.drafter_session, cut, rest)
 
     def propose(self, proposal: Proposal) -> None:
-        """Guesses from below: ignored if they do not join the text, the newest wins where they contradict older ones."""
-        if proposal.session != self.drafter_session or len(proposal.origins) != len(proposal.tokens):
+        """Guesses from below: ignored if they do not join the text, the newest win where they contradict older ones."""
+        if proposal.session != self.drafter_session:
             return
         if _num_passes(proposal.edges) > _num_passes(self._below_edges):  # else it was overtaken
             self._below_edges = proposal.edges
         if self.opening.watch:
             self._below_lanes = proposal.lanes
-        known = len(self.text) - proposal.start
-        tokens = list(proposal.tokens)
-        if not 0 <= known < len(tokens) or tokens[:known] != self.text[proposal.start :]:
+        if not 0 <= len(self.text) - proposal.start < len(proposal.draft):
             return
-        fresh = tokens[known : known + self.opening.draft_window]
-        bad = next((i for i, token in enumerate(fresh) if not 0 <= token < self.vocab_size), len(fresh))
-        if fresh[:bad] != self.guess[:bad]:
-            self.guess, self._guess_origins = fresh[:bad], bytearray(proposal.origins[known : known + bad])
+        known = self.text[proposal.start :]
+        path = proposal.draft.find(known)
+        if len(path) == len(known):
+            self._guess(proposal.draft.below(path[-1] if path else -1))
+
+    def _guess(self, fresh: Draft) -> None:
+        """Take over guesses behind the text, as far as they are token ids and fit into the window."""
+        tokens = fresh.tokens[: self.opening.draft_window]
+        valid = next((node for node, token in enumerate(tokens) if not 0 <= token < self.vocab_size), len(tokens))
+        fresh = fresh.first(valid)
+        both = fresh.merge(self.draft)
+        self.draft = both if both.is_line else fresh
 
     def proposal(self) -> Proposal | None:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
@@ -259,17 +271,17 @@ class Session:
         self._told = len(self.text)
         start, tokens, origins = self.committed, tuple(self.text[self.committed :]), bytes(self._origins[self.committed :])
         lanes = self.lanes if watch else ()
-        return Proposal(self.opening.session, start, tokens, origins, self.edges, spared=self.spared, lanes=lanes)
+        return Proposal(self.opening.session, start, Draft(tokens, origins), self.edges, spared=self.spared, lanes=lanes)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
         if not self.drafter:
             return ()
-        begin, end = len(self.text), len(self.text) + len(self.guess)
+        begin, end = len(self.text), len(self.text) + len(self.draft)
         joining = (lane for lane in self._below_lanes if lane.start <= end)  # others are of a text that was cut since
         below = (Lane(lane.tier, max(lane.start, begin), lane.tokens[max(0, begin - lane.start) :]) for lane in joining)
-        return (Lane(self.drafter, begin, tuple(self.guess)), *below)
+        return (Lane(self.drafter, begin, self.draft.tokens), *below)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""

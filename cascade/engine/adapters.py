@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from cascade.engine.checkpoint import reason
 from cascade.engine.model import Model
 from cascade.errors import ModelError
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 
 
 class AdaptedModel(Model):
@@ -30,15 +30,15 @@ class AdaptedModel(Model):
         self._active: str | None = None
         self.switch("")
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
-        own: list[list[int]] = [[] for _ in rows]
+        scored: list[Scored] = [Scored() for _ in rows]
         for name in dict.fromkeys(row.params.adapter for row in rows):
             self.switch(name)
             places = [place for place, row in enumerate(rows) if row.params.adapter == name]
-            for place, tokens in zip(places, super().run([rows[place] for place in places]), strict=True):
-                own[place] = tokens
-        return own
+            for place, one in zip(places, super().run([rows[place] for place in places]), strict=True):
+                scored[place] = one
+        return scored
 
     def switch(self, name: str) -> None:
         """Let the next forward follow an adapter."""

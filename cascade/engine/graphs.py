@@ -24,6 +24,7 @@ from cascade.engine.checkpoint import reason
 from cascade.engine.paged_cache import SCRATCH
 from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens_of
 from cascade.params import SamplingParams
+from cascade.scorer import Row, Scored
 
 log = logging.getLogger(__name__)
 
@@ -214,16 +215,16 @@ class Graphs:
         return True
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Any]) -> list[list[int]] | None:
-        """Own tokens of each of the `cascade.scorer.Row`\\ s, with one host read; None for a pass that has no bucket."""
-        bucket = bucket_for(len(rows), max(len(row.tokens) for row in rows), self._buckets)
+    def run(self, rows: Sequence[Row]) -> list[Scored] | None:
+        """Own tokens of each row, with one host read; None for a pass that has no bucket."""
+        bucket = bucket_for(len(rows), max(len(row.fed) for row in rows), self._buckets)
         if bucket is None or any(row.state is not None for row in rows):
             return None
         steps = min(STEPS, 1 + min(row.ahead for row in rows)) if bucket.tokens == 1 else 1
         kind = max(demand(row.params) for row in rows)
         self._fill(rows, bucket, steps)
         self._inputs.upload(kind)
-        needed = max(row.start + len(row.tokens) for row in rows) + steps - 1  # positions
+        needed = max(row.start + len(row.fed) for row in rows) + steps - 1  # positions
         width = next((width for width in self._widths if needed <= width * self._block), self._width)
         forward, choose = self._forwards[bucket, width], self._choices[bucket, kind]
         for _ in range(steps):
@@ -232,14 +233,14 @@ class Graphs:
         said = self._own[:steps, : bucket.size].tolist()
         return list(_split(rows, bucket, said))
 
-    def _fill(self, rows: Sequence[Any], bucket: Bucket, steps: int) -> None:
+    def _fill(self, rows: Sequence[Row], bucket: Bucket, steps: int) -> None:
         host, size = self._inputs.host, bucket.tokens
         host["step"][0] = 0
         for place, row in enumerate(rows):
-            count = len(row.tokens)
+            count = len(row.fed)
             row.cache.prepare(row.start, row.start + count + steps - 1)
             self._place(place, row.cache.version, row.cache.table)
-            host["ids"][(place + 1) * size - count : (place + 1) * size] = row.tokens
+            host["ids"][(place + 1) * size - count : (place + 1) * size] = row.fed
             host["starts"][place], host["counts"][place] = row.start, count
             if demand(row.params) != GREEDY:
                 self._fill_choice(place, row.params)
@@ -312,8 +313,8 @@ def _captured(capture: Capture, work: Work) -> Work:
         return work
 
 
-def _split(rows: Sequence[Any], bucket: Bucket, said: list[list[int]]) -> Iterator[list[int]]:
+def _split(rows: Sequence[Row], bucket: Bucket, said: list[list[int]]) -> Iterator[Scored]:
     for place, row in enumerate(rows):
         end = (place + 1) * bucket.tokens
-        own = said[0][end - row.num_own : end] if row.num_own else []
-        yield own + [step[place] for step in said[1:]]
+        own = said[0][end - row.num_scored : end] if row.num_scored else []
+        yield Scored(own, [step[place] for step in said[1:]])

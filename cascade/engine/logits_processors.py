@@ -16,7 +16,7 @@ from cascade.scorer import Row
 
 
 def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Logits ``[sum of num_own, V]`` after bias, penalties and masks; the very same where no row asks for them.
+    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the very same where no row asks for them.
 
     Rows without a state keep their values, so that companions do not change a text.
     """
@@ -29,17 +29,17 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     shaped = logits.to(torch.float32, copy=True)
     begin = 0
     for row in rows:
-        if row.state is not None and row.state.alters and row.num_own and not row.state.scores_prompt(_first(row)):
-            _shape(shaped[begin : begin + row.num_own], row, row.state)
-        begin += row.num_own
+        if row.state is not None and row.state.alters and row.num_scored and not row.state.scores_prompt(_first(row)):
+            _shape(shaped[begin : begin + row.num_scored], row, row.state)
+        begin += row.num_scored
     return shaped
 
 
 def _shape(scores: Tensor, row: Row, state: SequenceState) -> None:
-    """Change scores ``[num_own, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks."""
+    """Change scores ``[num_scored, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks."""
     params = row.params
     position = _first(row)
-    guesses = row.tokens[len(row.tokens) - row.num_own + 1 :]
+    guesses = row.fed[len(row.fed) - row.num_scored + 1 :]
     if params.biases:
         ids, bias = state.bias(scores)
         scores.index_add_(1, ids, bias.expand(len(scores), -1))
@@ -79,7 +79,7 @@ def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
     """Leave the log-probabilities of ``own`` tokens, or of the prompt's, in the states of the rows that ask for them.
 
-    They are those of ``logits`` ``[sum of num_own, V]`` as the model gave them, before any sampling parameter.
+    They are those of ``logits`` ``[sum of num_scored, V]`` as the model gave them, before any sampling parameter.
     """
     begin = 0
     for row, tokens in zip(rows, own, strict=True):
@@ -92,7 +92,7 @@ def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) ->
 
 def _first(row: Row) -> int:
     """Position of the row's first own token."""
-    return row.start + len(row.tokens) - row.num_own + 1
+    return row.start + len(row.fed) - row.num_scored + 1
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:

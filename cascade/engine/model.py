@@ -23,7 +23,7 @@ from cascade.engine.sampling import own_tokens
 from cascade.engine.threads import Threads
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
@@ -139,9 +139,9 @@ class Model:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
         return self._attention.new_cache()
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
-        with self.threads.use(sum(len(row.tokens) for row in rows)):
+        with self.threads.use(sum(len(row.fed) for row in rows)):
             return self._pass(rows)
 
     def _counted(self, num_threads: int | None) -> Threads:
@@ -157,7 +157,7 @@ class Model:
         self._pass([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
         cache.free()
 
-    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[list[int]]]:
+    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[Scored]]:
         """How passes are run: by graphs where there is one, if the device and the model have any."""
         attention = self._attention
         if capture is None and self.device.type == "cuda":
@@ -172,27 +172,27 @@ class Model:
         return lambda rows: graphs.run(rows) or self._score(rows)
 
     @torch.inference_mode()
-    def _score(self, rows: Sequence[Row]) -> list[list[int]]:
-        wanted = [(row.params, row.start + len(row.tokens) - row.num_own + 1, row.num_own) for row in rows]
+    def _score(self, rows: Sequence[Row]) -> list[Scored]:
+        wanted = [(row.params, row.start + len(row.fed) - row.num_scored + 1, row.num_scored) for row in rows]
         logits = self.logits(rows)
         tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())
-        own = [[next(tokens) for _ in range(row.num_own)] for row in rows]
+        own = [[next(tokens) for _ in range(row.num_scored)] for row in rows]
         report(logits, rows, own)
-        return own
+        return [Scored(one if row.state is None else one[: row.state.num_known]) for row, one in zip(rows, own, strict=True)]
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """Logits ``[sum of num_own, vocab_size]`` of the rows' last positions, in the model's dtype."""
+        """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions, in the model's dtype."""
         tokens: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
         spans: list[Span] = []
         for row in rows:
-            begin, end = len(tokens), len(tokens) + len(row.tokens)
+            begin, end = len(tokens), len(tokens) + len(row.fed)
             spans.append(Span(row.cache, begin, end, row.start))
-            tokens += row.tokens
-            positions += range(row.start, row.start + len(row.tokens))
-            keep += range(end - row.num_own, end)
+            tokens += row.fed
+            positions += range(row.start, row.start + len(row.fed))
+            keep += range(end - row.num_scored, end)
         wanted = len(keep)
         if self._attention.fills:
             fill(tokens, positions, keep, self._fewest)

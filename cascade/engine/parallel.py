@@ -43,7 +43,7 @@ class Order:
     """What the leader tells the others before a pass."""
 
     changes: tuple[tuple[int, ...], ...]  # since the last pass: (cache,) was freed, (cache, source, positions) copied
-    rows: tuple[tuple[int, int, tuple[int, ...], int], ...]  # cache, start, tokens, num_own
+    rows: tuple[tuple[int, int, tuple[int, ...], int], ...]  # cache, start, tokens fed, num_scored
     adapter: str  # that all of them follow
 
 
@@ -155,12 +155,12 @@ class LeadingModel(Model):
         return RankCache(self._num_caches, self._changes)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """Logits ``[sum of num_own, vocab_size]`` of the rows' last positions; `ModelError` for ever once a rank is lost."""
+        """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions; `ModelError` for ever once a rank is lost."""
         if self._wire is None:
             return super().logits(rows)
         if self._fallen:
             raise ModelError(f"A rank of the model was lost: {self._fallen}")
-        changes, told = tuple(self._changes), tuple((r.cache.number, r.start, tuple(r.tokens), r.num_own) for r in rows)
+        changes, told = tuple(self._changes), tuple((r.cache.number, r.start, tuple(r.fed), r.num_scored) for r in rows)
         self._changes.clear()
         try:
             self._wire.send(Order(changes, told, rows[0].params.adapter))

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from cascade.chain.planner import Policy
 from cascade.params import DEFAULT_WINDOW, SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 
@@ -106,7 +106,7 @@ def _draw(acceptance: Acceptance, lot: Callable[[], float]) -> tuple[int, ...]:
     return tuple(says)
 
 
-class Reader:
+class TraceModel:
     """The tier ``index`` of a trace as a model: it says what the trace says, and goes on by chance behind a wrong token.
 
     There it agrees with the tier above as often as on the text. True tokens are even and wrong ones odd, so that the last
@@ -123,25 +123,26 @@ class Reader:
         tiers = range(len(trace.says[0]) - 1)
         self._alike = [trace.accepted(i, i + 1) for i in tiers]  # per edge
 
-    def new_cache(self) -> "Reader":
+    def new_cache(self) -> "TraceModel":
         return self  # needs to know nothing but the last token
 
     def reserve(self, positions: int) -> None:
         """Nothing is kept."""
 
-    def take(self, source: "Reader", positions: int) -> None:
+    def take(self, source: "TraceModel", positions: int) -> None:
         """Nothing is kept."""
 
     def free(self) -> None:
         """Nothing is kept."""
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [self._score(row) for row in rows]
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        """Own tokens of each row, see `cascade.scorer.Scorer`."""
+        return [Scored(self._score(row)) for row in rows]
 
     def _score(self, row: Row) -> list[int]:
         seed = row.params.seed or 0
-        begin = row.start + len(row.tokens) - row.num_own + 1
-        last = row.tokens[len(row.tokens) - row.num_own :]
+        begin = row.start + len(row.fed) - row.num_scored + 1
+        last = row.fed[len(row.fed) - row.num_scored :]
         return [self._own(token, begin + i, seed) for i, token in enumerate(last)]
 
     def _own(self, last: int, position: int, seed: int) -> int:
@@ -243,7 +244,8 @@ class Bench:
         trace = self.trace.only(chosen)
         picked = [self.costs[i] for i in chosen]
         tiers = tuple(
-            SimTier(c.name, Reader(trace, i), c.cost, c.hop_s, c.policy, c.device, c.message_s) for i, c in enumerate(picked)
+            SimTier(c.name, TraceModel(trace, i), c.cost, c.hop_s, c.policy, c.device, c.message_s)
+            for i, c in enumerate(picked)
         )
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)

@@ -1,7 +1,7 @@
-"""The cascade in virtual time: the real sessions, policy and answers, with the passes and the wires made up.
+"""The cascade in virtual time: the real loops, sessions and answers, with the passes and the wires made up.
 
-A discrete-event simulation of the loops of tiers. Costs of passes and delays of hops are given, own tokens come from any
-`Scorer` without weights: `ToyModel`, or `forecast.Reader` for a measured acceptance. What a wire may do to
+A discrete-event simulation. Costs of passes and delays of hops are given, own tokens come from any
+`Scorer` without weights: `ToyModel`, or `forecast.TraceModel` for a measured acceptance. What a wire may do to
 guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the same outcome.
 """
 
@@ -9,17 +9,17 @@ import math
 from dataclasses import dataclass, field
 
 from cascade.answer import Answer
-from cascade.chain.drafting import Drafters
-from cascade.chain.planner import Chain, Planner
-from cascade.chain.scheduler import Costs, schedule
-from cascade.chain.session import Session, Work
-from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal
-from cascade.scorer import Row, Store
+from cascade.chain.kv_admission import KVAdmission
+from cascade.chain.loop import Limits, Loop
+from cascade.chain.profile import Profile
+from cascade.chain.scheduler import Batch
+from cascade.messages import Close, Edge, Failed, Message, Open, Proposal
+from cascade.scorer import Row, Scored
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
 
-FULL_WINDOW = 1 << 20  # the full tier never waits for the router
-RETRY_S = 0.05  # before the router asks a full tier that died again
+UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
+ASK_AGAIN_S = 0.05  # before the router asks a full tier that died again
 
 
 class Stuck(RuntimeError):
@@ -61,22 +61,8 @@ def total_edges(edges: list[Edge]) -> tuple[Edge, ...]:
     return tuple(totals.values())
 
 
-@dataclass(slots=True)
-class _Slot:
-    session: Session
-    cache: Store
-    above: str
-    since: float  # when it became idle
-    opened: float
-    bare_since: float | None = None  # when a pass left it without a guess
-    chain: Chain = ()  # tiers below that it shall use now
-    using: Chain = ()  # tiers below that it was opened with
-    settling: int = 0  # passes to come that say nothing about them yet
-    alone: bool = False  # it is too much for the tiers below
-
-
 class Node:
-    """The loop of `cascade.chain.tier.Tier` in virtual time."""
+    """A tier in virtual time: its loop as it is served, with passes that take what they are said to cost."""
 
     def __init__(self, tier: SimTier, level: int, scenario: Scenario, wires: Wires) -> None:
         self.name = tier.name
@@ -86,15 +72,27 @@ class Node:
         self._max_pass_tokens = scenario.max_pass_tokens
         self._wires = wires
         self._agenda = wires.agenda
-        self._slots: dict[str, _Slot] = {}
         self._inbox: list[tuple[str, Message]] = []
-        self._drafters: Drafters[_Slot] = Drafters(self._send_down, self._mint, Planner())
-        self._last_pass_at = 0.0
         self._busy = self._dead = False
         self._lives = 0
         self._num_opened = 0
         self._wake_at = math.inf
-        self._costs = Costs(tier.cost(1))
+        self._bare: dict[str, float] = {}  # sessions that a pass left without a guess, and when
+        self._profile = Profile([(1, tier.cost(1))])
+        self._loop = self._begin()
+
+    def _begin(self) -> Loop[str]:
+        model = self._tier.model
+        return Loop(
+            self.name,
+            self._level,
+            Limits(model.vocab_size, model.context_len, self._tier.policy),
+            KVAdmission(model.new_cache, model.cache_tokens),
+            self._profile,
+            send_up=lambda above, message: self._wires.send(self.name, above, message),
+            send_down=lambda tier, message: self._wires.send(self.name, tier, message),
+            mint=self._mint,
+        )
 
     def receive(self, source: str, message: Message) -> None:
         """A message arrives; it is looked at between passes."""
@@ -105,11 +103,11 @@ class Node:
             self._wires.send(self.name, source, Failed(message.session, "the replica is dead", self.name))
 
     def die(self) -> None:
+        """Lose everything, as a replica that is killed does; its links tell the others."""
         self._dead, self._busy = True, False
         self._lives += 1
-        for slot in list(self._slots.values()):
-            self._leave(slot)
-            self._wires.send(self.name, slot.above, Failed(slot.session.opening.session, "the replica died", self.name))
+        self._loop.fail_all("the replica died")
+        self._loop = self._begin()
         inbox, self._inbox = self._inbox, []
         for source, message in inbox:
             self.receive(source, message)
@@ -131,104 +129,49 @@ class Node:
                 self._step()
 
     def _step(self) -> None:
+        now = self._agenda.now
         inbox, self._inbox = self._inbox, []
         for source, message in inbox:
-            self._take(source, message)
-        batch, wake_at = self._schedule(self._agenda.now)
+            self._loop.take(message, source, now)
+        batch, wake_at = self._loop.schedule(self._max_pass_tokens, now)
         if batch:
             self._run(batch)
-        else:
+        elif wake_at is not None:
             self._wake(wake_at)
 
-    def _schedule(self, now: float) -> tuple[list[tuple[_Slot, Work]], float]:
-        slots = self._slots.values()
-        retries = [self._drafters.draft(slot, now) for slot in slots if slot.using != slot.chain]
-        wake_at = min((retry_at for retry_at in retries if retry_at is not None), default=math.inf)
-        able = [slot for slot in slots if not slot.session.stalled]
-        batch, again_at = schedule(able, self._tier.policy, self._costs, self._max_pass_tokens, now)
-        return batch, min(wake_at, math.inf if again_at is None else again_at)
-
-    def _run(self, batch: list[tuple[_Slot, Work]]) -> None:
+    def _run(self, batch: Batch[str]) -> None:
         now, usage = self._agenda.now, self.usage
         for slot, work in batch:
-            if work.num_own:
-                slot.session.waited(now - slot.since)
-                usage.waited_s += now - slot.since
-            if slot.bare_since is not None:
+            usage.waited_s += now - slot.since if work.num_own else 0.0
+            if self._bare.pop(slot.session.opening.session, None) == slot.since:  # no commit has come in between
                 usage.corrections += 1
-                usage.bubble_s += now - slot.bare_since
-                slot.bare_since = None
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params) for s, w in batch]
-        own = self._tier.model.run(rows)
-        num_tokens = sum(len(work.tokens) for _, work in batch)
+                usage.bubble_s += now - slot.since
+        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, draft=w.draft) for s, w in batch]
+        scored = self._tier.model.run(rows)
+        num_tokens = sum(len(work) for _, work in batch)
         seconds = self._tier.cost(num_tokens)
         usage.passes += 1
         usage.tokens += num_tokens
         usage.busy_s += seconds
         self._busy, life = True, self._lives
-        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, own, life, now))
+        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, scored, life, now))
 
-    def _advance(self, batch: list[tuple[_Slot, Work]], own: list[list[int]], life: int, begin: float) -> None:
+    def _advance(self, batch: Batch[str], scored: list[Scored], life: int, begin: float) -> None:
         if life != self._lives:
             return
         self._busy = False
         now = self._agenda.now
-        self._costs.saw([work for _, work in batch], now - begin)
-        seconds = now - max(self._last_pass_at, min(slot.since for slot, _ in batch))
-        self._last_pass_at = now
-        rows: list[tuple[_Slot, Work, int]] = []
-        for (slot, work), tokens in zip(batch, own, strict=True):
+        self._profile.saw([work for _, work in batch], now - begin)
+        self._loop.advance(batch, scored, now)
+        for slot, work in batch:
             session = slot.session
-            slot.since = now
-            commit = session.advance(work, tokens)
-            if commit is None:
-                continue
-            rows.append((slot, work, len(commit.tokens)))
-            if session.drafter:
-                slot.bare_since = None if session.guess or session.done else slot.since
-                self._drafters.tell(slot, commit)
-            if (proposal := session.proposal()) is not None:
-                self._wires.send(self.name, slot.above, proposal)
-        self._drafters.passed(self._slots.values(), rows, seconds, now)
+            if work.num_own and session.drafter and not session.draft and not session.done:
+                self._bare[session.opening.session] = now
         self._wake(now)
-
-    # messages
-
-    def _take(self, source: str, message: Message) -> None:
-        if isinstance(message, Open):
-            session = Session(message, self.name, self._level, self._tier.model.vocab_size)
-            now = self._agenda.now
-            opened = self._slots[message.session] = _Slot(session, self._tier.model.new_cache(), source, now, now)
-            self._drafters.begin(opened, len(self._slots), now)
-        elif isinstance(message, Proposal | Failed):
-            self._drafters.hear(message, self._agenda.now)
-        elif (slot := self._slots.get(message.session)) is not None:
-            self._obey(slot, message)
-
-    def _obey(self, slot: _Slot, message: Commit | Close) -> None:
-        if isinstance(message, Close):
-            self._leave(slot)
-            return
-        session = slot.session
-        stalled = session.stalled
-        change = session.commit(message.start, message.tokens)
-        if change is not None:
-            self._drafters.tell(slot, change)
-        if change is not None or stalled:
-            slot.since = self._agenda.now
-            slot.bare_since = None
-
-    def _send_down(self, tier: str, message: Message) -> None:
-        self._wires.send(self.name, tier, message)
 
     def _mint(self) -> str:
         self._num_opened += 1
         return f"{self.name}-{self._num_opened}"
-
-    def _leave(self, slot: _Slot) -> None:
-        self._drafters.leave(slot)
-        del self._slots[slot.session.opening.session]
-        slot.cache.free()
 
 
 @dataclass(slots=True)
@@ -268,7 +211,7 @@ class Router:
             ends=request.ends,
             tier=tiers[-1].name,
             chain=tuple(tier.name for tier in reversed(tiers[:-1])),
-            window=FULL_WINDOW,
+            window=UNBOUNDED,
             draft_window=self.scenario.window,
             lockstep=self.scenario.lockstep,
             adaptive=self.scenario.adaptive,
@@ -283,7 +226,7 @@ class Router:
         if isinstance(message, Failed):
             del self._answers[message.session]
             now = self.wires.agenda.now
-            self.wires.agenda.at(now + RETRY_S, lambda: self._open(answer, answer.replay(self._session())))
+            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.replay(self._session())))
         elif isinstance(message, Proposal):
             chunk, commit = answer.take(message)
             if commit is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 
 if TYPE_CHECKING:
     from cascade.engine.sequence_state import SequenceState
@@ -99,15 +99,15 @@ class ToyModel:
     def new_cache(self) -> ToyCache:
         return ToyCache()
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
-        own = [self._score(row) for row in rows]
-        num_tokens = sum(len(row.tokens) for row in rows)
+        scored = [Scored(self._score(row)) for row in rows]
+        num_tokens = sum(len(row.fed) for row in rows)
         self.passes += 1
         self.tokens += num_tokens
         if self.pass_s or self.token_s:
             time.sleep(self.pass_s + self.token_s * num_tokens)
-        return own
+        return scored
 
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
         """Of the token behind ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
@@ -126,13 +126,13 @@ class ToyModel:
 
     def _score(self, row: Row) -> list[int]:
         assert isinstance(row.cache, ToyCache)
-        assert 0 <= row.num_own <= len(row.tokens) > 0
-        end = row.start + len(row.tokens)
+        assert 0 <= row.num_scored <= len(row.fed) > 0
+        end = row.start + len(row.fed)
         assert end <= self.context_len, f"{end} tokens do not fit into a context of {self.context_len}"
-        assert all(0 <= token < self.vocab_size for token in row.tokens), "a token is not of the vocabulary"
-        row.cache.write(row.start, row.tokens)
+        assert all(0 <= token < self.vocab_size for token in row.fed), "a token is not of the vocabulary"
+        row.cache.write(row.start, row.fed)
         tokens = row.cache.tokens
-        ends = range(end - row.num_own + 1, end + 1)
+        ends = range(end - row.num_scored + 1, end + 1)
         contexts = [tuple(tokens[max(0, p - self.order) : p]) for p in ends]
         if row.state is not None:
             return self._shaped(row, contexts)
@@ -146,10 +146,10 @@ class ToyModel:
         from cascade.engine.sampling import own_tokens
 
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
-        position = row.start + len(row.tokens) - row.num_own + 1
-        own: list[int] = own_tokens(shape(logits, [row]), [(row.params, position, row.num_own)]).tolist()
+        position = row.start + len(row.fed) - row.num_scored + 1
+        own: list[int] = own_tokens(shape(logits, [row]), [(row.params, position, row.num_scored)]).tolist()
         report(logits, [row], [own])
-        return own
+        return own[: row.state.num_known]
 
 
 def full_text(model: ToyModel, opening: Open) -> list[int]:
@@ -159,9 +159,9 @@ def full_text(model: ToyModel, opening: Open) -> list[int]:
     cache = model.new_cache()
     known, limit = 0, opening.prompt_len + opening.params.max_tokens
     while len(text) < limit and not (len(text) > opening.prompt_len and text[-1] in opening.ends):
-        [[token]] = model.run([Row(cache, known, text[known:], 1, opening.params, state)])
+        [scored] = model.run([Row(cache, known, text[known:], 1, opening.params, state)])
         known = len(text)
-        text.append(token)
+        text.append(scored.own[0])
     return text
 
 

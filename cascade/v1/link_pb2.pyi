@@ -72,7 +72,7 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "spared", "prompt_logprobs", "lanes")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "spared", "prompt_logprobs", "lanes", "confidences", "parents")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,8 @@ class Proposal(_message.Message):
     SPARED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
@@ -89,7 +91,9 @@ class Proposal(_message.Message):
     spared: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     lanes: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Lane]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., spared: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ...) -> None: ...
+    confidences: bytes
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., spared: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LinkLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top")

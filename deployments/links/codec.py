@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cascade.client.wire import decode_lane, decode_sampling, encode_lane, encode_sampling
-from cascade.messages import MAX_POSITIONS, Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.messages import MAX_POSITIONS, Close, Commit, Draft, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
 
 
@@ -52,10 +52,13 @@ def _encode_open(opening: Open) -> pb.Open:
 
 
 def _encode_proposal(proposal: Proposal) -> pb.Proposal:
+    draft = proposal.draft
     return pb.Proposal(
         start=proposal.start,
-        tokens=proposal.tokens,
-        origins=proposal.origins,
+        tokens=draft.tokens,
+        origins=draft.origins,
+        confidences=draft.confidences,
+        parents=[parent + 1 for parent in draft.parents],
         edges=map(_encode_edge, proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
@@ -119,14 +122,23 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
-    if len(said.origins) != len(said.tokens):
-        raise ValueError("a proposal has one origin a token")
     if said.logprobs and len(said.logprobs) != len(said.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(_decode_edge, said.edges))
     lanes = tuple(map(decode_lane, said.lanes))
-    return Proposal(session, said.start, tuple(said.tokens), said.origins, edges, logprobs, said.spared, prompt, lanes)
+    return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.spared, prompt, lanes)
+
+
+def _decode_draft(said: pb.Proposal) -> Draft:
+    size, parents = len(said.tokens), tuple(parent - 1 for parent in said.parents)
+    if len(said.origins) != size:
+        raise ValueError("a proposal has one origin a token")
+    if len(said.confidences) not in (0, size):
+        raise ValueError("a proposal has one confidence a token, or none at all")
+    if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
+        raise ValueError("a proposal has one parent a token, each before it, or none at all")
+    return Draft(tuple(said.tokens), said.origins, said.confidences, parents)
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

@@ -174,7 +174,7 @@ def test_spoilt_sessions_leave_nothing() -> None:
     inbox, request = Inbox(), opening(1, 0.0, 2000, chain=())
     tier.post([request], inbox)
     inbox.messages.get(timeout=10)
-    slot = tier._slots[request.session]
+    slot = tier._loop.slots[request.session]
     tier.close()
     assert slot.allocation is None
     assert tier.kv_admission.block_manager.free == tier.kv_admission.block_manager.total
@@ -308,5 +308,5 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str, attention: Call
         text, store = list(request.tokens), alone.new_cache()
         while len(text) < request.prompt_len + 40:
             known = len(text) - 1 if len(text) > request.prompt_len else 0
-            text += alone.run([Row(store, known, text[known:], 1, request.params)])[0]
+            text += alone.run([Row(store, known, text[known:], 1, request.params)])[0].own
         assert [*request.tokens, *done[request.session]._tokens] == text

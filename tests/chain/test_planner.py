@@ -1,16 +1,17 @@
 """Which tiers take part: the laws of `cascade.chain.planner.Planner`, alone and at work in virtual time."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.drafting import Drafters
+from cascade.chain.drafting import Drafting
 from cascade.chain.planner import GLANCE, TRIAL, Chain, Planner
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
+from cascade.chain.slot import Slot
 from cascade.messages import Failed, Message
 from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace
 from tests.chain.test_tier import opening
@@ -129,31 +130,20 @@ def test_gains_are_kept() -> None:
     assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s == pytest.approx(fastest, rel=0.1)
 
 
-@dataclass
-class Seated:
-    """A session of the full tier, as `Drafters` sees it."""
-
-    session: Session
-    chain: Chain = ()
-    using: Chain = ()
-    settling: int = 0
-    alone: bool = False
-
-
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     """Guards degradation: the planner has chosen tiny alone, tiny dies, and medium, which is well, must not stand idle."""
     planner, sent = Planner(), list[Message]()
     rates = {ALLOWED: 10.0, (): 20.0, ("medium",): 10.0, ("tiny",): 50.0}
     play(planner, rates, 200)
     names = (f"s{number}" for number in itertools.count())
-    drafters: Drafters[Seated] = Drafters(lambda tier, message: sent.append(message), lambda: next(names), planner)
-    slot = Seated(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32))
-    drafters.begin(slot, 1, 0.0)
+    drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
+    slot = Slot(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32), None, 0.0, 0.0)
+    drafting.begin(slot, 1, 0.0)
     assert slot.using == ("tiny",)
-    assert drafters.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
+    assert drafting.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
     assert slot.using == ALLOWED
-    retry_at = drafters.draft(slot, 1.0)
+    retry_at = drafting.draft(slot, 1.0)
     assert retry_at is not None
-    assert drafters.draft(slot, retry_at) is None
+    assert drafting.draft(slot, retry_at) is None
     assert slot.using == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.chain.profile import CONTEXT, GRID, Profile, measure
+from cascade.chain.session import Work
 from cascade.engine.model import Model
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -53,7 +54,7 @@ def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) 
     profile = Profile(POINTS, context_s=1e-6)
     seconds = profile.predict(tokens, context) * factor
     for _ in range(400):
-        profile.saw(tokens, context, seconds)
+        profile.saw([Work(context, [0] * tokens, 0)], seconds)
     assert profile.predict(tokens, context) == pytest.approx(seconds, rel=0.02)
     if tokens == 1:
         assert profile.points[2:] == POINTS[2:]
@@ -62,9 +63,9 @@ def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) 
 def test_one_pause_is_no_measure() -> None:
     """Guards against a single pass that the machine stopped in: it would turn every plan upside down."""
     profile = Profile(POINTS)
-    profile.saw(1, 0, 30.0)
+    profile.saw([Work(0, [0], 1)], 30.0)
     assert profile.predict(1) < 0.011
-    profile.saw(1, 0, 0.0)
+    profile.saw([Work(0, [0], 1)], 0.0)
     assert profile.predict(1) > 0.009
 
 

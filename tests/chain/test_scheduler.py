@@ -1,45 +1,45 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.chain.planner import Policy
-from cascade.chain.scheduler import CHUNK, PRIORITY_S, STRETCH, Costs, rank, schedule
+from cascade.chain.profile import CHUNK, Profile
+from cascade.chain.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
 from cascade.chain.session import Session, Work
+from cascade.chain.slot import Slot
 from cascade.errors import InvalidRequest
-from cascade.messages import Open
+from cascade.messages import Draft, Open
 from cascade.params import Handling, SamplingParams
+from cascade.scorer import Scored
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=100_000)
 POLICY = Policy()
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    session: Session
-    since: float
-    opened: float
+def profile(pass_s: float = 0.01, token_s: float = 0.0) -> Profile:
+    """What passes took lately."""
+    made = Profile([(1, pass_s)])
+    made.token_s = token_s
+    return made
 
 
-def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 0.0, priority: int = 0) -> Slot:
+def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 0.0, priority: int = 0) -> Slot[None]:
     """A session with so many positions to catch up with, and so many guesses behind them."""
     opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
     session = Session(opening, "full", 1, 32)
-    session.guess = [1] * guesses
-    session._guess_origins = bytearray(guesses)
-    return Slot(session, since, opened)
+    session.draft = Draft((1,) * guesses, bytes(guesses))
+    return Slot(session, None, since, opened)
 
 
-def sizes(batch: list[tuple[Slot, Work]]) -> dict[int, int]:
-    return {id(slot): len(work.tokens) for slot, work in batch}
+def sizes(batch: Batch[None]) -> dict[int, int]:
+    return {id(slot): len(work) for slot, work in batch}
 
 
-def picked(slots: list[Slot], max_tokens: int = 512, costs: Costs | None = None, now: float = 1.0) -> list[int]:
+def picked(slots: list[Slot[None]], max_tokens: int = 512, costs: Profile | None = None, now: float = 1.0) -> list[int]:
     """Tokens of each slot in the next pass."""
-    batch, again_at = schedule(slots, POLICY, costs or Costs(0.01), max_tokens, now)
+    batch, again_at = schedule(slots, POLICY, costs or profile(), max_tokens, now)
     assert again_at is None
     found = sizes(batch)
     return [found.get(id(slot), 0) for slot in slots]
@@ -61,14 +61,14 @@ slots = st.lists(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(slots=slots, max_tokens=st.integers(1, 700), token_s=st.sampled_from([0.0, 0.0001, 0.01]))
-def test_budget_is_kept_and_used(slots: list[Slot], max_tokens: int, token_s: float) -> None:
+def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token_s: float) -> None:
     """Guards the bound on a pass, and the pass against being empty or holding a session twice."""
-    batch, again_at = schedule(slots, POLICY, Costs(0.01, token_s), max_tokens, 10.0)
+    batch, again_at = schedule(slots, POLICY, profile(token_s=token_s), max_tokens, 10.0)
     assert again_at is None
-    total = sum(len(work.tokens) for _, work in batch)
+    total = sum(len(work) for _, work in batch)
     assert 0 < total <= max_tokens
     assert len(sizes(batch)) == len(batch)
-    assert all(work.tokens and work.num_guess <= POLICY.max_guesses for _, work in batch)
+    assert all(work.tokens and len(work.draft) <= POLICY.max_guesses for _, work in batch)
     writers = [s for s in slots if s.session.num_pending < CHUNK]
     if not writers:
         everything = sum(s.session.num_pending + min(s.session.usable, POLICY.max_guesses) for s in slots)
@@ -77,16 +77,16 @@ def test_budget_is_kept_and_used(slots: list[Slot], max_tokens: int, token_s: fl
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(slots=slots, max_tokens=st.integers(1, 600))
-def test_nobody_starves(slots: list[Slot], max_tokens: int) -> None:
+def test_nobody_starves(slots: list[Slot[None]], max_tokens: int) -> None:
     """Guards every session, of whatever length and priority: it gets on while others go on for ever."""
-    now, costs = 5.0, Costs(0.01, 0.001)
+    now, costs = 5.0, profile(token_s=0.001)
     begun = {id(s): s.session.kv_len for s in slots}
     for _ in range(20_000):
         batch, _ = schedule(slots, POLICY, costs, max_tokens, now)
         now += 1.0
         for one, work in batch:
             one.since = now
-            one.session.advance(work, [0] * work.num_own)
+            one.session.advance(work, Scored([0] * work.num_scored))
         waiting = [s for s in slots if s.session.kv_len == begun[id(s)]]
         if not waiting:
             break
@@ -97,7 +97,7 @@ def test_writers_come_before_readers() -> None:
     """Guards those who wait for the next token: a long prompt that came first takes what they leave, and no more."""
     reader, writers = slot(30_000), [slot(1, 4, opened=1.0, since=0.9) for _ in range(10)]
     assert picked([reader, *writers]) == [512 - 50] + [5] * 10
-    slow = Costs(0.01, 0.0005)  # 60 tokens cost as much as three passes
+    slow = profile(token_s=0.0005)  # 60 tokens cost as much as three passes
     assert picked([reader, *writers], costs=slow) == [STRETCH * 20] + [5] * 10
     assert picked([reader], costs=slow) == [512]
     crowd = [slot(1, 16, opened=1.0) for _ in range(200)]
@@ -108,10 +108,10 @@ def test_writers_come_before_readers() -> None:
 
 def test_a_stretched_pass_is_what_was_promised() -> None:
     """Guards the arithmetic between measured costs and the share of readers."""
-    costs = Costs(0.010)
+    costs = profile()
     for _ in range(100):
-        costs.saw([Work(0, [1] * 200, 0, 0), Work(0, [1], 1, 0)], 0.010 + 200 * 0.0003)
-        costs.saw([Work(0, [1], 1, 0)], 0.010)
+        costs.saw([Work(0, [1] * 200, 0), Work(0, [1], 1)], 0.010 + 200 * 0.0003)
+        costs.saw([Work(0, [1], 1)], 0.010)
     assert costs.token_s == pytest.approx(0.0003)
     [read, _] = picked([slot(30_000), slot(1)], costs=costs)
     assert read * costs.token_s == pytest.approx(STRETCH * costs.pass_s, rel=0.02)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cascade.chain.draft_stats import DraftStats
-from cascade.chain.session import ProtocolError, Session
-from cascade.messages import Close, Commit, Edge, Message, Open, Proposal, origin
+from cascade.chain.session import ProtocolError, Session, Work
+from cascade.messages import Close, Commit, Draft, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
 
 VOCAB = 12
@@ -32,6 +32,11 @@ def opening(max_tokens: int = 24, **changes: object) -> Open:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=1)
     plain = Open("s", (1, 2, 3), 3, params, tier="full", window=1000, draft_window=5)
     return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def fed(work: Work) -> list[int]:
+    """All tokens of a row."""
+    return [*work.tokens, *work.draft.tokens]
 
 
 class Chain:
@@ -98,7 +103,7 @@ class Chain:
             proposals.remove(proposal)
         if level == self.top:
             start = self.full.committed
-            tokens = proposal.tokens[start - proposal.start :]
+            tokens = proposal.draft.tokens[start - proposal.start :]
             if tokens:
                 self.down[level].append(Commit(self.first.session, start, tokens))
         elif (above := self.sessions[level + 1]) is not None:
@@ -110,10 +115,10 @@ class Chain:
         if session is None or session.stalled:
             return False
         work = session.work(max_tokens)
-        assert len(work.tokens) <= max_tokens
-        row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params)
-        [own] = self.models[level].run([row])
-        commit = session.advance(work, own)
+        assert len(work) <= max_tokens
+        row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params, draft=work.draft)
+        [scored] = self.models[level].run([row])
+        commit = session.advance(work, scored)
         assert commit is None or session.num_pending == 1, "the last token, and only that, is scored by the next pass"
         self.pass_on(level, commit)
         if commit is not None and (proposal := session.proposal()) is not None:
@@ -159,15 +164,15 @@ def check_session(session: Session, model: ToyModel, cache: ToyCache) -> None:
     assert 0 <= session.kv_len < len(text)
     assert cache.tokens[: session.kv_len] == text[: session.kv_len], "stale entries in the cache"
     assert len(session._origins) == len(text)
-    assert len(session._guess_origins) == len(session.guess)
+    assert len(session.draft.origins) == len(session.draft)
     limit = first.prompt_len + first.params.max_tokens
     assert len(text) <= max(limit, len(first.tokens))
     for p in range(session.committed, len(text)):
         assert text[p] == model.own(tuple(text[max(0, p - model.order) : p]), p, first.params), "not its own token"
     if (proposal := session.proposal()) is not None:
-        assert len(proposal.origins) == len(proposal.tokens)
+        assert len(proposal.draft.origins) == len(proposal.draft.tokens)
     if session.drafter == "" and session.level == 0:
-        assert not session.guess
+        assert not session.draft
 
 
 class Wires(RuleBasedStateMachine):
@@ -214,10 +219,9 @@ class Wires(RuleBasedStateMachine):
         level=st.integers(1, 4),
         start=st.integers(-3, 30),
         tokens=st.lists(st.integers(-1, VOCAB), max_size=30),
-        num_origins=st.none() | st.integers(0, 30),
         num_right=st.integers(0, 4),
     )
-    def babble(self, level: int, start: int, tokens: list[int], num_origins: int | None, num_right: int) -> None:
+    def babble(self, level: int, start: int, tokens: list[int], num_right: int) -> None:
         """Guesses that no tier made; the first ``num_right`` of them true, so that they void what the drafter says."""
         level = min(level, self.chain.top)
         session, model = self.chain.sessions[level], self.chain.models[level]
@@ -228,8 +232,7 @@ class Wires(RuleBasedStateMachine):
             for p in range(start, start + num_right):
                 text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.opening.params))
             tokens = text[start:] + tokens
-        origins = bytes(len(tokens) if num_origins is None else num_origins)
-        session.propose(Proposal(session.drafter_session, start, tuple(tokens), origins))
+        session.propose(Proposal(session.drafter_session, start, Draft(tuple(tokens), bytes(len(tokens)))))
 
     @precondition(lambda self: self.chain.num_opened < 12)
     @rule(level=st.integers(1, 4), again=st.booleans())
@@ -313,11 +316,11 @@ def test_proposals_are_few_and_hold_back_little() -> None:
     told, messages = len(session.text), 0
     while not session.stalled:
         work = session.work(10)
-        session.advance(work, [7] * work.num_own)
+        session.advance(work, Scored([7] * work.num_scored))
         proposal = session.proposal()
         if proposal is not None:
             assert proposal.start == 3
-            told, messages = proposal.start + len(proposal.tokens), messages + 1
+            told, messages = proposal.start + len(proposal.draft.tokens), messages + 1
         assert 4 * (len(session.text) - told) < len(session.text) - 3
     assert told == len(session.text) == 3 + 64
     assert messages < 64 / 3
@@ -325,10 +328,10 @@ def test_proposals_are_few_and_hold_back_little() -> None:
     session.commit(3, [7, 7, 9])
     assert session.proposal() is None
     work = session.work(10)
-    session.advance(work, [7] * work.num_own)
+    session.advance(work, Scored([7] * work.num_scored))
     proposal = session.proposal()
     assert proposal is not None
-    assert (proposal.start, proposal.tokens) == (6, (7,))
+    assert (proposal.start, proposal.draft.tokens) == (6, (7,))
 
 
 def test_lost_proposals_do_not_stall_drafting() -> None:
@@ -348,23 +351,23 @@ def test_lost_proposals_do_not_stall_drafting() -> None:
 def test_ended_drafter_goes_on_when_corrected() -> None:
     """Guards a session that said its end and was overruled: it must forget the end and draft on."""
     session = Session(opening(ends=frozenset([9])), "tier0", 0, VOCAB)
-    session.advance(session.work(10), [9])
+    session.advance(session.work(10), Scored([9]))
     assert session.done
     assert session.stalled
     session.commit(3, [4, 5])
     assert not session.done
     assert session.text == [1, 2, 3, 4, 5]
-    assert session.work(10).tokens == [4, 5]
+    assert fed(session.work(10)) == [4, 5]
     assert session.kv_len == 3
 
 
 def test_end_in_a_guess_is_not_fed() -> None:
     """Guards against text behind an accepted end inside a window, and against a pass spent on scoring it."""
     session = drafting(opening(ends=frozenset([9])))
-    session.propose(Proposal("d", 3, (4, 9, 5), bytes(3)))
+    session.propose(Proposal("d", 3, Draft((4, 9, 5), bytes(3))))
     work = session.work(10)
-    assert work.tokens == [1, 2, 3, 4]
-    session.advance(work, [4, 9])
+    assert fed(work) == [1, 2, 3, 4]
+    session.advance(work, Scored([4, 9]))
     assert session.text == [1, 2, 3, 4, 9]
     assert session.done
 
@@ -373,10 +376,10 @@ def test_end_in_a_guess_is_not_fed() -> None:
 def test_max_tokens_inside_a_window(max_tokens: int) -> None:
     """Guards the limit: a window that reaches over it is cut, and its own token still fits."""
     session = drafting(opening(max_tokens))
-    session.propose(Proposal("d", 3, (4, 5, 6, 7), bytes(4)))
+    session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4))))
     work = session.work(10)
-    assert work.num_own == max_tokens
-    session.advance(work, [4, 5, 6, 7][:max_tokens])
+    assert work.num_scored == max_tokens
+    session.advance(work, Scored([4, 5, 6, 7][:max_tokens]))
     assert len(session.text) == 3 + max_tokens
     assert session.done
 
@@ -392,12 +395,12 @@ def test_session_below_a_cut_follows() -> None:
     """Guards the second hop of a rollback: what the medium tier lost, the tiny one must lose too."""
     medium = drafting(opening())
     tiny = Session(medium.attach("tiny", "d", ()), "tiny", 0, VOCAB)
-    tiny.advance(tiny.work(9), [4])
-    tiny.advance(tiny.work(9), [5])
+    tiny.advance(tiny.work(9), Scored([4]))
+    tiny.advance(tiny.work(9), Scored([5]))
     proposal = tiny.proposal()
     assert proposal is not None
     medium.propose(proposal)
-    commit = medium.advance(medium.work(9), [4, 5, 6])
+    commit = medium.advance(medium.work(9), Scored([4, 5, 6]))
     assert commit is not None
     assert tiny.commit(commit.start, commit.tokens) is not None  # the 6 is news
     assert (tiny.text, tiny.committed, tiny.kv_len) == ([1, 2, 3, 4, 5, 6], 6, 4)
@@ -411,46 +414,46 @@ def test_session_below_a_cut_follows() -> None:
 def test_commit_that_agrees_keeps_guesses() -> None:
     """Guards the work of the tier below: news that a guess has foretold must not throw the rest of it away."""
     session = drafting(opening())
-    session.propose(Proposal("d", 3, (4, 5, 6), bytes([2, 2, 2])))
+    session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([2, 2, 2]))))
     session.commit(3, [4, 5])
-    assert session.guess == [6]
+    assert list(session.draft.tokens) == [6]
     assert session.committed == 5
-    session.propose(Proposal("d", 5, (6, 7, 8), bytes([2, 2, 2])))
+    session.propose(Proposal("d", 5, Draft((6, 7, 8), bytes([2, 2, 2]))))
     session.commit(3, [4])  # says nothing new
     assert session.committed == 5
     session.commit(5, [7])
-    assert session.guess == []
+    assert list(session.draft.tokens) == []
 
 
 def test_commit_that_differs_voids_guesses() -> None:
     """Guards against guesses made for the text that was cut, even where they look like the new one."""
     session = drafting(opening())
-    session.advance(session.work(10), [4])
-    session.propose(Proposal("d", 4, (7, 8), bytes([2, 2])))
+    session.advance(session.work(10), Scored([4]))
+    session.propose(Proposal("d", 4, Draft((7, 8), bytes([2, 2]))))
     session.commit(3, [7])
     assert session.text == [1, 2, 3, 7]
-    assert session.guess == []
+    assert list(session.draft.tokens) == []
 
 
 def test_cut_voids_the_cache_from_there() -> None:
     """Guards the cache: keys and values behind a cut are void even where the new text is longer than the old one."""
     session = Session(opening(), "full", 0, VOCAB)
     for token in (4, 5, 6):
-        session.advance(session.work(10), [token])
+        session.advance(session.work(10), Scored([token]))
     assert session.kv_len == 5
     session.commit(3, [4, 9, 9, 9])
     assert session.kv_len == 4
-    assert session.work(10).tokens == [9, 9, 9]
+    assert fed(session.work(10)) == [9, 9, 9]
 
 
 def test_guesses_behind_a_pass_are_kept() -> None:
     """Guards drafts that did not fit into a pass: they still follow a text that went on as they said."""
     session = drafting(opening())
-    session.propose(Proposal("d", 3, (4, 5, 6), bytes([2, 2, 2])))
-    session.advance(session.work(4), [4, 5])
-    assert session.guess == [6]
-    session.advance(session.work(1), [7])
-    assert session.guess == []
+    session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([2, 2, 2]))))
+    session.advance(session.work(4), Scored([4, 5]))
+    assert list(session.draft.tokens) == [6]
+    session.advance(session.work(1), Scored([7]))
+    assert list(session.draft.tokens) == []
 
 
 @pytest.mark.parametrize("num_own", [1, 2, 3, 4])
@@ -458,14 +461,14 @@ def test_guesses_that_were_not_scored_are_kept(num_own: int) -> None:
     """Guards rows whose last guesses could not be scored: they are neither accepted nor lost, and count as not proposed."""
     session = Session(opening(), "full", 1, VOCAB)
     below = session.attach("tiny", "below", ())
-    session.propose(Proposal(below.session, 3, (4, 5, 6), bytes(3)))
-    commit = session.advance(session.work(10), [4, 5, 6, 7][:num_own])
+    session.propose(Proposal(below.session, 3, Draft((4, 5, 6), bytes(3))))
+    commit = session.advance(session.work(10), Scored([4, 5, 6, 7][:num_own]))
     assert commit == Commit("below", 3, (4, 5, 6, 7)[:num_own])
-    assert (session.text[3:], session.guess) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
+    assert (session.text[3:], list(session.draft.tokens)) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
     assert session.kv_len == len(session.text) - 1
     assert session.edges[0].proposed == session.edges[0].accepted == num_own - 1
-    if session.guess:
-        assert session.work(10).tokens == [session.text[-1], *session.guess]
+    if session.draft:
+        assert fed(session.work(10)) == [session.text[-1], *session.draft.tokens]
 
 
 @pytest.mark.parametrize("start", [-1, 2, 4])
@@ -495,25 +498,18 @@ def test_commit_that_does_not_join_is_an_error(start: int) -> None:
 def test_only_guesses_that_join_are_kept(start: int, tokens: tuple[int, ...], guess: list[int]) -> None:
     """Guards the embedding against ids it does not have, and the window against guesses for another text."""
     session = drafting(opening())
-    session.propose(Proposal("d", start, tokens, bytes(len(tokens))))
-    assert session.guess == guess
-    session.propose(Proposal("stranger", 3, (7, 7), bytes(2)))
-    assert session.guess == guess
-
-
-def test_proposal_with_too_few_origins_is_refused() -> None:
-    """Guards the tier's loop: an origin that is missing must not raise when its token is accepted."""
-    session = drafting(opening())
-    session.propose(Proposal("d", 3, (4, 5), bytes(1)))
-    assert session.guess == []
+    session.propose(Proposal("d", start, Draft(tokens, bytes(len(tokens)))))
+    assert list(session.draft.tokens) == guess
+    session.propose(Proposal("stranger", 3, Draft((7, 7), bytes(2))))
+    assert list(session.draft.tokens) == guess
 
 
 def test_late_proposal_does_not_turn_totals_back() -> None:
     """Guards metrics: totals of the edges below come with proposals, and an overtaken one has older totals."""
     session = drafting(opening())
     new, old = Edge("", "tiny", passes=5, emitted=5), Edge("", "tiny", passes=4, emitted=4)
-    session.propose(Proposal("d", 3, (4, 5), bytes(2), (new,)))
-    session.propose(Proposal("d", 3, (4,), bytes(1), (old,)))
+    session.propose(Proposal("d", 3, Draft((4, 5), bytes(2)), (new,)))
+    session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (old,)))
     assert session.edges == (new,)
 
 
@@ -538,11 +534,11 @@ def test_totals_outlive_a_drafter() -> None:
 def test_totals_of_two_drafters_are_kept_apart() -> None:
     """Guards metrics: a drafter is not praised or blamed for guesses of the one before."""
     session = drafting(opening())
-    session.propose(Proposal("d", 3, (4,), bytes(1), (Edge("", "tiny", passes=2, emitted=2),)))
-    session.advance(session.work(10), [4, 5])
+    session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (Edge("", "tiny", passes=2, emitted=2),)))
+    session.advance(session.work(10), Scored([4, 5]))
     session.attach("medium", "e", ())
-    session.advance(session.work(10), [6])
-    session.propose(Proposal("e", 3, (4,), bytes(1), (Edge("", "medium", passes=1, emitted=1),)))
+    session.advance(session.work(10), Scored([6]))
+    session.propose(Proposal("e", 3, Draft((4,), bytes(1)), (Edge("", "medium", passes=1, emitted=1),)))
     totals = {(edge.drafter, edge.verifier): (edge.passes, edge.accepted, edge.emitted) for edge in session.edges}
     assert totals == {
         ("tiny", "full"): (1, 1, 2),
@@ -555,13 +551,13 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
 def test_origins_tell_who_said_it_first() -> None:
     """Guards the colours of the demonstration: lowest tier of the unbroken chain, and whether it was a correction."""
     session = drafting(opening())
-    session.propose(Proposal("d", 3, (4, 5, 6), bytes([origin(0, False)] * 3)))
-    session.advance(session.work(10), [4, 8, 0, 0])
-    session.advance(session.work(10), [7])
+    session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([origin(0, False)] * 3))))
+    session.advance(session.work(10), Scored([4, 8, 0, 0]))
+    session.advance(session.work(10), Scored([7]))
     proposal = session.proposal()
     assert proposal is not None
-    assert proposal.tokens == (4, 8, 7)
-    assert list(proposal.origins) == [origin(0, False), origin(1, True), origin(1, False)]
+    assert proposal.draft.tokens == (4, 8, 7)
+    assert list(proposal.draft.origins) == [origin(0, False), origin(1, True), origin(1, False)]
 
 
 @PROFILE
@@ -615,7 +611,7 @@ def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
         for _ in range(30):  # the tier above keeps one token and corrects the next
             while not session.stalled:
                 work = session.work(512)
-                session.advance(work, [7] * work.num_own)
+                session.advance(work, Scored([7] * work.num_scored))
             start = session.committed
             session.commit(start, (7, 8))
         assert session.window in expected

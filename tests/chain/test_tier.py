@@ -16,7 +16,7 @@ from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
 
 NAMES = ("tiny", "medium", "full")
@@ -60,10 +60,10 @@ class CountingModel(ToyModel):
         self.caches.append(super().new_cache())
         return self.caches[-1]
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        if any(self.poison in row.tokens for row in rows):
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        if any(self.poison in row.fed for row in rows):
             raise RuntimeError("poison")
-        if self.room is not None and sum(len(row.tokens) for row in rows) > self.room:
+        if self.room is not None and sum(len(row.fed) for row in rows) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().run(rows)
 
@@ -189,7 +189,7 @@ def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingMo
     inbox, answer = Inbox(), Answer(request, Silent())
     tiers[-1].post([request], inbox)
     time.sleep(0.05)
-    [drafting] = tiers[-1]._drafters._slots
+    [drafting] = tiers[-1]._loop._drafting._slots
     tiers[-1].post([Failed(drafting, "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
     full_edges = {edge.drafter: edge for edge in answer._edges if edge.verifier == "full"}
@@ -359,14 +359,17 @@ class Hasty(ToyModel):
         super().__init__(**options)  # type: ignore[arg-type]
         self.launches = 0
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
         self.launches += 1
-        said = super().run(rows)
+        scored = super().run(rows)
         steps = min(3, *(row.ahead for row in rows)) if len(rows) > 1 else min(3, rows[0].ahead)
-        for row, own in zip(rows, said, strict=True):
-            for place in range(row.start + len(row.tokens), row.start + len(row.tokens) + steps):
-                own += super().run([Row(row.cache, place, own[-1:], 1, row.params)])[0]
-        return said
+        return [self._go_on(row, one, steps) for row, one in zip(rows, scored, strict=True)]
+
+    def _go_on(self, row: Row, scored: Scored, steps: int) -> Scored:
+        end, said = row.start + len(row.fed), list(scored.own)
+        for place in range(end, end + steps):
+            said += super().run([Row(row.cache, place, said[-1:], 1, row.params)])[0].own
+        return Scored(scored.own, said[len(scored.own) :])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -22,7 +22,7 @@ from cascade.engine.grammar import Grammars, Matcher
 from cascade.engine.kv import Cache
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from tests.architectures import build
 
 CONTEXT = 512
@@ -78,8 +78,8 @@ class Babbler:
     def new_cache(self) -> Cache:
         return Cache()
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [[self._random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in rows]
 
 
 @pytest.fixture(scope="module")

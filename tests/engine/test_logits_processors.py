@@ -28,8 +28,8 @@ from cascade.engine.model import Model
 from cascade.engine.sampling import adjust
 from cascade.engine.sequence_state import SequenceState, state_maker
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Close, Logprobs, Open, Proposal, mint
-from cascade.scorer import Row
+from cascade.messages import Close, Draft, Logprobs, Open, Proposal, mint
+from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from tests.architectures import build
 from tests.chain.test_tier import Inbox, finish, text_of
@@ -131,8 +131,8 @@ def test_companions_keep_their_logits() -> None:
 class Babbler(ToyModel):
     """Says random tokens."""
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
-        return [[random.randrange(self.vocab_size) for _ in range(row.num_own)] for row in rows]
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return [Scored([random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,9 @@ def test_replay_keeps_logprobs() -> None:
         message = inbox.messages.get(timeout=20)
         assert isinstance(message, Proposal)
         answer.take(
-            Proposal(message.session, message.start, message.tokens[:20], message.origins[:20], (), message.logprobs[:20])
+            Proposal(
+                message.session, message.start, Draft(message.tokens[:20], message.origins[:20]), (), message.logprobs[:20]
+            )
         )
     first.close()
     second = started()

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from cascade.chain.drafting import Drafters
+from cascade.chain.drafting import Drafting
 from cascade.chain.planner import Planner
 from cascade.chain.session import Session
+from cascade.chain.slot import Slot
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.messages import Failed, Message
 from cascade.params import SamplingParams, Speculation, Structured
 from deployments.links.codec import decode, encode
-from tests.chain.test_planner import ALLOWED, Seated
+from tests.chain.test_planner import ALLOWED
 from tests.chain.test_tier import opening
 from tests.doors import House, house
 from tests.router.test_http import ask
@@ -55,21 +56,22 @@ def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, cap
     assert "".join(piece.text for piece in pieces) == expected.text
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING]
     assert all(tier.stats.failures == 0 and tier.healthy for tier in tiers)
-    assert not any(tier._drafters._health.retry_at for tier in tiers)
+    assert not any(tier._loop._drafting._health.retry_at for tier in tiers)
     served.settle()
 
 
 def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
     """Guards the drafts of others: the tier below is as well as before, and is asked nothing more by this session."""
     sent, names = list[Message](), (f"s{number}" for number in itertools.count())
-    drafters: Drafters[Seated] = Drafters(lambda tier, message: sent.append(message), lambda: next(names), Planner())
-    hard, easy = (Seated(Session(replace(opening(number, 0.0, 50), chain=ALLOWED), "full", 2, 32)) for number in range(2))
-    for seat in (hard, easy):
-        drafters.begin(seat, 2, 0.0)
-    assert drafters.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
+    drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), Planner())
+    sessions = [Session(replace(opening(number, 0.0, 50), chain=ALLOWED), "full", 2, 32) for number in range(2)]
+    hard, easy = (Slot(session, None, 0.0, 0.0) for session in sessions)
+    for slot in (hard, easy):
+        drafting.begin(slot, 2, 0.0)
+    assert drafting.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
     assert (hard.using, hard.chain, easy.using) == ((), (), ALLOWED)
-    assert drafters.draft(hard, 100.0) is None
-    assert drafters.draft(easy, 1.0) is None
+    assert drafting.draft(hard, 100.0) is None
+    assert drafting.draft(easy, 1.0) is None
     assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]
 
 

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from cascade.errors import Aborted, CascadeError, DeadlineExceeded
-from cascade.messages import Failed, Message, Proposal
-from cascade.scorer import Row
+from cascade.messages import Draft, Failed, Message, Proposal
+from cascade.scorer import Row, Scored
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
@@ -79,7 +79,7 @@ class Context:
 class Broken(ToyModel):
     """Every pass fails."""
 
-    def run(self, rows: Sequence[Row]) -> list[list[int]]:
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
         raise RuntimeError("out of memory")
 
 
@@ -207,7 +207,7 @@ async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
         await until(lambda: net.nodes["full"].tier.stats.own_tokens > 0)
         [inbox] = router._inboxes.values()
         await until(inbox.empty)
-        inbox.put_nowait(Proposal("", 0, (), b""))
+        inbox.put_nowait(Proposal("", 0, Draft((), b"")))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -305,7 +305,7 @@ async def test_pauses_end_with_the_request() -> None:
 async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
-    for message in (Proposal("s", 4, (1,), b"\0"), Proposal("s", 4, (1, 2), b"\0\0"), Failed("s", "gone")):
+    for message in (Proposal("s", 4, Draft((1,), b"\0")), Proposal("s", 4, Draft((1, 2), b"\0\0")), Failed("s", "gone")):
         inbox.put_nowait(message)
     patience, life = RetryBudget(5.0), Life()
     assert (await heard(inbox, patience, life)).tokens == (1, 2)

@@ -14,8 +14,9 @@ from cascade.chain.session import Session
 from cascade.chain.tier import Tier
 from cascade.client import Client
 from cascade.errors import InvalidRequest
-from cascade.messages import Lane, Open, Proposal, origin
+from cascade.messages import Draft, Lane, Open, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
+from cascade.scorer import Scored
 from cascade.simulation.toy import ToyModel
 from tests.chain.test_tier import Inbox, opening, settle
 from tests.doors import House, house
@@ -110,9 +111,9 @@ def test_lanes_of_a_cut_text_are_not_told() -> None:
     session.kv_len = len(session.text) - 1
     end = len(session.text)
     guesses = bytes([origin(1, False)] * 4)
-    session.propose(Proposal("m", end, (1, 2, 3, 4), guesses, lanes=(Lane("tiny", end + 4, (5, 6)),)))
+    session.propose(Proposal("m", end, Draft((1, 2, 3, 4), guesses), lanes=(Lane("tiny", end + 4, (5, 6)),)))
     assert session.lanes == (Lane("medium", end, (1, 2, 3, 4)), Lane("tiny", end + 4, (5, 6)))
-    session.advance(session.work(100), (1, 9, 0, 0, 0))
+    session.advance(session.work(100), Scored((1, 9, 0, 0, 0)))
     assert session.lanes == (Lane("medium", end + 2, ()),)
     session.detach()
     assert session.lanes == ()

@@ -1,0 +1,222 @@
+"""What a tier decides, between two passes: takes messages, schedules rows, lets sessions advance. No thread, clock or model.
+
+The serving tier adds these, the simulator adds virtual time: what one session sends below and hears from there is the same in
+both. Times are those of one clock, in seconds.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeAlias
+
+from cascade.chain.drafting import Drafting
+from cascade.chain.kv_admission import KVAdmission
+from cascade.chain.planner import Planner, Policy
+from cascade.chain.profile import Profile
+from cascade.chain.scheduler import Batch, schedule
+from cascade.chain.session import ProtocolError, Session, Work
+from cascade.chain.slot import Slot, U
+from cascade.errors import InvalidRequest
+from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
+from cascade.scorer import RowState, Scored
+
+log = logging.getLogger(__name__)
+
+TELL_S = 0.02  # between two proposals of a watched session that bring no new tokens
+
+# from a session's opening, and its text while it grows; raises `InvalidRequest`
+NewState: TypeAlias = Callable[[Open, Sequence[int]], RowState]
+# what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
+Result: TypeAlias = Scored | InvalidRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What sessions a tier takes, and how large its passes may be."""
+
+    vocab_size: int
+    context_len: int
+    policy: Policy
+    new_state: NewState | None = None
+
+
+class Loop(Generic[U]):
+    """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
+
+    ``send_up`` takes what is meant for those who opened sessions, each named as in `take`; ``send_down`` what is meant for a
+    tier below, by its name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        limits: Limits,
+        kv_admission: KVAdmission,
+        profile: Profile,
+        *,
+        send_up: Callable[[U, Message], None],
+        send_down: Callable[[str, Message], None],
+        mint: Callable[[], str],
+        planner: Planner | None = None,
+    ) -> None:
+        self.slots: dict[str, Slot[U]] = {}  # by session
+        self.kv_admission = kv_admission
+        self._name = name
+        self._level = level
+        self._limits = limits
+        self._profile = profile
+        self._send_up = send_up
+        self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
+        self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
+        self._last_pass_at = 0.0
+
+    # take
+
+    def take(self, message: Message, up: U | None, now: float) -> None:
+        """A message from above or below; an Open comes with the one who takes its session's proposals."""
+        if isinstance(message, Open):
+            assert up is not None
+            self._open(message, up, now)
+        elif isinstance(message, Proposal | Failed):
+            self._hear(message, now)
+        elif message.session not in self.slots:
+            return  # it has failed meanwhile
+        elif isinstance(message, Close):
+            self._leave(self.slots[message.session])
+        else:
+            self._obey(self.slots[message.session], message, now)
+
+    def drop(self, up: U) -> None:
+        """Whoever opened sessions as ``up`` is gone: close them all."""
+        for slot in [slot for slot in self.slots.values() if slot.up is up]:
+            self._leave(slot)
+
+    def fail_all(self, reason: str) -> None:
+        """End all sessions."""
+        for slot in list(self.slots.values()):
+            self._fail(slot, reason)
+
+    def _open(self, opening: Open, up: U, now: float) -> None:
+        try:
+            if problem := self._problem(opening):
+                raise InvalidRequest(problem)
+            session = Session(opening, self._name, self._level, self._limits.vocab_size)
+            state = self._state(session)
+        except InvalidRequest as error:
+            self._send_up(up, Failed(opening.session, str(error), self._name))
+            return
+        slot = Slot(session, up, since=now, opened=now, state=state)
+        self.slots[opening.session] = slot
+        self._drafting.begin(slot, len(self.slots), now)
+
+    def _problem(self, opening: Open) -> str | None:
+        """Why a session cannot be served here."""
+        name, limits = self._name, self._limits
+        end = opening.prompt_len + opening.params.max_tokens
+        if end > limits.context_len:
+            return f"tier {name} takes {limits.context_len} tokens, the request may need {end}"
+        if not all(0 <= token < limits.vocab_size for token in opening.tokens):
+            return f"tier {name} has {limits.vocab_size} token ids and the text has others"
+        if lack := self.kv_admission.problem(end):
+            return f"tier {name} cannot hold the session: {lack}"
+        return f"session {opening.session} is open already" if opening.session in self.slots else None
+
+    def _state(self, session: Session) -> RowState | None:
+        """What the session's sampling parameters need to know of its text."""
+        if not session.opening.params.shaped:
+            return None
+        if self._limits.new_state is None:
+            raise InvalidRequest(f"tier {self._name} honours temperature and the filters of likely tokens alone")
+        return self._limits.new_state(session.opening, session.text)
+
+    def _obey(self, slot: Slot[U], commit: Commit, now: float) -> None:
+        stalled = slot.session.stalled
+        try:
+            change = slot.session.commit(commit.start, commit.tokens)
+        except ProtocolError as error:
+            self._fail(slot, str(error))
+            return
+        if change is not None:
+            self._drafting.tell(slot, change)
+        if change is not None or stalled:
+            slot.since = now
+
+    def _hear(self, message: Proposal | Failed, now: float) -> None:
+        """A message from below."""
+        lost = self._drafting.hear(message, now)
+        if lost is not None:
+            log.info("Tier %s goes on without %s: %s", self._name, *lost)
+        elif (slot := self._drafting.slot(message.session)) is not None and slot.session.opening.watch:
+            self._untold[message.session] = slot
+
+    # schedule
+
+    def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
+        """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
+        self._tell(now)
+        wake_at: float | None = None
+        for slot in self.slots.values():
+            if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
+                wake_at = earlier(wake_at, self._drafting.draft(slot, now))
+        able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
+        batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
+        for slot, work in batch:
+            if work.num_own:
+                slot.session.waited(now - slot.since)
+        return batch, earlier(earlier(wake_at, start_at), retry_at)
+
+    def _tell(self, now: float) -> None:
+        """Send the guesses of watched sessions up, before the pass that judges them."""
+        for name, slot in [(name, slot) for name, slot in self._untold.items() if now - slot.told > TELL_S]:
+            del self._untold[name]
+            if self._drafting.slot(name) is slot:
+                slot.told = now
+                self._propose(slot)
+
+    # advance
+
+    def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
+        """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
+        seconds = now - max(self._last_pass_at, min(slot.since for slot, _ in batch))
+        self._last_pass_at = now
+        rows: list[tuple[Slot[U], Work, int]] = []
+        for (slot, work), result in zip(batch, results, strict=True):
+            if not isinstance(result, Scored):
+                reason = f"a pass of tier {self._name} failed" if result is None else str(result)
+                self._fail(slot, reason, fault=result is not None)
+                continue
+            slot.since = now
+            commit = slot.session.advance(work, result)
+            self.kv_admission.scored(slot)
+            if commit is not None:
+                rows.append((slot, work, len(commit.tokens)))
+                self._drafting.tell(slot, commit)
+                self._propose(slot)
+        self._drafting.passed(self.slots.values(), rows, seconds, now)
+
+    def _propose(self, slot: Slot[U]) -> None:
+        proposal, state = slot.session.proposal(), slot.state
+        if proposal is None:
+            return
+        if state is not None and slot.session.opening.params.logprobs is not None:
+            proposal = replace(proposal, logprobs=state.logprobs(proposal.start, len(proposal.draft)))
+        if state is not None and proposal.start == state.prompt_len:
+            proposal = replace(proposal, prompt_logprobs=state.prompt_logprobs)
+        self._send_up(slot.up, proposal)
+
+    def _leave(self, slot: Slot[U], *, spoilt: bool = False) -> None:
+        """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
+        self._untold.pop(slot.session.drafter_session, None)
+        self._drafting.leave(slot)
+        del self.slots[slot.session.opening.session]
+        self.kv_admission.leave(slot, spoilt=spoilt)
+
+    def _fail(self, slot: Slot[U], reason: str, *, fault: bool = False) -> None:
+        self._leave(slot, spoilt=True)
+        self._send_up(slot.up, Failed(slot.session.opening.session, reason, self._name, fault))
+
+
+def earlier(first: float | None, second: float | None) -> float | None:
+    """The earlier of two times; None is never."""
+    return min((time for time in (first, second) if time is not None), default=None)

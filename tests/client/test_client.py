@@ -25,13 +25,15 @@ from cascade import (
     Unavailable,
 )
 from cascade.client import AsyncClient, Client, ServerInfo
-from cascade.client.client import encode_request
+from cascade.client.connection import CHANNEL_OPTIONS
+from cascade.client.exchange import encode_request
 from cascade.client.wire import decode_sampling
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from cascade.messages import Edge, Logprobs, origin
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from tests.links.test_link import Relay
 
 PATIENCE_S = 20.0
 
@@ -388,6 +390,25 @@ async def test_unreachable_server() -> None:
             await anext(async_client.stream("p"))
         with pytest.raises(Unavailable):
             await async_client.describe()
+
+
+async def test_host_that_vanishes_ends_the_call(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against waiting for ever for a host that is gone without a word: nothing is sent that could fail."""
+    sooner = {"grpc.keepalive_time_ms": 250, "grpc.http2.ping_timeout_ms": 250}
+    quick = [(name, sooner.get(name, value)) for name, value in CHANNEL_OPTIONS]
+    monkeypatch.setattr("cascade.client.connection.CHANNEL_OPTIONS", quick)
+    server.silent = True
+    async with Relay(server.address) as relay, AsyncClient(relay.address) as client:
+        chunks = client.stream("p")
+        assert (await anext(chunks)).text == "a"
+        relay.die()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(anext(chunks), PATIENCE_S)
+
+
+def test_pings_are_rarer_than_servers_bear() -> None:
+    """Guards calls that wait long: gRPC's servers break the connection off at the third ping within five minutes of another."""
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > 5 * 60 * 1000
 
 
 # cancellation

@@ -22,28 +22,31 @@ from cascade.params import SamplingParams, Speculation
 
 console = Console(highlight=False)
 PICTURES = (".svg", ".png")
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """The numbers of requests at once, each once."""
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
         raise click.BadParameter(f"{value!r} must be numbers from 1 to 10000 with commas between them, such as 1,4,16")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a file without a folder now, not after minutes of measuring."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is no folder: make it first")
+    return value
+
+
+def _drawable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuses a picture that cannot be drawn now, not after minutes of measuring."""
     if value is not None and value.suffix not in PICTURES:
         raise click.BadParameter(f"{value} must end with {' or '.join(PICTURES)}")
     if value is not None and find_spec("matplotlib") is None:
         raise click.BadParameter("pictures need matplotlib: pip install 'cascade-serve[bench]'")
-    return value
-
-
-def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"{value.parent} is no folder: make it first")
-    return value
+    return _writable(context, parameter, value)
 
 
 @click.command()
@@ -59,15 +62,8 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Times each prompt is sent in each mode.")
 @click.option("--pairs", is_flag=True, help="Also measure each lower tier alone below the full one.")
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), callback=_writable, help="Write all here."
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=lambda c, p, v: _writable(c, p, _picture(c, p, v)),
-    help="Draw it as .svg or .png.",
-)
+@click.option("--json", "json_path", type=NEW_FILE, callback=_writable, help="Write all figures to this file.")
+@click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(
     address: str | None,
     concurrency: tuple[int, ...],

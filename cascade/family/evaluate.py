@@ -1,7 +1,8 @@
 """How good the family is: nats per token on held-out files, and how often a tier's own token is that of the tier above.
 
 Every figure is a mean over teacher-forced positions of a text. Texts are held-out files, and what an upper model itself
-writes behind the beginnings of held-out files. Weights are cast to float32, so the numbers do not depend on a machine's bfloat16 kernels.
+writes behind the beginnings of held-out files. Weights are cast to float32, so that the figures do not depend on a machine's
+bfloat16 kernels.
 """
 
 from dataclasses import dataclass

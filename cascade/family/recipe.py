@@ -179,7 +179,7 @@ def train_family(
 
 
 def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, rows: int = 128, length: int = 256) -> Stream:
-    """Text of the model ``[num_tokens]``: rows of ``length`` that begin with 32 tokens of ``stream``, at temperatures 0, 0.7, 1."""
+    """Text of the model ``[num_tokens]``: rows that begin with 32 tokens of ``stream``, at temperatures 0, 0.7 and 1."""
     rng = np.random.default_rng(0)
     written: list[Stream] = []
     for index in tqdm(range(-(-num_tokens // (rows * length))), desc="sample"):
@@ -191,7 +191,7 @@ def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, row
 
 
 def interleave(first: Stream, second: Stream, num_tokens: int, *, block: int = 2048) -> Stream:
-    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, in random order, each block once before any twice."""
+    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, in random order, all before any twice."""
     rng = np.random.default_rng(0)
     num_pairs = num_tokens // (2 * block)
     shares = []

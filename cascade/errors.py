@@ -6,10 +6,10 @@ CascadeError
 ├── InvalidRequest   a request asks for something that cannot be honoured
 │   ├── TooLarge     it has more bytes or characters than the server reads
 │   └── NotFound     it names a model or a path that is not there
-├── Unauthenticated  a request has no key that the server knows
-├── Overloaded       the server, or the request's key, is full; try again later
+├── Unauthenticated  a request has no API key that the server knows
+├── Overloaded       the server is full, or has enough requests of this API key; try again later
 ├── Unavailable      no replica could finish the request
-├── Aborted          somebody with the request's key ended it
+├── Aborted          somebody with the request's API key ended it
 └── DeadlineExceeded the request's own deadline passed
 """
 
@@ -39,11 +39,11 @@ class NotFound(InvalidRequest):
 
 
 class Unauthenticated(CascadeError):
-    """The request has no key that the server knows."""
+    """The request has no API key that the server knows."""
 
 
 class Overloaded(CascadeError):
-    """The server takes no more requests at present; ``retry_after_s`` says when it may be worth another try."""
+    """The server takes no more requests at present; another try may succeed after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Unavailable(CascadeError):
 
 
 class Aborted(CascadeError):
-    """Somebody with the request's key ended it."""
+    """Somebody with the request's API key ended it."""
 
 
 class DeadlineExceeded(CascadeError, TimeoutError):

@@ -1,4 +1,4 @@
-"""What a request may ask for. Knows nothing of models or devices, so that clients need no torch."""
+"""What a request may ask for; no models and no devices, so that clients need no torch."""
 
 import json
 import math
@@ -10,20 +10,21 @@ from typing import Any, Literal, cast
 from cascade.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 256
-MAX_WINDOW = 256
-DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next are made
-LOCKSTEP_WINDOW = 8  # a lockstep round has a use for no more
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
+MAX_WINDOW = 256
+DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
+LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
-HALF_CHARACTER = "it has half a character (a lone surrogate), which is no text: leave it out"
-KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+LONE_SURROGATE = "it has half a character (a lone surrogate), which is no text: leave it out"
 
 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:
@@ -31,23 +32,25 @@ def _require(condition: bool, field: str, value: object, rule: str) -> None:
         raise InvalidRequest(f"{field} is {value!r}: it must be {rule}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _limit(field: str, number: int, most: int, unit: str) -> None:
+    if number > most:
+        raise InvalidRequest(f"{field} is {number} {unit}: it must be at most {most} {unit}")
 
 
-def _is_id(value: object) -> bool:
-    return _is_int(value) and cast(int, value) >= 0
+def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+    """Whether it is an integer from ``low`` to ``high``; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_real(value: object, low: float, high: float) -> bool:
+    """Whether it is a number from ``low`` to ``high``; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Pairs in the order of their tokens; of several for one token the last holds."""
+    """Pairs of token id and bias, by token id; of several for one token the last one counts."""
     try:
-        chosen = dict(bias)
-        return tuple(sorted(chosen.items()))
+        return tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError):
         raise InvalidRequest(f"logit_bias is {bias!r}: it must be a mapping from token id to bias") from None
 
@@ -59,9 +62,18 @@ def _json(schema: Mapping[str, Any]) -> str:
         raise InvalidRequest(f"structured.json_schema is not JSON: {error}") from None
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can encode it, and so a request carry it: JSON can spell a lone surrogate, UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """What a text has to be: exactly one of these. Raises `InvalidRequest`; whether it compiles, `Grammars` says."""
+    """What a text has to be: exactly one of these. Raises `InvalidRequest`; whether it compiles is found out by the engine."""
 
     json_schema: Mapping[str, Any] | str | None = None  # a JSON text of this schema; kept as JSON text
     json_object: bool = False  # any JSON object
@@ -74,22 +86,23 @@ class Structured:
             object.__setattr__(self, "json_schema", _json(self.json_schema))
         _require(not isinstance(self.choice, str), "structured.choice", self.choice, "a list of texts")
         object.__setattr__(self, "choice", tuple(self.choice))
-        chosen = [name for name in KINDS if getattr(self, name)]
-        _require(len(chosen) == 1, "structured", " and ".join(chosen) or "empty", f"one of {', '.join(KINDS)}")
-        _require(len(self.choice) <= MAX_CHOICES, "structured.choice", f"{len(self.choice)} texts", f"at most {MAX_CHOICES}")
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name)]
+        _require(len(given) == 1, "structured", " and ".join(given) or "empty", f"one of {', '.join(STRUCTURED_KINDS)}")
+        _limit("structured.choice", len(self.choice), MAX_CHOICES, "texts")
         for text in self.choice:
             _require(isinstance(text, str) and bool(text), "structured.choice", text, "texts that are not empty")
-        name = chosen[0]
-        value = "".join(self.choice) if name == "choice" else getattr(self, name)
-        _require(isinstance(value, bool if name == "json_object" else str), f"structured.{name}", value, "a text")
-        if isinstance(value, str):
-            size_ok = len(value) <= MAX_GRAMMAR_CHARS
-            _require(size_ok, f"structured.{name}", f"{len(value)} characters", f"at most {MAX_GRAMMAR_CHARS}")
+        field, value = f"structured.{self.kind}", getattr(self, self.kind)
+        if self.kind == "json_object":
+            _require(value is True, field, value, "true or false")
+        else:
+            text = "".join(value) if self.kind == "choice" else value
+            _require(isinstance(text, str), field, text, "a text")
+            _limit(field, len(text), MAX_GRAMMAR_CHARS, "characters")
 
     @property
     def kind(self) -> str:
         """Which of the fields is set."""
-        return next(name for name in KINDS if getattr(self, name))
+        return next(name for name in STRUCTURED_KINDS if getattr(self, name))
 
     @property
     def schema(self) -> str:
@@ -99,7 +112,7 @@ class Structured:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How own tokens are chosen and where a text ends; docs/parameters.md tells in which order.
+    """How own tokens are chosen and where a text ends; docs/parameters.md tells the order in which parameters act.
 
     Raises `InvalidRequest` naming the field, value and rule.
     """
@@ -112,15 +125,15 @@ class SamplingParams:
     seed: int | None = None  # of the shared noise; drawn at random if None, and reported
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
-    ignore_eos: bool = False  # go on behind the model's end-of-text token
+    ignore_eos: bool = False  # continue behind the model's end-of-text token
     adapter: str = ""  # LoRA adapter of the full tier, by its name in the configuration; "" is the model itself
-    presence_penalty: float = 0.0  # taken from the logits of tokens that the output has
-    frequency_penalty: float = 0.0  # the same for each time that the output has them
-    repetition_penalty: float = 1.0  # divides logits, if negative multiplies them, of tokens that prompt or output have
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has
+    frequency_penalty: float = 0.0  # likewise, once for each time that the output has them
+    repetition_penalty: float = 1.0  # divides positive logits of tokens that prompt or output have, multiplies negative ones
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens; kept as pairs
     min_tokens: int = 0  # output tokens at least: no end and no stop string before
     logprobs: int | None = None  # report log-probabilities: each token's own, and of so many likeliest ones
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     structured: Structured | None = None  # what the text has to be
 
     def __post_init__(self) -> None:
@@ -131,56 +144,47 @@ class SamplingParams:
         self._check_choice()
         self._check_penalties()
         self._check_ends()
-        seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
-        _require(seed_ok, "seed", self.seed, "an integer from 0 to 2^63 - 1")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            logprobs_ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _require(logprobs_ok, name, value, f"an integer from 0 to {MAX_LOGPROBS}")
+        self._check_reports()
         structured_ok = self.structured is None or isinstance(self.structured, Structured)
         _require(structured_ok, "structured", self.structured, "a `Structured`")
         _require(not (self.structured and self.ignore_eos), "ignore_eos", True, "False with structured, whose texts end")
+        _require(isinstance(self.adapter, str), "adapter", self.adapter, "the name of an adapter")
 
     def _check_choice(self) -> None:
-        _require(
-            _is_real(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            self.temperature,
-            "from 0 to 100",
-        )
-        _require(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "an integer from 0 (off) up")
-        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        """What an own token is chosen by, penalties and biases aside."""
+        _require(_is_real(self.temperature, 0, 100), "temperature", self.temperature, "from 0 to 100")
+        _require(_is_int(self.top_k, 0, MAX_TOP_K), "top_k", self.top_k, "an integer from 0 (off) up")
+        _require(_is_real(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(_is_real(self.min_p, 0, 1), "min_p", self.min_p, "from 0 to 1")
+        seed_ok = self.seed is None or _is_int(self.seed, 0, MAX_SEED)
+        _require(seed_ok, "seed", self.seed, "an integer from 0 to 2^63 - 1")
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(_is_real(value) and -2 <= value <= 2, name, value, "from -2 to 2")
+            _require(_is_real(getattr(self, name), -2, 2), name, getattr(self, name), "from -2 to 2")
         repetition = self.repetition_penalty
-        _require(_is_real(repetition) and 0.01 <= repetition <= 100, "repetition_penalty", repetition, "from 0.01 to 100")
-        biases = self.biases
-        _require(len(biases) <= MAX_BIASES, "logit_bias", f"{len(biases)} tokens", f"at most {MAX_BIASES} tokens")
-        for token, bias in biases:
-            _require(_is_id(token), "logit_bias", token, "given for token ids")
-            _require(_is_real(bias) and -100 <= bias <= 100, f"logit_bias of token {token}", bias, "from -100 to 100")
+        _require(_is_real(repetition, 0.01, 100), "repetition_penalty", repetition, "from 0.01 to 100")
+        _limit("logit_bias", len(self.biases), MAX_BIASES, "tokens")
+        for token, bias in self.biases:
+            _require(_is_int(token, 0), "logit_bias", token, "given for token ids")
+            _require(_is_real(bias, -100, 100), f"logit_bias of token {token}", bias, "from -100 to 100")
 
     def _check_ends(self) -> None:
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1 up")
-        min_ok = _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        _require(_is_int(self.max_tokens, 1), "max_tokens", self.max_tokens, "an integer from 1 up")
+        min_ok = _is_int(self.min_tokens, 0, self.max_tokens)
         _require(min_ok, "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, {self.max_tokens}")
-        _require(len(self.stop) <= MAX_STOPS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
+        _limit("stop", len(self.stop), MAX_STOPS, "strings")
         for text in self.stop:
-            _require(
-                isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS,
-                "stop",
-                text,
-                "strings of 1 to 256 characters",
-            )
-        num_ids = len(self.stop_token_ids)
-        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", f"{num_ids} token ids", f"at most {MAX_STOP_IDS} token ids")
+            text_ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
+            _require(text_ok, "stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
+        _limit("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS, "token ids")
         for token in self.stop_token_ids:
-            _require(_is_id(token), "stop_token_ids", token, "token ids")
-        _require(isinstance(self.adapter, str), "adapter", self.adapter, "the name of an adapter")
+            _require(_is_int(token, 0), "stop_token_ids", token, "token ids")
+
+    def _check_reports(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value, 0, MAX_LOGPROBS), name, value, f"an integer from 0 to {MAX_LOGPROBS}")
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -189,12 +193,12 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Logits depend on which tokens came before."""
+        """Whether logits depend on which tokens came before."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def shaped(self) -> bool:
-        """More is asked of a pass than temperature and the filters of likely tokens: its rows need a history."""
+        """Whether a pass must know the tokens before, or report more than own tokens: more than temperature and filters."""
         asked = self.penalised or self.logit_bias or self.min_tokens or self.structured
         return bool(asked) or self.logprobs is not None or self.prompt_logprobs is not None
 
@@ -217,7 +221,7 @@ def check_adapter(name: str, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts may be used for a request; never changes its text. Raises `InvalidRequest`."""
+    """How drafts may be used for a request, which never changes its text. Raises `InvalidRequest`."""
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
     tiers: tuple[str, ...] | None = None  # lower tiers to use, by name in any order; None: those that pay, see `Planner`
@@ -229,59 +233,42 @@ class Speculation:
             object.__setattr__(self, "tiers", tuple(self.tiers))
         _require(self.mode in ("auto", "off"), "speculation.mode", self.mode, "'auto' or 'off'")
         _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
-        window_ok = self.window is None or (_is_int(self.window) and 1 <= self.window <= MAX_WINDOW)
+        window_ok = self.window is None or _is_int(self.window, 1, MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
 
     def draft_window(self, default: int) -> int:
-        """Tokens that a tier may run ahead, if ``default`` are where the request says nothing."""
+        """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
         return self.window or (min(default, LOCKSTEP_WINDOW) if self.schedule == "lockstep" else default)
 
     @property
     def adaptive(self) -> bool:
-        """Tiers that do not pay may be left out: the request names none, and is no measurement of lockstep."""
+        """Whether tiers that do not pay may be left out: not if the request names tiers, nor in lockstep, a measurement."""
         return self.mode == "auto" and self.tiers is None and self.schedule == "async"
 
     def chain(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Tiers to use below the full one, top to bottom, of a cascade with tiers ``names`` bottom to top."""
+        """Tiers to use below the full one, top to bottom; ``names`` are all tiers of the cascade, bottom to top."""
         lower = names[:-1]
         chosen = lower if self.tiers is None else self.tiers
+        rule = f"one of the tiers below {names[-1]}: {', '.join(lower) or 'none'}"
         for name in chosen:
-            _require(
-                name in lower,
-                "speculation.tiers",
-                name,
-                f"one of the tiers below {names[-1]}: {', '.join(lower) or 'none'}",
-            )
+            _require(name in lower, "speculation.tiers", name, rule)
         return () if self.mode == "off" else tuple(name for name in reversed(lower) if name in chosen)
-
-
-def is_text(value: str) -> bool:
-    """Whether it can be sent: a lone surrogate, which JSON can spell, cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """How a request is treated beside others; never changes its text. Raises `InvalidRequest`."""
+    """How the server handles a request among others, which never changes its text. Raises `InvalidRequest`."""
 
-    priority: int = 0  # lower is served sooner, see `cascade.chain.scheduler.PRIORITY_S`; nobody starves
+    priority: int = 0  # lower is served sooner; nobody starves, see `cascade.chain.scheduler.PRIORITY_S`
     cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
-    watch: bool = False  # the stream also tells of guesses that nobody has judged yet, see `cascade.messages.Lane`
+    watch: bool = False  # the stream also brings guesses that no tier has verified yet, see `cascade.messages.Lane`
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
-        if not whole or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidRequest(
-                f"priority is {self.priority!r}: it must be an integer from {-MAX_PRIORITY} (first) to {MAX_PRIORITY} (last)"
-            )
-        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
-            shown = f"{len(self.cache_salt)} characters long" if isinstance(self.cache_salt, str) else repr(self.cache_salt)
-            raise InvalidRequest(f"cache_salt is {shown}: it must be a string of at most {MAX_SALT_CHARS} characters")
+        priorities = f"an integer from {-MAX_PRIORITY} (first) to {MAX_PRIORITY} (last)"
+        _require(_is_int(self.priority, -MAX_PRIORITY, MAX_PRIORITY), "priority", self.priority, priorities)
+        salts = f"a string of at most {MAX_SALT_CHARS} characters"
+        _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, salts)
+        _limit("cache_salt", len(self.cache_salt), MAX_SALT_CHARS, "characters")
         if not is_text(self.cache_salt):
-            raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {HALF_CHARACTER}")
-        if not isinstance(self.watch, bool):
-            raise InvalidRequest(f"watch is {self.watch!r}: it must be true or false")
+            raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {LONE_SURROGATE}")
+        _require(isinstance(self.watch, bool), "watch", self.watch, "true or false")

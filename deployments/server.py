@@ -18,7 +18,7 @@ from ray.serve import Application
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from cascade.client.client import SECURE
+from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access

@@ -1,4 +1,4 @@
-"""The library's gRPC client: a streamed answer and what it took.  python examples/grpc_client.py 127.0.0.1:9000"""
+"""The library's gRPC client: a streamed answer, and tokens per full pass.  python examples/grpc_client.py 127.0.0.1:9000"""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Many requests at once, mode beside mode: what a server gives to how many clients.
+"""How fast a server answers many requests at once, mode beside mode in one run.
 
-Modes take turns on every batch of requests, so that whatever else the machine does meanwhile hits all of them alike.
+Modes take turns on every batch of requests, so that whatever else the machine does meanwhile slows all of them alike.
 """
 
 import asyncio
@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from cascade.answer import Chunk, Completion
-from cascade.bench.measure import Mode
+from cascade.bench.measure import EdgeTotals, Mode
 from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
-from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 
 AsyncStream = Callable[[str, SamplingParams, Speculation], AsyncIterator[Chunk]]
@@ -24,39 +23,33 @@ AsyncStream = Callable[[str, SamplingParams, Speculation], AsyncIterator[Chunk]]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One answer; seconds from sending the request, and between two messages."""
+    """One answer and when it came."""
 
     completion: Completion
-    first_token_s: float
-    gaps_s: tuple[float, ...]
+    first_token_s: float  # from sending the request to its first message, seconds
+    gaps_s: tuple[float, ...]  # between two messages, seconds
 
 
 @dataclass(slots=True)
 class Cell:
-    """Totals of one mode, one category and one number of requests at once; ``seconds`` are those of the wall clock."""
+    """Totals of one mode on one category with one number of requests at once."""
 
     mode: Mode
     category: str
     concurrency: int
     tokens: int = 0
-    seconds: float = 0.0
-    requests: int = 0
+    seconds: float = 0.0  # of the wall clock
+    requests: int = 0  # sent
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    edges: dict[tuple[str, str], Edge] = field(default_factory=dict)
+    edges: EdgeTotals = field(default_factory=EdgeTotals)
     texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by prompt, to compare modes
-    errors: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # one a request that failed
 
     @property
     def tokens_per_second(self) -> float:
         """Of all requests together."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def top_passes(self) -> int:
-        """Passes of the full tier, each counted once for every request in it."""
-        top = next(iter(self.edges.values())).verifier if self.edges else ""
-        return sum(edge.passes for edge in self.edges.values() if edge.verifier == top)
 
     def add(self, prompt: Prompt, timed: Timed) -> None:
         """Count one finished request."""
@@ -64,15 +57,10 @@ class Cell:
         self.first_token_s.append(timed.first_token_s)
         self.gaps_s += timed.gaps_s
         self.texts[prompt.text] = timed.completion.token_ids
-        self._join(timed.completion.stats.edges)
-
-    def _join(self, edges: Sequence[Edge]) -> None:
-        for edge in edges:
-            key = (edge.drafter, edge.verifier)
-            self.edges[key] = self.edges[key] + edge if key in self.edges else edge
+        self.edges.add(timed.completion.stats.edges)
 
     def merge(self, other: "Cell") -> None:
-        """Count what another category has measured."""
+        """Count what another cell has counted."""
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.requests += other.requests
@@ -80,11 +68,11 @@ class Cell:
         self.gaps_s += other.gaps_s
         self.texts |= other.texts
         self.errors += other.errors
-        self._join(tuple(other.edges.values()))
+        self.edges.add(other.edges.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     """What is measured: every mode on every category with every number of requests at once, ``rounds`` times."""
 
     modes: tuple[Mode, ...]
@@ -98,40 +86,41 @@ class Plan:
         return tuple(dict.fromkeys(prompt.category for prompt in self.prompts))
 
     def batch(self, category: str, concurrency: int) -> list[Prompt]:
-        """Each prompt of a category at least once, and the same number of requests for each of those that send them."""
+        """Every prompt of a category at least once, repeated until each of ``concurrency`` clients sends equally many."""
         prompts = [prompt for prompt in self.prompts if prompt.category == category]
         num_requests = math.ceil(len(prompts) / concurrency) * concurrency
         return list(itertools.islice(itertools.cycle(prompts), num_requests))
 
     @property
     def num_requests(self) -> int:
+        """Requests that count, in all modes together."""
         sizes = [len(self.batch(category, n)) for category in self.categories for n in self.concurrency]
         return sum(sizes) * len(self.modes) * self.rounds
 
 
-async def load(stream: AsyncStream, plan: Plan, step: Callable[[], object] = lambda: None) -> list[Cell]:
-    """Carry out ``plan`` after each mode has warmed up at each number of requests; ``step`` is called after each request.
+async def load(stream: AsyncStream, workload: Workload, step: Callable[[], object] = lambda: None) -> list[Cell]:
+    """Send ``workload``, each mode warmed up at each number of requests at once; ``step`` is called after each request.
 
     A request that fails is counted in its cell; one that fails while the server warms up raises its `CascadeError`.
     """
     cells = {
         (n, category, mode.name): Cell(mode, category, n)
-        for n in plan.concurrency
-        for category in plan.categories
-        for mode in plan.modes
+        for n in workload.concurrency
+        for category in workload.categories
+        for mode in workload.modes
     }
     turns = 0
-    for n in plan.concurrency:
-        await _warm_up(stream, plan, n)
-        for _, category in itertools.product(range(plan.rounds), plan.categories):
-            for mode in _rotated(plan.modes, turns):
-                await _send(stream, plan, cells[n, category, mode.name], step)
+    for n in workload.concurrency:
+        await _warm_up(stream, workload, n)
+        for _, category in itertools.product(range(workload.rounds), workload.categories):
+            for mode in _rotated(workload.modes, turns):
+                await _send(stream, workload, cells[n, category, mode.name], step)
             turns += 1
     return list(cells.values())
 
 
 def joined(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of all categories in one, for each mode and number of requests at once; in their order."""
+    """One cell for all categories together, of each mode and number of requests at once; in their order."""
     whole: dict[tuple[int, str], Cell] = {}
     for cell in cells:
         key = (cell.concurrency, cell.mode.name)
@@ -154,21 +143,21 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-async def _warm_up(stream: AsyncStream, plan: Plan, concurrency: int) -> None:
-    for mode in plan.modes:
-        prompts = itertools.islice(itertools.cycle(plan.prompts), concurrency)
-        await asyncio.gather(*(_time(stream, prompt.text, plan.params, mode.speculation) for prompt in prompts))
+async def _warm_up(stream: AsyncStream, workload: Workload, concurrency: int) -> None:
+    for mode in workload.modes:
+        prompts = itertools.islice(itertools.cycle(workload.prompts), concurrency)
+        await asyncio.gather(*(_time(stream, prompt.text, workload.params, mode.speculation) for prompt in prompts))
 
 
-async def _send(stream: AsyncStream, plan: Plan, cell: Cell, step: Callable[[], object]) -> None:
+async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Callable[[], object]) -> None:
     """One batch, ``cell.concurrency`` requests at a time."""
-    waiting = iter(plan.batch(cell.category, cell.concurrency))
+    waiting = iter(workload.batch(cell.category, cell.concurrency))
 
     async def client() -> None:
         for prompt in waiting:
             cell.requests += 1
             try:
-                cell.add(prompt, await _time(stream, prompt.text, plan.params, cell.mode.speculation))
+                cell.add(prompt, await _time(stream, prompt.text, workload.params, cell.mode.speculation))
             except CascadeError as error:
                 cell.errors.append(f"{type(error).__name__}: {error}")
             step()
@@ -195,6 +184,6 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
 
 
 def _rotated(modes: Sequence[Mode], turns: int) -> Sequence[Mode]:
-    """Each mode comes first, second, last equally often: none is favoured by what the one before it left behind."""
+    """The modes with another one first at every turn, so that none is favoured by always coming early or late."""
     first = turns % len(modes)
     return (*modes[first:], *modes[:first])

@@ -1,10 +1,10 @@
-"""How fast a server or an in-process cascade answers, mode beside mode in one run.
+"""How fast a server or a cascade in this process answers one request at a time, mode beside mode in one run.
 
-Modes take turns on every prompt, so that whatever else the machine does meanwhile hits all of them alike.
+Modes take turns on every prompt, so that whatever else the machine does meanwhile slows all of them alike.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.answer import Chunk, Completion
@@ -21,7 +21,7 @@ PROMPTS = (
     "def parse_header(line):\n    key, sep, value = line.partition(':')\n    if not sep:\n        raise ValueError(",
     "    def close(self):\n        if self._closed:\n            return\n        self._closed = True\n        try:\n",
 )
-"""Beginnings of Python files for the embedded family to go on with."""
+"""Beginnings of Python files, which the embedded family continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,32 @@ class Mode:
     speculation: Speculation
 
 
+class EdgeTotals(dict[tuple[str, str], Edge]):
+    """What happened on each edge in all requests, by drafter and verifier."""
+
+    def add(self, edges: Iterable[Edge]) -> None:
+        """Count the edges of a request, or of other totals."""
+        for edge in edges:
+            key = (edge.drafter, edge.verifier)
+            self[key] = self[key] + edge if key in self else edge
+
+    @property
+    def full_passes(self) -> int:
+        """Passes of the full tier, each counted once for every request in it."""
+        full = next(iter(self.values())).verifier if self else ""  # a request's first edges are the full tier's
+        return sum(edge.passes for edge in self.values() if edge.verifier == full)
+
+
 @dataclass(slots=True)
 class Measured:
-    """Totals of one mode over all prompts; seconds from sending a request to its last token."""
+    """Totals of one mode over all prompts."""
 
     mode: Mode
     tokens: int = 0
-    seconds: float = 0.0
-    first_token_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0  # from sending a request to its last token, summed
+    first_token_s: list[float] = field(default_factory=list)  # from sending each request, seconds
     texts: list[tuple[int, ...]] = field(default_factory=list)  # token ids, to compare modes
-    edges: dict[tuple[str, str], Edge] = field(default_factory=dict)
+    edges: EdgeTotals = field(default_factory=EdgeTotals)
 
     @property
     def tokens_per_second(self) -> float:
@@ -49,8 +65,7 @@ class Measured:
 
     @property
     def tokens_per_full_pass(self) -> float:
-        top = next(iter(self.edges.values())).verifier if self.edges else ""
-        passes = sum(edge.passes for edge in self.edges.values() if edge.verifier == top)
+        passes = self.edges.full_passes
         return self.tokens / passes if passes else 0.0
 
     def add(self, completion: Completion, seconds: float, first_token_s: float) -> None:
@@ -59,9 +74,7 @@ class Measured:
         self.seconds += seconds
         self.first_token_s.append(first_token_s)
         self.texts.append(completion.token_ids)
-        for edge in completion.stats.edges:
-            key = (edge.drafter, edge.verifier)
-            self.edges[key] = self.edges[key] + edge if key in self.edges else edge
+        self.edges.add(completion.stats.edges)
 
     def merge(self, other: "Measured") -> None:
         """Count what was measured in another run of the same mode."""
@@ -69,8 +82,7 @@ class Measured:
         self.seconds += other.seconds
         self.first_token_s += other.first_token_s
         self.texts += other.texts
-        for key, edge in other.edges.items():
-            self.edges[key] = self.edges[key] + edge if key in self.edges else edge
+        self.edges.add(other.edges.values())
 
 
 def measure(
@@ -82,7 +94,10 @@ def measure(
     rounds: int = 1,
     step: Callable[[], object] = lambda: None,
 ) -> list[Measured]:
-    """Serve every prompt in every mode, ``rounds`` times after one to warm up; ``step`` is called after each request."""
+    """Serve every prompt in every mode ``rounds`` times, after one request in each mode to warm up.
+
+    ``step`` is called after each request that counts.
+    """
     results = [Measured(mode) for mode in modes]
     for mode in modes:
         _time(stream, prompts[0], params, mode)

@@ -1,4 +1,4 @@
-"""One picture of what `cascade.bench.load` has measured: speed-up and acceptance by category and number of requests at once."""
+"""The cells of `cascade.bench.load` as one picture: speed-up and acceptance by category and number of requests at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from cascade.bench.load import Cell
 from cascade.bench.report import acceptance, speed_up
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # told apart by the colour-blind
-BARS = 0.8  # of the room between two categories
+BARS = 0.8  # width of a group of bars, as a share of the distance between two groups
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Write the picture of the last mode, as SVG or PNG by the name of ``path``; raises `OSError`."""
+    """Write the picture of the last mode, as SVG or PNG according to the suffix of ``path``; raises `OSError`."""
     mode = cells[-1].mode
     chosen = [cell for cell in cells if cell.mode == mode]
     edges = list(dict.fromkeys(key for cell in chosen for key in cell.edges if key[0]))

@@ -1,4 +1,4 @@
-"""What a server is loaded with: built-in prompts by category, or those of a file."""
+"""The prompts of a benchmark: built-in ones by category, or those of a file."""
 
 import json
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from pathlib import Path
 from cascade.bench.measure import PROMPTS
 from cascade.errors import ConfigError
 
-UNSORTED = "prompts"  # the category of prompts that name none
+UNSORTED = "prompts"  # category of a prompt that names none
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to go on with, and the kind of text it is."""
+    """A text to continue, and the kind of text it is."""
 
     text: str
     category: str = UNSORTED
@@ -45,9 +45,9 @@ BUILT_IN = tuple(
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, one a line: JSON (``{"prompt": ..., "category": ...}`` or a string), or text as it stands.
+    """The prompts of a file, one a line: JSON (``{"prompt": ..., "category": ...}`` or a string), or plain text.
 
-    Empty lines are passed over. Raises `ConfigError` that names the line.
+    Empty lines are skipped. Raises `ConfigError` that names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -60,13 +60,14 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def _prompt(line: str, where: str) -> Prompt:
+    """The prompt of a line; ``where`` names the line in errors."""
     if not line.lstrip().startswith(("{", '"')):
         return Prompt(line)
     try:
-        said = json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} begins like JSON and is none ({error}): mend it, or write the text as a string") from None
-    fields = {"prompt": said} if isinstance(said, str) else said
+    fields = {"prompt": value} if isinstance(value, str) else value
     if unknown := set(fields) - {"prompt", "category"}:
         raise ConfigError(f"{where} has the field {min(unknown)!r}: it takes prompt and category")
     text, category = fields.get("prompt"), fields.get("category", UNSORTED)

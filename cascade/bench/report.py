@@ -1,4 +1,4 @@
-"""What `cascade.bench.load` has measured, as tables and as one JSON document."""
+"""The cells of `cascade.bench.load` as tables and as one JSON document."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,16 +6,17 @@ from typing import Any
 from rich.table import Table
 
 from cascade.bench.load import Cell, joined, quantile, same_text
+from cascade.messages import Edge
 
 
 def speed_up(cell: Cell, cells: Sequence[Cell]) -> float:
-    """Tokens per second of a cell over those of the first mode, same category and number of requests; 0 if that has none."""
+    """Tokens per second of a cell over those of the first mode on the same category and concurrency; 0 if that has none."""
     base = next(c for c in cells if (c.category, c.concurrency) == (cell.category, cell.concurrency))
     return cell.tokens_per_second / base.tokens_per_second if base.tokens_per_second else 0.0
 
 
 def document(cells: Sequence[Cell], **about: Any) -> dict[str, Any]:
-    """Everything, in units that the keys name; ``about`` says what was measured. Cells of all categories together come last."""
+    """All cells, then those of all categories together; keys name the units, and ``about`` says what was measured."""
     every = [*cells, *joined(cells)]
     return {
         **about,
@@ -26,14 +27,14 @@ def document(cells: Sequence[Cell], **about: Any) -> dict[str, Any]:
 
 
 def speeds(cells: Sequence[Cell]) -> Table:
-    """All categories together: speed, and what a client feels."""
+    """All categories together: speed, and how long a client waits."""
     columns = ("at once", "mode", "tokens/s", "speed-up", "first token p50", "p99", "gap p50", "p99", "failed")
     table = Table(*columns, title="Speed")
     every = joined(cells)
     for number, cell in enumerate(every):
-        again = number and every[number - 1].concurrency == cell.concurrency
+        repeated = number and every[number - 1].concurrency == cell.concurrency
         table.add_row(
-            "" if again else str(cell.concurrency),
+            "" if repeated else str(cell.concurrency),
             cell.mode.name,
             f"{cell.tokens_per_second:.1f}",
             f"{speed_up(cell, every):.2f}x",
@@ -45,7 +46,7 @@ def speeds(cells: Sequence[Cell]) -> Table:
 
 
 def categories(cells: Sequence[Cell]) -> Table:
-    """The last mode by category: speed-up, and how often each edge accepted."""
+    """The last mode by category: speed-up, and the share of guesses that each edge accepted."""
     chosen = [cell for cell in cells if cell.mode == cells[-1].mode]
     edges = list(dict.fromkeys(key for cell in chosen for key in cell.edges if key[0]))
     names = [f"{drafter} → {verifier}" for drafter, verifier in edges]
@@ -62,12 +63,13 @@ def categories(cells: Sequence[Cell]) -> Table:
 
 
 def acceptance(cell: Cell, edge: tuple[str, str]) -> float | None:
-    """Share of the guesses on an edge, drafter and verifier, that were right; ``None`` if none was scored."""
+    """Share of the guesses on ``edge``, drafter and verifier, that were accepted; ``None`` if none was scored."""
     total = cell.edges.get(edge)
     return total.accepted / total.proposed if total is not None and total.proposed else None
 
 
 def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
+    full_passes = cell.edges.full_passes
     return {
         "mode": cell.mode.name,
         "category": cell.category,
@@ -79,21 +81,22 @@ def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
         "seconds": cell.seconds,
         "tokens_per_second": cell.tokens_per_second,
         "speed_up": speed_up(cell, cells),
-        "tokens_per_full_pass": cell.tokens / cell.top_passes if cell.top_passes else None,
+        "tokens_per_full_pass": cell.tokens / full_passes if full_passes else None,
         "first_token_ms": _quantiles(cell.first_token_s),
         "gap_ms": _quantiles(cell.gaps_s),
-        "edges": [
-            {
-                "drafter": drafter or None,
-                "verifier": verifier,
-                "passes": edge.passes,
-                "proposed": edge.proposed,
-                "accepted": edge.accepted,
-                "acceptance": acceptance(cell, (drafter, verifier)),
-                "mean_accepted_len": edge.mean_accepted_len,
-            }
-            for (drafter, verifier), edge in cell.edges.items()
-        ],
+        "edges": [_edge_entry(edge) for edge in cell.edges.values()],
+    }
+
+
+def _edge_entry(edge: Edge) -> dict[str, Any]:
+    return {
+        "drafter": edge.drafter or None,
+        "verifier": edge.verifier,
+        "passes": edge.passes,
+        "proposed": edge.proposed,
+        "accepted": edge.accepted,
+        "acceptance": edge.accepted / edge.proposed if edge.proposed else None,
+        "mean_accepted_len": edge.mean_accepted_len,
     }
 
 

@@ -15,35 +15,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cascade.bench import report
-from cascade.bench.load import AsyncStream, Cell, Plan, load, same_text
+from cascade.bench.load import AsyncStream, Cell, Workload, load, same_text
 from cascade.bench.measure import Mode
-from cascade.bench.prompts import BUILT_IN, read_prompts
+from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
 from cascade.params import SamplingParams, Speculation
 
 console = Console(highlight=False)
 PICTURES = (".svg", ".png")
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """The numbers of requests at once, each once."""
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
         raise click.BadParameter(f"{value!r} must be numbers from 1 to 10000 with commas between them, such as 1,4,16")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refused now, not after minutes of measuring."""
+def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a file without a folder now, not after minutes of measuring."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is no folder: make it first")
+    return value
+
+
+def _drawable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses a picture that cannot be drawn now, not after minutes of measuring."""
     if value is not None and value.suffix not in PICTURES:
         raise click.BadParameter(f"{value} must end with {' or '.join(PICTURES)}")
     if value is not None and find_spec("matplotlib") is None:
         raise click.BadParameter("pictures need matplotlib: pip install 'cascade-serve[bench]'")
-    return value
-
-
-def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"{value.parent} is no folder: make it first")
-    return value
+    return _writable(context, parameter, value)
 
 
 @click.command()
@@ -59,15 +62,8 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Times each prompt is sent in each mode.")
 @click.option("--pairs", is_flag=True, help="Also measure each lower tier alone below the full one.")
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), callback=_writable, help="Write all here."
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=lambda c, p, v: _writable(c, p, _picture(c, p, v)),
-    help="Draw it as .svg or .png.",
-)
+@click.option("--json", "json_path", type=NEW_FILE, callback=_writable, help="Write all figures to this file.")
+@click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(
     address: str | None,
     concurrency: tuple[int, ...],
@@ -87,33 +83,45 @@ def bench(
     \b
     cascade bench --address 127.0.0.1:9000 --concurrency 1,4,16 --picture bench.svg
     """
-    asked = read_prompts(prompts) if prompts else BUILT_IN
-    if unknown := set(only) - {prompt.category for prompt in asked}:
-        known = ", ".join(dict.fromkeys(prompt.category for prompt in asked))
-        raise click.BadParameter(f"{min(unknown)!r} is no category of the prompts: they have {known}", param_hint="--category")
-    chosen = tuple(prompt for prompt in asked if not only or prompt.category in only)
+    chosen = _of_categories(read_prompts(prompts) if prompts else BUILT_IN, only)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
-    plan, cells = asyncio.run(_measure(address, lambda names: Plan(modes(names, pairs), chosen, concurrency, params, rounds)))
+    workload, cells = asyncio.run(
+        _measure(address, lambda names: Workload(modes(names, pairs), chosen, concurrency, params, rounds))
+    )
     show(cells)
     if json_path is not None:
-        about: dict[str, Any] = {
-            "version": version("cascade-serve"),
-            "address": address,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
-        about |= {"rounds": rounds, "prompts": len(chosen), "categories": plan.categories}
-        json_path.write_text(json.dumps(report.document(cells, **about), indent=1) + "\n", encoding="utf-8")
+        whole = report.document(cells, version=version("cascade-serve"), address=address, **_about(workload))
+        json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if picture is not None:
-        from cascade.bench.picture import draw
+        from cascade.bench.picture import draw  # needs matplotlib, which is optional
 
         draw(cells, picture)
     if any(cell.errors for cell in cells):
         raise click.exceptions.Exit(1)
 
 
+def _of_categories(prompts: tuple[Prompt, ...], only: tuple[str, ...]) -> tuple[Prompt, ...]:
+    """The prompts of the categories ``only``, or all if there are none."""
+    known = tuple(dict.fromkeys(prompt.category for prompt in prompts))
+    if unknown := set(only) - set(known):
+        sentence = f"{min(unknown)!r} is no category of the prompts: they have {', '.join(known)}"
+        raise click.BadParameter(sentence, param_hint="--category")
+    return tuple(prompt for prompt in prompts if not only or prompt.category in only)
+
+
+def _about(workload: Workload) -> dict[str, Any]:
+    """What the document says of the workload."""
+    return {
+        "max_tokens": workload.params.max_tokens,
+        "temperature": workload.params.temperature,
+        "rounds": workload.rounds,
+        "prompts": len(workload.prompts),
+        "categories": workload.categories,
+    }
+
+
 def modes(names: tuple[str, ...], pairs: bool) -> tuple[Mode, ...]:
-    """The full model alone, the cascade of ``names`` as it chooses its tiers, each pair if asked for, and all tiers."""
+    """Modes for tiers ``names``, bottom to top: the full model alone, the cascade as it chooses, ``pairs``, all tiers."""
     *lower, full = names
     chains = [(name,) for name in lower if pairs and len(lower) > 1] + ([tuple(lower)] if lower else [])
     first = [Mode("full alone", Speculation("off"))] + ([Mode("cascade", Speculation())] if lower else [])
@@ -130,13 +138,14 @@ def show(cells: list[Cell]) -> None:
         console.print(error, markup=False)
 
 
-async def _measure(address: str | None, plan: Callable[[tuple[str, ...]], Plan]) -> tuple[Plan, list[Cell]]:
+async def _measure(address: str | None, workload_for: Callable[[tuple[str, ...]], Workload]) -> tuple[Workload, list[Cell]]:
+    """The workload for the tiers that are there, and its cells."""
     columns = (TextColumn("Measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     async with _connected(address) as (stream, names):
-        made = plan(names)
+        workload = workload_for(names)
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=made.num_requests)
-            return made, await load(stream, made, step=lambda: progress.advance(task))
+            task = progress.add_task("", total=workload.num_requests)
+            return workload, await load(stream, workload, step=lambda: progress.advance(task))
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Options that describe a request, shared by commands."""
+"""Options that describe a request, for all commands that send one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,51 +6,50 @@ from typing import Any
 
 import click
 
-from cascade.params import KINDS, SamplingParams, Speculation, Structured
+from cascade.params import STRUCTURED_KINDS, SamplingParams, Speculation, Structured
+
+OPTIONS = (
+    click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
+    click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
+    click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
+    click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
+    click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
+    click.option("--stop-token", "stop_token_ids", type=int, multiple=True, help="End with this token id. May be repeated."),
+    click.option("--ignore-eos", is_flag=True, help="Continue behind the model's end-of-text token."),
+    click.option("--min-tokens", default=0, show_default=True, help="Output tokens at least."),
+    click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
+    click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),
+    click.option("--repetition-penalty", default=1.0, show_default=True, help="Divides logits of tokens seen before."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to the logit of a token. May be repeated."),
+    click.option("--logprobs", type=int, help="Show log-probabilities, and those of so many likeliest tokens."),
+    click.option("--json-schema", metavar="SCHEMA", help="The text is JSON of this schema; @FILE reads it from a file."),
+    click.option("--json-object", is_flag=True, help="The text is a JSON object."),
+    click.option("--regex", metavar="REGEX", help="The text matches this expression as a whole."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. May be repeated."),
+    click.option("--grammar", metavar="GRAMMAR", help="The text is of this Lark or GBNF grammar; @FILE reads it."),
+    click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
+    click.option("--tiers", help="Lower tiers to use, with commas between. Those that pay if not given."),
+    click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
+    click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
+)
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of `SamplingParams` and `Speculation`, collected into ``params`` and ``speculation``."""
-    options = [
-        click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
-        click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
-        click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
-        click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
-        click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
-        click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
-        click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
-        click.option(
-            "--stop-token", "stop_token_ids", type=int, multiple=True, help="End with this token id. May be repeated."
-        ),
-        click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end-of-text token."),
-        click.option("--min-tokens", default=0, show_default=True, help="Output tokens at least."),
-        click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
-        click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),
-        click.option("--repetition-penalty", default=1.0, show_default=True, help="Divides logits of tokens seen before."),
-        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to the logit of a token. May be repeated."),
-        click.option("--logprobs", type=int, help="Show log-probabilities, and those of so many likeliest tokens."),
-        click.option("--json-schema", metavar="SCHEMA", help="The text is JSON of this schema; @FILE reads it from a file."),
-        click.option("--json-object", is_flag=True, help="The text is a JSON object."),
-        click.option("--regex", metavar="REGEX", help="The text matches this expression as a whole."),
-        click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. May be repeated."),
-        click.option("--grammar", metavar="GRAMMAR", help="The text is of this Lark or GBNF grammar; @FILE reads it."),
-        click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
-        click.option("--tiers", help="Lower tiers to use, separated by commas. All if not given."),
-        click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
-        click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
-    ]
-    for option in reversed(options):
+    """Give ``command`` the options of `SamplingParams` and `Speculation`, for `parameters` to collect."""
+    for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
 def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
-    """The request that the sampling options describe."""
+    """What the values of `OPTIONS`, by name, ask for."""
     tiers = options.pop("tiers")
     names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
     chosen = {name: options.pop(name) for name in ("mode", "window", "schedule")}
     options["logit_bias"] = dict(_bias(pair) for pair in options["logit_bias"])
-    kinds = {name: options.pop(name) for name in KINDS}
+    kinds = {name: options.pop(name) for name in STRUCTURED_KINDS}
     for name in ("json_schema", "grammar"):
         if kinds[name] and kinds[name].startswith("@"):
             kinds[name] = _read(kinds[name][1:])
@@ -59,6 +58,7 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
 
 
 def _read(path: str) -> str:
+    """The text of a file that was named as ``@FILE``."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -66,6 +66,7 @@ def _read(path: str) -> str:
 
 
 def _bias(pair: str) -> tuple[int, float]:
+    """Token id and bias of ``ID=BIAS``."""
     token, _, bias = pair.partition("=")
     try:
         return int(token), float(bias)

@@ -1,4 +1,4 @@
-"""What the terminal shows: text coloured by the history of its tokens, and tables. Renders; the CLI prints."""
+"""What commands print: text coloured by the history of its tokens, and tables."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from cascade.bench.measure import Measured
 from cascade.messages import Edge, origin_corrected, origin_level
 from cascade.simulation.forecast import Prediction
 
-if TYPE_CHECKING:  # needs torch, and the command line shall start at once
+if TYPE_CHECKING:  # importing it imports torch, and the command line is to start at once
     from cascade.settings.check import Need
 
-# one colour per level from the bottom; readable on light and dark, and told apart by the colour-blind (Okabe, Ito 2008)
+# One colour a level, from the bottom: readable on light and dark, told apart by the colour-blind (Okabe, Ito 2008).
 LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")
 
 
 def level_style(level: int, corrected: bool = False) -> str:
-    """Style of a token whose lowest author is the tier at ``level``; corrections are underlined."""
+    """Style of a token whose lowest author is the tier at ``level``; a correction is underlined."""
     return LEVEL_COLOURS[level % len(LEVEL_COLOURS)] + (" underline" if corrected else "")
 
 
 def legend(names: Sequence[str]) -> Text:
-    """Which colour means which tier."""
+    """Which colour stands for which tier."""
     text = Text()
     for level, name in enumerate(names):
-        said = "guessed, accepted by all above" if level < len(names) - 1 else "said it itself"
-        text.append(f"■ {name} ", level_style(level)).append(f"{said}   ", "dim")
-    return text.append("underlined", "underline").append(" corrected a wrong guess from below", "dim")
+        meaning = "guessed it, and all above accepted" if level < len(names) - 1 else "wrote it itself"
+        text.append(f"■ {name} ", level_style(level)).append(f"{meaning}   ", "dim")
+    return text.append("underlined", "underline").append(" replaced a wrong guess from below", "dim")
 
 
 def coloured(chunk: Chunk) -> Text:
@@ -47,8 +47,8 @@ def coloured(chunk: Chunk) -> Text:
 def logprobs(completion: Completion) -> Table:
     """Log-probability of each token, and the likeliest tokens in its place."""
     table = Table("token id", "log-probability", "likeliest token ids", title="Log-probabilities of the full model")
-    for token, said in zip(completion.token_ids, completion.logprobs, strict=True):
-        table.add_row(str(token), f"{said.logprob:.3f}", "  ".join(f"{id} {value:.3f}" for id, value in said.top))
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        table.add_row(str(token), f"{entry.logprob:.3f}", "  ".join(f"{id} {value:.3f}" for id, value in entry.top))
     return table
 
 
@@ -86,7 +86,7 @@ def acceptance(edges: Iterable[Edge]) -> Table:
 
 
 def predictions(rows: Iterable[Prediction]) -> Table:
-    """What the simulator says of each choice of tiers."""
+    """What the simulator predicts for each choice of tiers."""
     table = Table("tiers", "schedule", "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
     for row in rows:
         table.add_row(
@@ -102,19 +102,9 @@ def predictions(rows: Iterable[Prediction]) -> Table:
 
 
 def needs(tiers: Iterable[Need]) -> Table:
-    """What each tier takes of its device."""
-    columns = (
-        "tier",
-        "architecture",
-        "parameters",
-        "weights",
-        "dtype",
-        "cache a token",
-        "device",
-        "tokens that fit",
-        "context",
-    )
-    table = Table(*columns, title="Tiers")
+    """What each tier needs of its device."""
+    columns = ("tier", "architecture", "parameters", "weights", "dtype", "cache a token")
+    table = Table(*columns, "device", "tokens that fit", "context", title="Tiers")
     for need in tiers:
         model = need.anatomy
         table.add_row(
@@ -124,9 +114,7 @@ def needs(tiers: Iterable[Need]) -> Table:
             _bytes(model.weight_bytes),
             str(model.dtype).removeprefix("torch.") + (f", {need.quantization}" if need.quantization else ""),
             _bytes(model.cache_bytes_per_token),
-            f"{need.ranks} x {need.device}, {_bytes(need.device_bytes)}"
-            if need.ranks > 1
-            else f"{need.device}, {_bytes(need.device_bytes)}",
+            (f"{need.ranks} x " if need.ranks > 1 else "") + f"{need.device}, {_bytes(need.device_bytes)}",
             f"{need.cache_tokens:,}" if need.cache_tokens > 0 else "none",
             f"{model.context_len:,}",
         )

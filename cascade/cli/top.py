@@ -1,4 +1,4 @@
-"""`cascade top`: a running server, as it is now."""
+"""`cascade top`: the tiers, edges and requests of a running server, again and again."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cascade.bench.server_metrics import Metrics, fetch_metrics
+from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.screen import level_style
 from cascade.errors import CascadeError
 
@@ -20,11 +20,11 @@ console = Console(highlight=False)
 
 @dataclass(slots=True)
 class Frame:
-    """What a server said at one time, of `time.monotonic`; without what could not be had, and why."""
+    """What a server said at one time; where a door did not answer, its part is ``None`` and ``problems`` says why."""
 
-    time_s: float
-    info: Any = None  # cascade.client.ServerInfo, which needs gRPC
-    metrics: Metrics | None = None
+    time_s: float  # of `time.monotonic`
+    info: Any = None  # `cascade.client.ServerInfo`; not imported here, because it needs gRPC, which starts slowly
+    scrape: Scrape | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -62,21 +62,21 @@ def look(client: Any, url: str) -> Frame:
     except CascadeError as error:
         frame.problems.append(str(error))
     try:
-        frame.metrics = fetch_metrics(url)
+        frame.scrape = scrape(url)
     except CascadeError as error:
         frame.problems.append(str(error))
     return frame
 
 
 def view(frame: Frame, before: Frame | None = None) -> RenderableType:
-    """The frame as it is shown; with rates since ``before``, else with totals since the server's start."""
+    """The frame as it is shown: with rates since ``before`` if that is given, else with totals since the server's start."""
     parts: list[RenderableType] = []
     if frame.info is not None:
         parts.append(_tiers(frame.info))
-    if frame.metrics is not None:
-        earlier = before.metrics if before is not None else None
+    if frame.scrape is not None:
+        earlier = before.scrape if before is not None else None
         seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
-        parts += [_requests(frame.metrics, earlier, seconds), _edges(frame.metrics, earlier, seconds)]
+        parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
 
@@ -97,8 +97,8 @@ def _tiers(info: Any) -> Table:
     return table
 
 
-def _requests(now: Metrics, earlier: Metrics | None, seconds: float | None) -> Table:
-    """Answers and tokens; waiting times over the time shown."""
+def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
+    """Requests now; answers, tokens and mean waiting times of the time shown."""
     change = now.since(earlier)
     suffix = "" if seconds is None else "/s"
     columns = ("running", "waiting", f"answers{suffix}", f"refused{suffix}", f"tokens{suffix}", "first token", "gap")
@@ -114,8 +114,8 @@ def _requests(now: Metrics, earlier: Metrics | None, seconds: float | None) -> T
     return table
 
 
-def _edges(now: Metrics, earlier: Metrics | None, seconds: float | None) -> Table:
-    """What happened between neighbouring tiers; of answers that are complete."""
+def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
+    """What happened between neighbouring tiers; an answer counts when it is complete."""
     suffix = "" if seconds is None else "/s"
     columns = ("drafter → verifier", f"passes{suffix}", f"proposed{suffix}", f"accepted{suffix}", "acceptance")
     table = Table(*columns, title="Edges")

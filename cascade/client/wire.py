@@ -1,4 +1,4 @@
-"""Sampling parameters to and from the protocol, shared by the client, the router and the link."""
+"""Sampling parameters and guesses to and from the protocol, for clients, routers and links alike."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from cascade.messages import Lane
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 
-NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `pb.Sampling`
+SAME_FIELDS = (  # of `SamplingParams`, with the same name and type in `pb.Sampling`
     "max_tokens",
     "temperature",
     "top_k",
@@ -25,29 +25,29 @@ NUMBERS = (  # fields of `SamplingParams` that have the same name and kind in `p
 
 
 def encode_lane(lane: Lane) -> pb.Lane:
-    """Guesses of a tier."""
+    """Guesses of a tier on the wire."""
     return pb.Lane(tier=lane.tier, start=lane.start, tokens=lane.tokens)
 
 
 def decode_lane(lane: pb.Lane) -> Lane:
-    """Guesses of a tier."""
+    """Guesses of a tier from the wire."""
     return Lane(lane.tier, lane.start, tuple(lane.tokens))
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
-    """Everything that ``params`` say; raises `ValueError` for what the protocol cannot say."""
+    """All of ``params``; raises `ValueError` for what the protocol cannot say."""
     return pb.Sampling(
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         logit_bias=dict(params.biases),
         structured=None if params.structured is None else encode_structured(params.structured),
-        **{name: getattr(params, name) for name in NUMBERS},
+        **{name: getattr(params, name) for name in SAME_FIELDS},
     )
 
 
 def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
-    """Sampling parameters, defaults where nothing is set; raises `InvalidRequest`."""
-    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in NUMBERS if sampling.HasField(name)}
+    """Sampling parameters, with defaults for what is not set; raises `InvalidRequest`."""
+    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FIELDS if sampling.HasField(name)}
     return SamplingParams(
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
@@ -64,14 +64,14 @@ def encode_speculation(speculation: Speculation) -> pb.Speculation:
 
 
 def encode_structured(structured: Structured) -> pb.Structured:
-    """The kind that is set."""
+    """What a text has to be, on the wire."""
     if structured.choice:
         return pb.Structured(choice=pb.Choice(texts=structured.choice))
     return pb.Structured(**{structured.kind: getattr(structured, structured.kind)})
 
 
 def decode_structured(structured: pb.Structured) -> Structured:
-    """Raises `InvalidRequest` if nothing is set."""
+    """What a text has to be; raises `InvalidRequest` if no kind is set."""
     kind = structured.WhichOneof("kind")
     if kind is None:
         return Structured()

@@ -1,7 +1,7 @@
 """The embedded demonstration family: one tokenizer, three Llama-architecture models, and the recipe that trains them.
 
-The models complete Python code. They are small enough to ship in the package and big enough to disagree with each
-other the way real families do, so that tests, the demo and the benchmarks run on real text without a download.
+The models complete Python code. They are small enough to ship in the package, and big enough to disagree with each other
+as the models of real families do: tests, the demo and the benchmarks run on real text without a download.
 """
 
 from pathlib import Path

@@ -20,15 +20,15 @@ Split = Literal["train", "held_out"]
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
-# Generated tables rather than code somebody wrote: they would teach the tokenizer hexadecimal numbers.
-GENERATED = ("encodings", "pydoc_data", "site-packages", "__pycache__")
+# Folders of generated tables, which would teach the tokenizer hexadecimal numbers, and of what is no standard library.
+EXCLUDED = ("encodings", "pydoc_data", "site-packages", "__pycache__")
 HELD_OUT_SHARE = 1 / 20
 
 
 def source_files(split: Split, root: Path | None = None) -> list[Path]:
-    """Source files of one split in a fixed order; ``root`` defaults to the interpreter's standard library."""
+    """Source files of one split in a fixed order; ``root`` is the interpreter's standard library if not given."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if not set(GENERATED) & set(p.relative_to(root).parts))
+    files = sorted(p for p in root.rglob("*.py") if not set(EXCLUDED) & set(p.relative_to(root).parts))
     return [p for p in files if is_held_out(p.relative_to(root)) == (split == "held_out")]
 
 

@@ -1,7 +1,8 @@
-"""How good the family is: nats per token on held-out files, and how often a tier's token is what the tier above would say.
+"""How good the family is: nats per token on held-out files, and how often a tier's own token is that of the tier above.
 
-Every number is for teacher-forced positions of a text; texts are held-out files and what an upper model itself writes
-behind held-out beginnings. Weights are cast to float32, so the numbers do not depend on a machine's bfloat16 kernels.
+Every figure is a mean over teacher-forced positions of a text. Texts are held-out files, and what an upper model itself
+writes behind the beginnings of held-out files. Weights are cast to float32, so that the figures do not depend on a machine's
+bfloat16 kernels.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ ACCEPTANCE_EVERY = 16  # acceptance sorts the vocabulary at every position; a si
 
 @dataclass(frozen=True)
 class Text:
-    """Rows ``[num_rows, length]`` int64 of which the tokens behind the first ``prompt`` are judged."""
+    """Rows ``[num_rows, length]`` int64; the tokens behind the first ``prompt`` ones of each are judged."""
 
     rows: torch.Tensor
     prompt: int = 1
@@ -38,8 +39,8 @@ class Text:
 def evaluate_family(folder: Path = WEIGHTS, *, device: str = "cpu", num_prompts: int = 64) -> dict[str, Any]:
     """Losses of each model and agreement and acceptance of each edge, as plain numbers by name.
 
-    ``models[name]`` has ``loss`` over all held-out files and ``loss_library`` over those that are no tests, both in nats
-    per token; ``edges["tiny->medium"][text]`` has ``agreement`` (share of equal argmaxes) and, per temperature, the
+    ``models[name]`` has ``loss`` on all held-out files and ``loss_library`` on those that are no tests, both in nats per
+    token; ``edges["tiny->medium"][text]`` has ``agreement`` (share of equal argmaxes) and, per temperature, the
     acceptance of the shared-noise rule (``coupled``) and of the ratio rule (``ratio``).
     """
     models = load(folder, device)
@@ -71,12 +72,12 @@ def load(folder: Path, device: str = "cpu") -> dict[str, LlamaForCausalLM]:
 
 
 def library_files() -> list[Path]:
-    """Held-out files that are no tests."""
+    """Held-out files that are in no folder of tests."""
     return [p for p in corpus.source_files("held_out") if not TEST_FOLDERS & set(p.parts)]
 
 
 def as_rows(stream: Stream, length: int) -> torch.Tensor:
-    """A stream cut into rows ``[num_rows, length]`` int64; what does not fill a row is dropped."""
+    """A stream cut into rows ``[num_rows, length]`` int64, without the rest that does not fill a row."""
     return torch.from_numpy(stream[: len(stream) // length * length].astype(np.int64)).view(-1, length)
 
 
@@ -92,7 +93,7 @@ def loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def edges(models: dict[str, LlamaForCausalLM], texts: dict[str, Text]) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean of each measure of each pair of models, lower one first, on each text."""
+    """The mean of each measure on each text, for each pair of models, the lower one first."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for label, text in texts.items():
         sums: dict[str, dict[str, list[float]]] = {}
@@ -108,7 +109,7 @@ def edges(models: dict[str, LlamaForCausalLM], texts: dict[str, Text]) -> dict[s
 
 
 def compare(draft: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
-    """Measures of one edge from logits ``[positions, vocab]`` of both its models, averaged over positions."""
+    """Measures of one edge, averaged over positions, from the logits ``[positions, vocab]`` of its two models."""
     measures = {"agreement": (draft.argmax(-1) == target.argmax(-1)).float().mean().item()}
     for temperature in TEMPERATURES:
         q, p = (x[::ACCEPTANCE_EVERY].double().div(temperature).softmax(-1) for x in (draft, target))
@@ -118,7 +119,7 @@ def compare(draft: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
 
 
 def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Probability ``[...]`` that tiers with distributions ``p`` and ``q`` ``[..., vocab]`` and the same noise pick one token.
+    """Probability ``[...]`` that two tiers with the same noise pick the same token; ``p``, ``q`` are theirs, ``[..., vocab]``.
 
     ``sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)`` (Daliri, Musco, Suresh, arXiv 2408.07978). The maximum is the first one
     where ``p_j / q_j >= p_i / q_i``, so with tokens sorted by that ratio the inner sums are cumulative sums.

@@ -1,8 +1,8 @@
 """Function-preserving growth of Llama-architecture models: wider, deeper, same logits.
 
-New residual channels start at zero, new heads, neurons and layers write zero, so the grown model computes what the
-old one did (Net2Net, Chen, Goodfellow, Shlens, arXiv 1511.05641) at the cost of its new size. It serves twice: to
-train the full model from a smaller one, and to give benchmarks models of any cost with a trained family's behaviour.
+New residual channels start at zero; new heads, neurons and layers write zero. So the grown model computes what the old one
+did (Net2Net, Chen, Goodfellow, Shlens, arXiv 1511.05641) at the cost of its new size. This has two uses: the full model is
+trained from a smaller one, and benchmarks get models of any cost that behave like a trained family.
 """
 
 import torch
@@ -53,7 +53,7 @@ def grow(
 
 
 def _fill(name: str, weight: torch.Tensor, source: torch.Tensor | None, norm_scale: float, generator: torch.Generator) -> None:
-    """Write one weight of the grown model in place; ``source`` is the old weight, ``None`` in a new layer."""
+    """Fill one weight of the grown model in place; ``source`` is the old weight, ``None`` in a new layer."""
     if "norm" in name:
         weight.fill_(1.0)
         if source is not None:
@@ -73,6 +73,7 @@ def _fill(name: str, weight: torch.Tensor, source: torch.Tensor | None, norm_sca
 
 
 def _check_growth(old: LlamaConfig, new: LlamaConfig) -> None:
+    """Raise ``ValueError`` if a dimension would shrink, or query heads would share key/value heads in another way."""
     for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if getattr(new, field) < getattr(old, field):
             raise ValueError(f"{field} cannot shrink from {getattr(old, field)} to {getattr(new, field)}")

@@ -1,4 +1,4 @@
-"""Pruning of Llama-architecture models: some of the layers, the strongest neurons of each; a beginning for a student.
+"""Pruning of Llama-architecture models to some layers and the strongest neurons of each: where a student begins.
 
 A student cut out of its teacher keeps what is hardest to learn anew, such as heads that copy from far back (DistilBERT, Sanh
 et al., arXiv 1910.01108; Minitron, Muralidharan et al., arXiv 2407.14679).
@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def prune(model: LlamaForCausalLM, *, layers: Sequence[int], intermediate_size: int) -> LlamaForCausalLM:
-    """A copy of ``model`` with only ``layers``, by index from the bottom, and ``intermediate_size`` neurons in each.
+    """A copy of ``model`` that has only ``layers``, by index from the bottom, with ``intermediate_size`` neurons in each.
 
-    Embeddings, norms and heads stay as they are. Raises ``ValueError`` if a layer does not exist or neurons would have to
-    be made up.
+    Embeddings, norms and heads stay as they are. Raises ``ValueError`` if a layer does not exist, or has fewer
+    neurons.
     """
     old = model.config
     if not layers or not all(0 <= layer < old.num_hidden_layers for layer in layers):
@@ -33,7 +33,7 @@ def prune(model: LlamaForCausalLM, *, layers: Sequence[int], intermediate_size: 
 
 
 def _strongest(layer: dict[str, torch.Tensor], num_neurons: int) -> dict[str, torch.Tensor]:
-    """The weights of a layer with the neurons that read and write most, in their order."""
+    """The weights of a layer with the ``num_neurons`` whose weights have the largest norms, in their old order."""
     gate, up, down = (layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
     kept = strength.topk(num_neurons).indices.sort().values

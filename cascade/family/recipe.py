@@ -1,9 +1,9 @@
-"""The recipe that makes the embedded family, stage by stage; every stage is skipped if its result is there.
+"""The recipe of the embedded family, stage by stage; a stage whose result exists is skipped.
 
-A model of the medium one's shape is trained first and *grown* into the full model, which trains on: most of the way
-is walked at a third of the cost. Medium and tiny are then distilled from the models above them, on the training text
-and on text that the full model wrote itself, because that is the text they will have to guess. Tiny begins as a piece of
-medium: from nothing it does not find out in affordable time how to copy what a text has said before.
+A model of medium's shape is trained first and *grown* into the full model, which is trained further: most of its training
+costs a third. Medium and tiny are then distilled from the models above them, on the training text and on text that the full
+model wrote, because that is the text they will have to guess. Tiny begins as a piece of medium: trained from nothing, it
+does not learn in affordable time to copy what a text has said before.
 """
 
 from collections.abc import Callable
@@ -63,15 +63,15 @@ SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 MEDIUM = Schedule(steps=420, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 TINY = Schedule(steps=3000, batch_size=4, context=CONTEXT, decay_share=0.4, muon_lr=0.01, adam_lr=2e-3)
-TINY_LAYERS = (0, 1, 5)  # of medium; of all triples the one that agrees most with medium before any training
+TINY_LAYERS = (0, 1, 5)  # of medium: the triple that agrees most with it before any training
 SAMPLED_TOKENS = 400_000
 MIXED_TOKENS = 3_000_000
-TINY_ROUNDS = 4  # over the full model's text for each one over the training text
+TINY_ROUNDS = 4  # times that tiny reads the full model's text while it reads the training text once
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All stages over one working folder, which holds checkpoints and intermediate data."""
+    """All stages; the folder ``work`` holds checkpoints and intermediate data."""
 
     work: Path
     device: str = "cpu"
@@ -103,7 +103,7 @@ class Recipe:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
         )
-        # the seed has read the windows of the first steps: the full model goes on behind them
+        # The seed has read the windows of the first steps: the full model continues behind them.
         return self._train("full", grown, self.stream("train"), FULL, skip=SEED.steps)
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -122,7 +122,7 @@ class Recipe:
         return self._cached("mixture", lambda: interleave(self.stream("train"), self.sampled(full), MIXED_TOKENS))
 
     def sampled(self, full: LlamaForCausalLM) -> Stream:
-        """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind the beginning of a training text."""
+        """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind 32 tokens of the training text."""
         return self._cached("sampled", lambda: sample_text(full.to(self.device), self.stream("train"), SAMPLED_TOKENS))
 
     def _train(
@@ -164,9 +164,9 @@ class Recipe:
 def train_family(
     work: Path, out: Path, *, device: str = "cpu", threads: int | None = None, compiled: bool = True
 ) -> dict[str, int]:
-    """Train the family in ``work``, going on where an earlier call was stopped, and export it to ``out``.
+    """Train the family in ``work``, from where an earlier call was stopped, and export it to ``out``.
 
-    Returns each model's number of parameters. ``threads`` are torch's, all cores if ``None``; ``compiled`` needs a C++
+    Returns each model's number of parameters. ``threads`` are torch's, as many as cores if ``None``; ``compiled`` needs a C++
     compiler and saves a fifth of the time.
     """
     if threads is not None:
@@ -179,7 +179,7 @@ def train_family(
 
 
 def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, rows: int = 128, length: int = 256) -> Stream:
-    """Text of the model: rows of ``length`` tokens that begin with 32 tokens of ``stream``, at temperatures 0, 0.7 and 1."""
+    """Text of the model ``[num_tokens]``: rows that begin with 32 tokens of ``stream``, at temperatures 0, 0.7 and 1."""
     rng = np.random.default_rng(0)
     written: list[Stream] = []
     for index in tqdm(range(-(-num_tokens // (rows * length))), desc="sample"):
@@ -191,7 +191,7 @@ def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, row
 
 
 def interleave(first: Stream, second: Stream, num_tokens: int, *, block: int = 2048) -> Stream:
-    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, drawn in random order, all before any again."""
+    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, in random order, all before any twice."""
     rng = np.random.default_rng(0)
     num_pairs = num_tokens // (2 * block)
     shares = []

@@ -1,4 +1,4 @@
-"""Text that a model writes: what drafters are trained on and judged by, since serving shows them nothing else."""
+"""Text that a model writes. Drafters are trained and judged on it, because it is what they guess when they serve."""
 
 import torch
 from transformers import LlamaForCausalLM

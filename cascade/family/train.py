@@ -1,8 +1,8 @@
 """One resumable training loop for the family: next-token cross-entropy, or distillation from a teacher's logits.
 
-Hidden matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant and falls linearly
-to zero over the last part of the run (warm-up, stable, decay), so a run can be prolonged from any checkpoint that was
-saved before the decay.
+Hidden matrices are trained by Muon, embeddings and norms by AdamW. The learning rate rises, stays, and falls linearly
+to zero over the last part of the run (warm-up, stable, decay), so a run can be prolonged from any checkpoint that was saved
+before the decay.
 """
 
 import math
@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 Stream = npt.NDArray[np.uint16]
 
-# Rows are never padded, so the kernel's own causal mode does; under torch.compile Transformers would build a mask instead,
-# which costs a fifth of the step.
+# Rows are never padded, so the kernel's own causal mode suffices. Under torch.compile Transformers would build a mask
+# instead, which costs a fifth of the step.
 CAUSAL = "cascade_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
@@ -116,7 +116,7 @@ def train(
 
 @contextmanager
 def _causal(models: list[LlamaForCausalLM]) -> Iterator[None]:
-    """Attention without a mask tensor while training; see ``CAUSAL``."""
+    """Attention of ``models`` without a mask tensor, for as long as the context lasts; see ``CAUSAL``."""
     for model in models:
         model.set_attn_implementation(CAUSAL)
     try:
@@ -127,7 +127,7 @@ def _causal(models: list[LlamaForCausalLM]) -> Iterator[None]:
 
 
 def _update(model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], schedule: Schedule, step: int) -> None:
-    """One optimizer step from the gradients, which are cleared."""
+    """Step the optimizers by the gradients, and clear these."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer, lr in zip(optimizers, (schedule.muon_lr, schedule.adam_lr), strict=True):
         for group in optimizer.param_groups:

@@ -100,7 +100,7 @@ class CascadeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End requests that are being served; theirs ends with ABORTED.
+        """End requests that are being served; their calls end with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

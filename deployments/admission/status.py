@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cascade.client.client import RETRY_AFTER
+from cascade.client.connection import RETRY_AFTER
 from cascade.errors import (
     Aborted,
     CascadeError,

@@ -9,7 +9,7 @@ from jsonschema_rs import ValidationError, Validator, validator_for
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cascade.errors import InvalidRequest
-from cascade.params import HALF_CHARACTER, is_text
+from cascade.params import LONE_SURROGATE, is_text
 from deployments.chat.template import Style
 
 Text = Annotated[str, Field(max_length=4_000_000)]
@@ -33,7 +33,7 @@ def parsed_object(text: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ValueError("it must be the text of a JSON object")
     if not is_text(shown):
-        raise ValueError(HALF_CHARACTER)
+        raise ValueError(LONE_SURROGATE)
     return parsed
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from cascade.messages import mint
-from cascade.params import HALF_CHARACTER
+from cascade.params import LONE_SURROGATE
 from deployments.admission.front import Front, request_id
 from deployments.admission.status import Refusal, refusal
 
@@ -171,7 +171,7 @@ def check_text(body: bytes) -> None:
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"The body cannot be taken: {HALF_CHARACTER}") from None
+        raise InvalidRequest(f"The body cannot be taken: {LONE_SURROGATE}") from None
     except (ValueError, RecursionError):
         return
 

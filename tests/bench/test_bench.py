@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from cascade.answer import Chunk
-from cascade.bench.load import Cell, Plan, joined, load, quantile, same_text
+from cascade.bench.load import Cell, Workload, joined, load, quantile, same_text
 from cascade.bench.prompts import BUILT_IN, UNSORTED, Prompt, read_prompts
 from cascade.bench.report import acceptance, document
 from cascade.cli.bench import modes
@@ -32,10 +32,10 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def loaded(served: House, plan: Plan) -> list[Cell]:
+def loaded(served: House, workload: Workload) -> list[Cell]:
     async def measure() -> list[Cell]:
         async with AsyncClient(served.grpc) as client:
-            return await load(client.stream, plan)
+            return await load(client.stream, workload)
 
     return asyncio.run(measure())
 
@@ -68,13 +68,15 @@ def test_wrong_prompts_are_named(tmp_path: Path, text: str, words: str) -> None:
 
 def test_batches_keep_every_client_busy() -> None:
     """Guards the comparison at high concurrency: no mode ends a batch with idle clients, no prompt is left out."""
-    plan = Plan(modes(TIERS, False), BUILT_IN, (1, 3, 16), GREEDY)
-    for category in plan.categories:
-        for n in plan.concurrency:
-            batch = plan.batch(category, n)
+    workload = Workload(modes(TIERS, False), BUILT_IN, (1, 3, 16), GREEDY)
+    for category in workload.categories:
+        for n in workload.concurrency:
+            batch = workload.batch(category, n)
             assert len(batch) % n == 0
             assert set(batch) == {prompt for prompt in BUILT_IN if prompt.category == category}
-    assert plan.num_requests == 3 * sum(len(plan.batch(c, n)) for c in plan.categories for n in plan.concurrency)
+    assert workload.num_requests == 3 * sum(
+        len(workload.batch(c, n)) for c in workload.categories for n in workload.concurrency
+    )
 
 
 def test_modes_end_with_the_whole_cascade() -> None:
@@ -95,12 +97,12 @@ def test_quantiles_are_values_that_were_seen() -> None:
 def test_load_counts_what_the_server_said() -> None:
     """Guards tokens, requests, acceptance and texts of every cell against being lost or counted twice."""
     prompts = (Prompt("def a", "code"), Prompt("def b", "code"), Prompt("Once", "prose"))
-    plan = Plan(modes(TIERS, True), prompts, (1, 4), GREEDY, rounds=2)
+    workload = Workload(modes(TIERS, True), prompts, (1, 4), GREEDY, rounds=2)
     with house() as served:
-        cells = loaded(served, plan)
+        cells = loaded(served, workload)
         served.settle()
     assert len(cells) == 5 * 2 * 2
-    assert sum(cell.requests for cell in cells) == plan.num_requests
+    assert sum(cell.requests for cell in cells) == workload.num_requests
     for cell in cells:
         assert not cell.errors
         assert cell.tokens == cell.requests * GREEDY.max_tokens
@@ -119,7 +121,7 @@ def test_load_counts_what_the_server_said() -> None:
 async def test_failed_requests_are_counted() -> None:
     """Guards against a comparison that is fast because requests were refused."""
     with house(max_running=2, max_waiting=0) as served:
-        plan = Plan(modes(TIERS, False), (Prompt("a"),), (2,), GREEDY)
+        workload = Workload(modes(TIERS, False), (Prompt("a"),), (2,), GREEDY)
         async with AsyncClient(served.grpc) as client:
             turn = 0
 
@@ -131,7 +133,7 @@ async def test_failed_requests_are_counted() -> None:
                 async for chunk in client.stream(prompt, params, speculation):
                     yield chunk
 
-            cells = await load(stream, plan)
+            cells = await load(stream, workload)
     assert [cell.errors for cell in cells] == [["Overloaded: full"]] * 3
     assert document(cells)["failed"] == 3
 
@@ -198,7 +200,7 @@ def test_many_streams_at_once() -> None:
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
     threads = threading.active_count()
     with house() as served:
-        cells = loaded(served, Plan(modes(TIERS, False), prompts, (64,), params))
+        cells = loaded(served, Workload(modes(TIERS, False), prompts, (64,), params))
         served.settle()
         assert not served.net.failures
     assert threading.active_count() == threads

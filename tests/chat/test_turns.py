@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from openai import OpenAI
 
 from cascade.client import AsyncClient, Client
-from cascade.client.chat import Turn, TurnPiece, TurnPieces
+from cascade.client.chat import Turn, TurnBuilder, TurnPiece
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
@@ -284,7 +284,7 @@ def test_a_client_that_leaves_frees_everything(served: House, client: Client) ->
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:
     """Guards half an answer that looked whole."""
-    pieces = TurnPieces()
+    pieces = TurnBuilder()
     pieces.take(pb.ChatResponse(content="a", text="a"))
     with pytest.raises(Unavailable):
         pieces.check()
@@ -319,7 +319,7 @@ def test_the_service_shows_its_conversations(served: House) -> None:
 
 def test_a_turn_is_a_message() -> None:
     """Guards calls that come in pieces: joined, they may be sent back, in OpenAI's form."""
-    pieces = TurnPieces()
+    pieces = TurnBuilder()
     pieces.take(pb.ChatResponse(tool_calls=[pb.ToolCall(id="a", function=pb.CalledFunction(name="f", arguments='{"x"'))]))
     rest = pb.ToolCall(function=pb.CalledFunction(arguments=": 1}"))
     turn = pieces.take(pb.ChatResponse(tool_calls=[rest], finish=pb.Finish(reason="tool_calls"))).turn

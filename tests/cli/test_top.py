@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cascade.bench.server_metrics import Metrics, fetch_metrics
+from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.main import main
 from cascade.cli.top import look, view
 from cascade.client import Client
@@ -56,22 +56,22 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_counters_and_their_change() -> None:
     """Guards sums over labels, means, and rates over a server that has started again."""
-    now = Metrics.parse(COUNTERS)
-    earlier = Metrics.parse(COUNTERS.replace("3.0", "1.0"))
+    now = Scrape.parse(COUNTERS)
+    earlier = Scrape.parse(COUNTERS.replace("3.0", "1.0"))
     assert now.total("answers_total") == 5
     assert now.edges == (("tiny", "full"),)
     assert now.mean("piece_gap_seconds") == 0.5
     assert now.since(earlier).total("answers_total") == 2
     assert now.since(earlier).of_edge("passes_total", "tiny", "full") == 0
     assert earlier.since(now) == earlier
-    assert Metrics.parse("").mean("piece_gap_seconds") is None
+    assert Scrape.parse("").mean("piece_gap_seconds") is None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "127.0.0.1:8000"])
 def test_no_counters_is_one_sentence(url: str) -> None:
     """Guards against tracebacks, and against reading local files as if they were a server."""
     with pytest.raises(Unavailable, match="--url"):
-        fetch_metrics(url)
+        scrape(url)
 
 
 def test_once_shows_tiers_edges_and_requests() -> None:
@@ -90,9 +90,9 @@ def test_once_shows_tiers_edges_and_requests() -> None:
     assert code_without == 0
     assert "no counters" in without
     assert not after.problems
-    assert before.metrics is not None
-    assert after.metrics is not None
-    assert after.metrics.since(before.metrics).total("output_tokens_total") == GREEDY.max_tokens
+    assert before.scrape is not None
+    assert after.scrape is not None
+    assert after.scrape.since(before.scrape).total("output_tokens_total") == GREEDY.max_tokens
     assert view(after, before) is not None
 
 

@@ -1,161 +1,20 @@
-"""The client against a server that answers as told: what it asks for, what it makes of answers and of errors."""
+"""The clients against a server that answers as told: what they ask it, and what they make of its answers."""
 
-import asyncio
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
-import grpc
 import pytest
 
-from cascade import (
-    CascadeError,
-    Completion,
-    ConfigError,
-    InvalidRequest,
-    ModelError,
-    Overloaded,
-    SamplingParams,
-    Speculation,
-    Structured,
-    Unavailable,
-)
+from cascade import Completion, InvalidRequest, SamplingParams, Speculation, Structured, Unavailable
 from cascade.client import AsyncClient, Client, ServerInfo
-from cascade.client.client import encode_request
+from cascade.client.exchange import encode_request
 from cascade.client.wire import decode_sampling
-from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from cascade.messages import Edge, Logprobs, origin
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
-
-PATIENCE_S = 20.0
-
-FINISH = pb.Finish(
-    reason="length",
-    seed=7,
-    prompt_tokens=4,
-    completion_tokens=3,
-    edges=[
-        pb.Edge(
-            drafter="tiny",
-            verifier="full",
-            passes=2,
-            proposed=3,
-            accepted=1,
-            emitted=3,
-            mean_accepted_len=1.5,
-            waited_s=0.25,
-            accepted_by_position=[1],
-        )
-    ],
-    first_token_s=0.125,
-    undrafted="late",
-)
-TOKENS = [
-    pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
-    pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
-    pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
-]
-PIECES = [
-    pb.GenerateResponse(text="a", tokens=TOKENS[:1]),
-    pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH),
-]
-TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
-
-STATUSES = [
-    (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
-    (grpc.StatusCode.UNAVAILABLE, Unavailable),
-    (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
-    (grpc.StatusCode.FAILED_PRECONDITION, ModelError),
-    (grpc.StatusCode.INTERNAL, CascadeError),
-    (grpc.StatusCode.UNIMPLEMENTED, CascadeError),
-    (grpc.StatusCode.NOT_FOUND, NotFound),
-    (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
-    (grpc.StatusCode.ABORTED, Aborted),
-]
-
-
-@dataclass
-class Canned(serving_pb2_grpc.CascadeServicer):
-    """A fake server: remembers what it was asked, answers `PIECES`, a status, or one piece and then nothing."""
-
-    status: grpc.StatusCode | None = None
-    silent: bool = False
-    hasty: bool = False  # end streams before their text
-    text: str = "abc"  # of whole answers
-    requests: list[pb.GenerateRequest] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    left: threading.Event = field(default_factory=threading.Event)  # the client is gone
-    address: str = ""
-
-    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        self._note(request, context)
-        gone = self._watch(context)  # before the first piece: behind it, a client that is gone ends this generator
-        if self.silent:
-            yield PIECES[0]
-            gone.wait(PATIENCE_S)
-            return
-        yield from PIECES[:1] if self.hasty else PIECES
-
-    def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
-        self._note(request, context)
-        if self.silent:
-            self._watch(context).wait(PATIENCE_S)
-        return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
-
-    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
-        self._note(None, context)
-        return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3")
-
-    def _watch(self, context: grpc.ServicerContext) -> threading.Event:
-        """Set, as `left`, when the call is over."""
-        gone = threading.Event()
-
-        def leave() -> None:
-            gone.set()
-            self.left.set()
-
-        if not context.add_callback(leave):
-            leave()  # it is over already
-        return gone
-
-    def _note(self, request: pb.GenerateRequest | None, context: grpc.ServicerContext) -> None:
-        self.metadata = {item.key: item.value for item in context.invocation_metadata()}
-        if request is not None:
-            self.requests.append(request)
-        if self.status is not None:
-            context.set_trailing_metadata((("retry-after", "7"),))
-            context.abort(self.status, "one sentence")
-
-
-@pytest.fixture
-def server() -> Iterator[Canned]:
-    canned = Canned()
-    with ThreadPoolExecutor(4) as pool:
-        server = grpc.server(pool)
-        serving_pb2_grpc.add_CascadeServicer_to_server(canned, server)
-        canned.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
-        yield canned
-        server.stop(0).wait()
-
-
-@pytest.fixture
-def client(server: Canned) -> Iterator[Client]:
-    with Client(server.address) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(server: Canned) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as client:
-        yield client
+from tests.client.canned import Canned
 
 
 def check(completion: Completion | None) -> None:
@@ -201,6 +60,21 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
     assert (tier.name, tier.model, tier.replicas, tier.sessions) == ("full", "toy", 2, 3)
     assert (tier.context_len, tier.vocab_size, tier.parameters, tier.device) == (64, 32, 2**40, "cpu")
     assert await async_client.describe() == info
+
+
+async def test_answers_may_be_large(client: Client, async_client: AsyncClient, server: Canned) -> None:
+    """Guards long answers with log-probabilities: more than gRPC's 4 MiB were refused by the client, as overload."""
+    server.text = "x" * 5 * 2**20
+    assert client.generate("p").text == (await async_client.generate("p")).text == server.text
+
+
+def test_stream_that_ends_early_is_an_error(server: Canned, client: Client) -> None:
+    """Guards callers against half a text that looks like a whole one."""
+    server.hasty = True
+    stream = client.stream("x")
+    next(stream)
+    with pytest.raises(Unavailable, match="before the text"):
+        next(stream)
 
 
 # requests
@@ -294,146 +168,6 @@ async def test_what_cannot_be_said_is_refused(client: Client, async_client: Asyn
     assert server.requests == []
 
 
-# errors
-
-
-@pytest.mark.parametrize(("code", "kind"), STATUSES, ids=lambda value: getattr(value, "name", value.__class__.__name__))
-async def test_status_becomes_the_librarys_error(
-    client: Client, async_client: AsyncClient, server: Canned, code: grpc.StatusCode, kind: type[CascadeError]
-) -> None:
-    """Guards users against having to know gRPC: the library's error, the server's sentence, for every call."""
-    server.status = code
-    calls: list[Callable[[], object]] = [lambda: client.generate("p"), lambda: list(client.stream("p")), client.describe]
-    for call in calls:
-        with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-            call()
-        assert type(caught.value) is kind
-        assert caught.value.__cause__ is None
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await async_client.generate("p")
-    assert type(caught.value) is kind
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await anext(async_client.stream("p"))
-    assert type(caught.value) is kind
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await async_client.describe()
-    assert type(caught.value) is kind
-
-
-async def test_deadline(server: Canned) -> None:
-    """Guards the deadline of a request: it holds for streams that have begun too."""
-    server.silent = True
-    with Client(server.address, timeout_s=0.3) as client:
-        with pytest.raises(DeadlineExceeded):
-            client.generate("p")
-        chunks = client.stream("p")
-        assert next(chunks).text == "a"
-        with pytest.raises(DeadlineExceeded):
-            next(chunks)
-    async with AsyncClient(server.address, timeout_s=0.3) as async_client:
-        with pytest.raises(DeadlineExceeded):
-            await async_client.generate("p")
-        pieces = async_client.stream("p")
-        assert (await anext(pieces)).text == "a"
-        with pytest.raises(DeadlineExceeded):
-            await anext(pieces)
-
-
-async def test_overload_says_when_to_come_again(client: Client, async_client: AsyncClient, server: Canned) -> None:
-    """Guards clients that wait as long as they are told: the error said one second, whatever the server said."""
-    server.status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    for call in (lambda: client.generate("p"), lambda: list(client.stream("p"))):
-        with pytest.raises(Overloaded) as caught:
-            call()
-        assert caught.value.retry_after_s == 7
-    with pytest.raises(Overloaded) as caught:
-        await anext(async_client.stream("p"))
-    assert caught.value.retry_after_s == 7
-
-
-async def test_answers_may_be_large(client: Client, async_client: AsyncClient, server: Canned) -> None:
-    """Guards long answers with log-probabilities: more than gRPC's 4 MiB were refused by the client, as overload."""
-    server.text = "x" * 5 * 2**20
-    assert client.generate("p").text == (await async_client.generate("p")).text == server.text
-
-
-@pytest.mark.parametrize("key", ["schlüssel-0123456789", "two\nlines-0123456789"])
-def test_keys_that_no_call_can_carry_are_refused(key: str) -> None:
-    """Guards users against gRPC's words for a header that it cannot send."""
-    for kind in (Client, AsyncClient):
-        with pytest.raises(ConfigError, match="api_key has characters"):
-            kind("127.0.0.1:1", api_key=key)
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "grpc://127.0.0.1:9000"])
-def test_addresses_of_another_door_are_refused(address: str) -> None:
-    """Guards a slip between the two addresses that `cascade serve` prints: gRPC told of a hostname lookup."""
-    with pytest.raises(ConfigError, match="give HOST:PORT of the server's gRPC door"):
-        Client(address)
-
-
-async def test_unreachable_server() -> None:
-    """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
-    with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable, match="No server answers at the client's address"):
-            client.generate("p")
-        with pytest.raises(Unavailable):
-            list(client.stream("p"))
-        with pytest.raises(Unavailable):
-            client.describe()
-    async with AsyncClient("127.0.0.1:1") as async_client:
-        with pytest.raises(Unavailable):
-            await async_client.generate("p")
-        with pytest.raises(Unavailable):
-            await anext(async_client.stream("p"))
-        with pytest.raises(Unavailable):
-            await async_client.describe()
-
-
-# cancellation
-
-
-def test_closed_stream_ends_the_request(client: Client, server: Canned) -> None:
-    """Guards the server against working for a client that has read enough."""
-    server.silent = True
-    chunks = client.stream("p")
-    assert next(chunks).text == "a"
-    assert not server.left.is_set()
-    chunks.close()  # type: ignore[attr-defined]
-    assert server.left.wait(PATIENCE_S)
-
-
-async def test_closed_async_stream_ends_the_request(async_client: AsyncClient, server: Canned) -> None:
-    """Guards the same for event loops."""
-    server.silent = True
-    chunks = async_client.stream("p")
-    assert (await anext(chunks)).text == "a"
-    await chunks.aclose()  # type: ignore[attr-defined]
-    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-async def test_cancelled_task_ends_the_request(async_client: AsyncClient, server: Canned, streams: bool) -> None:
-    """Guards cancellation of tasks: it stays asyncio's, and reaches the server."""
-    server.silent = True
-
-    async def read() -> None:
-        if streams:
-            async for _ in async_client.stream("p"):
-                pass
-        else:
-            await async_client.generate("p")
-
-    task = asyncio.create_task(read())
-    while not server.requests:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
-
-
 # weight
 
 
@@ -443,12 +177,3 @@ def test_client_is_light() -> None:
     code = f"import sys, cascade.client; print(*{heavy} & {{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
-
-
-def test_stream_that_ends_early_is_an_error(server: Canned, client: Client) -> None:
-    """Guards callers against half a text that looks like a whole one."""
-    server.hasty = True
-    stream = client.stream("x")
-    next(stream)
-    with pytest.raises(Unavailable, match="before the text"):
-        next(stream)

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation, family
-from cascade.client.client import encode_request
+from cascade.client.exchange import encode_request
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.model import Model

@@ -16,7 +16,8 @@ from ray import serve
 
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
 from cascade.client import AsyncClient, Client
-from cascade.client.client import Pieces, encode_request
+from cascade.client.exchange import encode_request
+from cascade.client.responses import CompletionBuilder
 from cascade.errors import DeadlineExceeded
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
@@ -280,7 +281,7 @@ def test_token_ids_and_async_client(server: Server, client: Client, reference: C
 
     expected = alone(reference, params).text
     assert asyncio.run(ask()) == (expected, expected)
-    assert Pieces().take(pb.GenerateResponse()).text == ""
+    assert CompletionBuilder().take(pb.GenerateResponse()).text == ""
     assert threading.active_count() < 200
 
 

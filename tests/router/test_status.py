@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cascade import errors
-from cascade.client.client import ERRORS
+from cascade.client.connection import ERRORS
 from cascade.errors import CascadeError, Overloaded
 from deployments.admission.status import STATUSES, refusal
 

@@ -1,0 +1,121 @@
+"""A server's responses, as the values that the library has for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, Undrafted
+from cascade.client.wire import decode_lane
+from cascade.errors import Unavailable
+from cascade.messages import Edge, Logprobs, origin
+from cascade.v1 import serving_pb2 as pb
+
+UNDRAFTED: tuple[Undrafted, ...] = get_args(Undrafted)
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """One tier of a server; ``sessions`` are those of the replica that answered."""
+
+    name: str
+    model: str
+    replicas: int
+    sessions: int
+    context_len: int
+    vocab_size: int
+    parameters: int
+    device: str
+    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.simulation.scenario.PassCost`
+    context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server serves; tiers bottom to top."""
+
+    tiers: tuple[TierInfo, ...]
+    max_model_len: int  # longest prompt and output together, tokens
+    window: int  # tokens a tier may run ahead unless a request says otherwise
+    version: str  # of cascade
+
+
+class CompletionBuilder:
+    """Makes chunks of the responses of a stream; the last chunk brings the completion."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._tokens: list[pb.Token] = []
+        self._prompt: list[pb.PromptToken] = []
+        self._complete = False
+
+    def check(self) -> None:
+        """Raise `Unavailable` if the stream has ended before its text."""
+        if not self._complete:
+            raise Unavailable("The server ended the stream before the text was complete")
+
+    def take(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
+        """What the next response brings; ``text`` takes the place of the response's own."""
+        text = response.text if text is None else text
+        self._text.append(text)
+        self._tokens += response.tokens
+        self._prompt += response.prompt
+        completion = None
+        if response.HasField("finish"):
+            completion = build_completion("".join(self._text), self._tokens, response.finish, self._prompt)
+            self._complete = True
+        ids = tuple(token.id for token in response.tokens)
+        ends = tuple(token.end for token in response.tokens)
+        origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
+        prompt, lanes = _prompt_tokens(response.prompt), tuple(map(decode_lane, response.lanes))
+        return Chunk(text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes)
+
+
+def read_completion(response: pb.CompleteResponse) -> Completion:
+    """The completion that a response brings whole."""
+    return build_completion(response.text, response.tokens, response.finish, response.prompt)
+
+
+def build_completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, prompt: Sequence[pb.PromptToken]) -> Completion:
+    """The completion whose parts these are."""
+    edges = tuple(map(_edge, finish.edges))
+    reason: FinishReason = "length" if finish.reason == "length" else "stop"
+    first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
+    undrafted = next((known for known in UNDRAFTED if known == finish.undrafted), None)  # a newer server may know more
+    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, undrafted)
+    ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
+    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt_tokens(prompt))
+
+
+def _edge(edge: pb.Edge) -> Edge:
+    counts = (edge.passes, edge.proposed, edge.accepted, edge.emitted)
+    return Edge(edge.drafter, edge.verifier, *counts, edge.waited_s, tuple(edge.accepted_by_position))
+
+
+def _origins(tokens: Sequence[pb.Token]) -> bytes:
+    return bytes(origin(token.level, token.corrected) for token in tokens)
+
+
+def _prompt_tokens(tokens: Sequence[pb.PromptToken]) -> tuple[PromptToken, ...]:
+    return tuple(
+        PromptToken(token.id, token.logprob if token.HasField("logprob") else None, _likeliest(token.top)) for token in tokens
+    )
+
+
+def _logprobs(tokens: Sequence[pb.Token]) -> tuple[Logprobs, ...]:
+    """One for each token if the request asked for them, else none."""
+    return tuple(Logprobs(token.logprob, _likeliest(token.top)) for token in tokens if token.HasField("logprob"))
+
+
+def _likeliest(tokens: Sequence[pb.TopToken]) -> tuple[tuple[int, float], ...]:
+    return tuple((token.id, token.logprob) for token in tokens)
+
+
+def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
+    """What a server says of itself."""
+    tiers = tuple(map(_tier_info, response.tiers))
+    return ServerInfo(tiers, response.max_model_len, response.window, response.version)
+
+
+def _tier_info(tier: pb.Tier) -> TierInfo:
+    same: dict[str, Any] = {field.name: getattr(tier, field.name) for field in fields(TierInfo)}
+    return TierInfo(**same | {"pass_cost": tuple((point.tokens, point.seconds) for point in tier.pass_cost)})

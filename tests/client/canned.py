@@ -1,0 +1,98 @@
+"""A server that answers clients as told, and remembers what it was asked."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+
+PATIENCE_S = 20.0
+
+FINISH = pb.Finish(
+    reason="length",
+    seed=7,
+    prompt_tokens=4,
+    completion_tokens=3,
+    edges=[
+        pb.Edge(
+            drafter="tiny",
+            verifier="full",
+            passes=2,
+            proposed=3,
+            accepted=1,
+            emitted=3,
+            mean_accepted_len=1.5,
+            waited_s=0.25,
+            accepted_by_position=[1],
+        )
+    ],
+    first_token_s=0.125,
+    undrafted="late",
+)
+TOKENS = [
+    pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
+    pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
+    pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
+]
+PIECES = [
+    pb.GenerateResponse(text="a", tokens=TOKENS[:1]),
+    pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH),
+]
+TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
+
+
+@dataclass
+class Canned(serving_pb2_grpc.CascadeServicer):
+    """Answers `PIECES`, a status, or one piece and then nothing."""
+
+    status: grpc.StatusCode | None = None
+    silent: bool = False
+    hasty: bool = False  # end streams before their text
+    text: str = "abc"  # of whole answers
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    left: threading.Event = field(default_factory=threading.Event)  # the client is gone
+    address: str = ""
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self._note(request, context)
+        gone = self._watch(context)  # before the first piece: behind it, a client that is gone ends this generator
+        if self.silent:
+            yield PIECES[0]
+            gone.wait(PATIENCE_S)
+            return
+        yield from PIECES[:1] if self.hasty else PIECES
+
+    def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
+        self._note(request, context)
+        if self.silent:
+            self._watch(context).wait(PATIENCE_S)
+        return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+        self._note(None, context)
+        return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3")
+
+    def _watch(self, context: grpc.ServicerContext) -> threading.Event:
+        """Set, as `left`, when the call is over."""
+        gone = threading.Event()
+
+        def leave() -> None:
+            gone.set()
+            self.left.set()
+
+        if not context.add_callback(leave):
+            leave()  # it is over already
+        return gone
+
+    def _note(self, request: pb.GenerateRequest | None, context: grpc.ServicerContext) -> None:
+        self.metadata = {item.key: item.value for item in context.invocation_metadata()}
+        if request is not None:
+            self.requests.append(request)
+        if self.status is not None:
+            context.set_trailing_metadata((("retry-after", "7"),))
+            context.abort(self.status, "one sentence")

@@ -1,0 +1,183 @@
+"""The clients' connection to a server that answers as told: errors, deadlines, addresses, hosts that vanish, cancellation."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from cascade import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
+from cascade.client import AsyncClient, Client
+from cascade.client.connection import CHANNEL_OPTIONS
+from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
+from tests.client.canned import PATIENCE_S, Canned
+from tests.links.test_link import Relay
+
+STATUSES = [
+    (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+    (grpc.StatusCode.UNAVAILABLE, Unavailable),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+    (grpc.StatusCode.FAILED_PRECONDITION, ModelError),
+    (grpc.StatusCode.INTERNAL, CascadeError),
+    (grpc.StatusCode.UNIMPLEMENTED, CascadeError),
+    (grpc.StatusCode.NOT_FOUND, NotFound),
+    (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
+    (grpc.StatusCode.ABORTED, Aborted),
+]
+
+
+# errors
+
+
+@pytest.mark.parametrize(("code", "kind"), STATUSES, ids=lambda value: getattr(value, "name", value.__class__.__name__))
+async def test_status_becomes_the_librarys_error(
+    client: Client, async_client: AsyncClient, server: Canned, code: grpc.StatusCode, kind: type[CascadeError]
+) -> None:
+    """Guards users against having to know gRPC: the library's error, the server's sentence, for every call."""
+    server.status = code
+    calls: list[Callable[[], object]] = [lambda: client.generate("p"), lambda: list(client.stream("p")), client.describe]
+    for call in calls:
+        with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+            call()
+        assert type(caught.value) is kind
+        assert caught.value.__cause__ is None
+    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+        await async_client.generate("p")
+    assert type(caught.value) is kind
+    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+        await anext(async_client.stream("p"))
+    assert type(caught.value) is kind
+    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+        await async_client.describe()
+    assert type(caught.value) is kind
+
+
+async def test_deadline(server: Canned) -> None:
+    """Guards the deadline of a request: it holds for streams that have begun too."""
+    server.silent = True
+    with Client(server.address, timeout_s=0.3) as client:
+        with pytest.raises(DeadlineExceeded):
+            client.generate("p")
+        chunks = client.stream("p")
+        assert next(chunks).text == "a"
+        with pytest.raises(DeadlineExceeded):
+            next(chunks)
+    async with AsyncClient(server.address, timeout_s=0.3) as async_client:
+        with pytest.raises(DeadlineExceeded):
+            await async_client.generate("p")
+        pieces = async_client.stream("p")
+        assert (await anext(pieces)).text == "a"
+        with pytest.raises(DeadlineExceeded):
+            await anext(pieces)
+
+
+async def test_overload_says_when_to_come_again(client: Client, async_client: AsyncClient, server: Canned) -> None:
+    """Guards clients that wait as long as they are told: the error said one second, whatever the server said."""
+    server.status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in (lambda: client.generate("p"), lambda: list(client.stream("p"))):
+        with pytest.raises(Overloaded) as caught:
+            call()
+        assert caught.value.retry_after_s == 7
+    with pytest.raises(Overloaded) as caught:
+        await anext(async_client.stream("p"))
+    assert caught.value.retry_after_s == 7
+
+
+@pytest.mark.parametrize("key", ["schlüssel-0123456789", "two\nlines-0123456789"])
+def test_keys_that_no_call_can_carry_are_refused(key: str) -> None:
+    """Guards users against gRPC's words for a header that it cannot send."""
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="api_key has characters"):
+            kind("127.0.0.1:1", api_key=key)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "grpc://127.0.0.1:9000"])
+def test_addresses_of_another_door_are_refused(address: str) -> None:
+    """Guards a slip between the two addresses that `cascade serve` prints: gRPC told of a hostname lookup."""
+    with pytest.raises(ConfigError, match="give HOST:PORT of the server's gRPC door"):
+        Client(address)
+
+
+async def test_unreachable_server() -> None:
+    """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable, match="No server answers at the client's address"):
+            client.generate("p")
+        with pytest.raises(Unavailable):
+            list(client.stream("p"))
+        with pytest.raises(Unavailable):
+            client.describe()
+    async with AsyncClient("127.0.0.1:1") as async_client:
+        with pytest.raises(Unavailable):
+            await async_client.generate("p")
+        with pytest.raises(Unavailable):
+            await anext(async_client.stream("p"))
+        with pytest.raises(Unavailable):
+            await async_client.describe()
+
+
+# hosts that vanish
+
+
+async def test_host_that_vanishes_ends_the_call(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against waiting for ever for a host that is gone without a word: nothing is sent that could fail."""
+    sooner = {"grpc.keepalive_time_ms": 250, "grpc.http2.ping_timeout_ms": 250}
+    quick = [(name, sooner.get(name, value)) for name, value in CHANNEL_OPTIONS]
+    monkeypatch.setattr("cascade.client.connection.CHANNEL_OPTIONS", quick)
+    server.silent = True
+    async with Relay(server.address) as relay, AsyncClient(relay.address) as client:
+        chunks = client.stream("p")
+        assert (await anext(chunks)).text == "a"
+        relay.die()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(anext(chunks), PATIENCE_S)
+
+
+def test_pings_are_rarer_than_servers_bear() -> None:
+    """Guards calls that wait long: gRPC's servers break the connection off at the third ping within five minutes of another."""
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > 5 * 60 * 1000
+
+
+# cancellation
+
+
+def test_closed_stream_ends_the_request(client: Client, server: Canned) -> None:
+    """Guards the server against working for a client that has read enough."""
+    server.silent = True
+    chunks = client.stream("p")
+    assert next(chunks).text == "a"
+    assert not server.left.is_set()
+    chunks.close()  # type: ignore[attr-defined]
+    assert server.left.wait(PATIENCE_S)
+
+
+async def test_closed_async_stream_ends_the_request(async_client: AsyncClient, server: Canned) -> None:
+    """Guards the same for event loops."""
+    server.silent = True
+    chunks = async_client.stream("p")
+    assert (await anext(chunks)).text == "a"
+    await chunks.aclose()  # type: ignore[attr-defined]
+    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_cancelled_task_ends_the_request(async_client: AsyncClient, server: Canned, streams: bool) -> None:
+    """Guards cancellation of tasks: it stays asyncio's, and reaches the server."""
+    server.silent = True
+
+    async def read() -> None:
+        if streams:
+            async for _ in async_client.stream("p"):
+                pass
+        else:
+            await async_client.generate("p")
+
+    task = asyncio.create_task(read())
+    while not server.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)

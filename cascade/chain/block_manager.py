@@ -3,7 +3,7 @@
 A session's positions are one *allocation*, in a store that is contiguous, so that attention needs no gathers, or has a table
 of blocks. What two sessions have in common is copied from store to store, bit by bit, or held by both; each allocation counts
 all of its blocks. Allocations whose session is over are kept until their memory is needed, the least recently used go first,
-and are found again by what their blocks say. Forks share an allocation until one of them writes.
+and are found again by what their blocks say.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ class Allocation:
 
     store: Store
     blocks: int
-    users: int = 1  # sessions that hold it; 0 while it is kept for reuse, more after a fork
+    in_use: bool = True  # by a session; False while it is kept for reuse
     salt: str = ""
     tokens: tuple[int, ...] = ()  # whose keys and values it holds for good: what others may share
     keys: tuple[int, ...] = ()  # of the full blocks of tokens, see `block_keys`
@@ -39,7 +39,7 @@ def block_keys(tokens: Sequence[int], salt: str) -> Iterator[int]:
 
 
 class BlockManager:
-    """Strips of ``new_store`` stores that together hold at most ``num_tokens`` positions, in whole blocks."""
+    """Allocations in ``new_store`` stores that together hold at most ``num_tokens`` positions, in whole blocks."""
 
     def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
         first = new_store()
@@ -64,7 +64,7 @@ class BlockManager:
     # what a session does
 
     def open(self, tokens: Sequence[int], salt: str, positions: int) -> tuple[Allocation, int] | None:
-        """A allocation with room for ``positions``, and how many of ``tokens`` it holds already; None if memory is short.
+        """An allocation with room for ``positions``, and how many of ``tokens`` it holds already; None if memory is short.
 
         The last token is never among them: somebody has to score it.
         """
@@ -72,37 +72,24 @@ class BlockManager:
         if donor is None:
             fresh = self._new(positions)
             return None if fresh is None else (fresh, 0)
-        self._hold(donor)
-        allocation = None
-        if donor.users > 1 or len(donor.tokens) - known >= BLOCK:  # others need it, or could
-            allocation = self._copied(donor, positions, known)
-        if allocation is None and donor.users == 1:
-            allocation = self._grown(donor, positions)
-        if allocation is donor:
-            self._forget(donor)
-        else:
-            self._let_go(donor)
-        if allocation is None:
-            return None
-        self.reused += known
-        return allocation, known
+        allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
+        if allocation is not None:
+            self.reused += known
+            return allocation, known
+        return None
 
-    def reserve(self, allocation: Allocation, positions: int, written: int) -> Allocation | None:
-        """The allocation with room for ``positions``, of which ``written`` are in use; another allocation if a fork shares it.
-
-        None if memory is short; then nothing has changed.
-        """
-        if allocation.users == 1:
-            return self._grown(allocation, positions)
-        copy = self._copied(allocation, positions, written)
-        if copy is not None:
-            self._let_go(allocation)
-        return copy
-
-    def fork(self, allocation: Allocation) -> Allocation:
-        """The same allocation for another session. Either has to `reserve` before it writes, and gets its own then."""
-        allocation.users += 1
-        return allocation
+    def reserve(self, allocation: Allocation, positions: int) -> bool:
+        """Give an allocation room for ``positions``; False if memory is short, and then nothing has changed."""
+        needed = self.blocks(positions) - allocation.blocks
+        if needed <= 0:
+            return True
+        if not self._make_room(needed):
+            return False
+        added = min(self.free, self._whole(room(positions, allocation.capacity) // BLOCK) - allocation.blocks)
+        allocation.blocks += added
+        self.free -= added
+        allocation.store.reserve(allocation.capacity)
+        return True
 
     def share(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
         """Let others reuse the beginning of an allocation: ``tokens``, which are scored and never rolled back."""
@@ -113,15 +100,13 @@ class BlockManager:
 
     def close(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
         """A session is over: keep its allocation for those who need ``tokens`` again, unless another holds them as well."""
-        if allocation.users == 1:
-            self.share(allocation, tokens, salt)
-            self._prune(allocation)
+        self.share(allocation, tokens, salt)
+        self._prune(allocation)
         self._let_go(allocation)
 
     def drop(self, allocation: Allocation) -> None:
         """A session gives its allocation back, and what it holds is of no use."""
-        if allocation.users == 1:
-            self._forget(allocation)
+        self._forget(allocation)
         self._let_go(allocation)
 
     def clear(self) -> None:
@@ -132,12 +117,12 @@ class BlockManager:
     def check(self) -> None:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
         kept = sum(allocation.blocks for allocation in self._kept)
-        held = sum(allocation.blocks for allocation in self._allocations if allocation.users)
+        held = sum(allocation.blocks for allocation in self._allocations if allocation.in_use)
         sum_ = f"{self.free} free + {kept} kept + {held} held blocks are {self.free + kept + held} of {self.total}"
         assert self.free >= 0, sum_
         assert self.free + kept + held == self.total, sum_
-        assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.users}, (
-            "kept allocations are those without users"
+        assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.in_use}, (
+            "kept allocations are those not in use"
         )
         for key, allocations in self._index.items():
             assert allocations, f"the index has an empty entry {key}"
@@ -173,23 +158,29 @@ class BlockManager:
         self.free -= blocks
         return allocation
 
-    def _copied(self, allocation: Allocation, positions: int, written: int) -> Allocation | None:
+    def _copied(self, donor: Allocation, positions: int, known: int) -> Allocation | None:
+        """What a donor holds, in an allocation of its own: for as long as others use the donor, or could."""
+        if not donor.in_use and len(donor.tokens) - known < BLOCK:
+            return None
+        self._kept.pop(donor, None)  # it must not be what has to go
         copy = self._new(positions)
         if copy is not None:
-            copy.store.take(allocation.store, written)
+            copy.store.take(donor.store, known)
+        if not donor.in_use:
+            self._kept[donor] = None
         return copy
 
-    def _grown(self, allocation: Allocation, positions: int) -> Allocation | None:
-        needed = self.blocks(positions) - allocation.blocks
-        if needed <= 0:
-            return allocation
-        if not self._make_room(needed):
+    def _inherited(self, donor: Allocation, positions: int) -> Allocation | None:
+        """The donor itself, if nobody uses it."""
+        if donor.in_use:
             return None
-        added = min(self.free, self._whole(room(positions, allocation.capacity) // BLOCK) - allocation.blocks)
-        allocation.blocks += added
-        self.free -= added
-        allocation.store.reserve(allocation.capacity)
-        return allocation
+        del self._kept[donor]
+        if not self.reserve(donor, positions):
+            self._kept[donor] = None
+            return None
+        self._forget(donor)
+        donor.in_use = True
+        return donor
 
     def _whole(self, blocks: int) -> int:
         return -(-blocks // self._unit) * self._unit
@@ -202,23 +193,18 @@ class BlockManager:
             self._remove(next(iter(self._kept)))
         return True
 
-    def _hold(self, allocation: Allocation) -> None:
-        allocation.users += 1
-        self._kept.pop(allocation, None)
-
     def _let_go(self, allocation: Allocation) -> None:
-        allocation.users -= 1
-        if not allocation.users:
-            self._kept[allocation] = None
-            if not allocation.keys:
-                self._remove(allocation)
+        allocation.in_use = False
+        self._kept[allocation] = None
+        if not allocation.keys:
+            self._remove(allocation)
 
     def _prune(self, allocation: Allocation) -> None:
         """Keep nothing twice: neither this allocation, if another has all of it, nor others whose text it begins with."""
         if allocation.keys and len(self._index[allocation.keys[-1]]) > 1:
             self._forget(allocation)
         for key in allocation.keys:
-            for other in [other for other in self._index[key] if not other.users and other.keys[-1] == key]:
+            for other in [other for other in self._index[key] if not other.in_use and other.keys[-1] == key]:
                 self._remove(other)
 
     def _forget(self, allocation: Allocation) -> None:

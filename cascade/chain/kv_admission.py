@@ -66,9 +66,9 @@ class KVAdmission:
     def check(self, slots: Collection[Slot[Any]] = ()) -> None:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
         self.block_manager.check()
-        held = sum(allocation.users for allocation in {slot.allocation for slot in slots if slot.allocation is not None})
-        seated = sum(slot.allocation is not None for slot in slots)
-        assert held == seated, f"strips have {held} users, and {seated} sessions have a place in memory"
+        held = [slot.allocation for slot in slots if slot.allocation is not None]
+        assert len(held) == len(set(held)), "two sessions hold one allocation"
+        assert all(allocation.in_use for allocation in held), "a session holds an allocation that is kept for reuse"
         for slot in slots:
             capacity = slot.allocation.capacity if slot.allocation else 0
             assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
@@ -76,7 +76,7 @@ class KVAdmission:
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
         """Make room for so many positions, at the cost of others if need be."""
         allocation = slot.allocation
-        if allocation is not None and allocation.users == 1 and positions <= allocation.capacity:
+        if allocation is not None and positions <= allocation.capacity:
             return True
         while not self._take(slot, positions):
             victim = _victim(slot, ranked, now)
@@ -88,15 +88,11 @@ class KVAdmission:
     def _take(self, slot: Slot[Any], positions: int) -> bool:
         session = slot.session
         if slot.allocation is not None:
-            allocation = self.block_manager.reserve(slot.allocation, positions, session.kv_len)
-            if allocation is None:
-                return False
-        else:
-            found = self.block_manager.open(session.text, _salt(session), positions)
-            if found is None:
-                return False
-            allocation, session.kv_len = found
-        slot.allocation = allocation
+            return self.block_manager.reserve(slot.allocation, positions)
+        found = self.block_manager.open(session.text, _salt(session), positions)
+        if found is None:
+            return False
+        slot.allocation, session.kv_len = found
         return True
 
     def _preempt(self, slot: Slot[Any]) -> None:

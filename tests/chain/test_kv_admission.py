@@ -219,29 +219,6 @@ def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Cal
         assert torch.equal(logits.argmax(-1), whole.argmax(-1))
 
 
-@pytest.mark.parametrize("attention", [Contiguous, lambda: Gathered(BLOCK), lambda: Varlen(varlen, CPU, BLOCK)])
-def test_forked_sessions_do_not_see_each_other(attention: Callable[[], Attention]) -> None:
-    """Guards copy-on-write: branches of a session share its past and nothing of their futures."""
-    model = Model(build("qwen3"), attention=attention(), cache_tokens=2048)
-    text = random.Random(1).choices(range(96), k=40)
-    pool = BlockManager(model.new_cache, 1000)
-    found = pool.open(text, "", len(text))
-    assert found is not None
-    trunk = found[0]
-    model.run([Row(trunk.store, 0, text, 1, GREEDY)])
-    held = trunk.blocks
-    branches = [pool.fork(trunk), pool.fork(trunk)]
-    assert pool.total - pool.free == held  # nothing is copied yet
-    allocations = [pool.reserve(branch, 45, 40) for branch in (*branches, trunk)]
-    ends = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    rows = [Row(allocation.store, 40, end, 3, GREEDY) for allocation, end in zip(allocations, ends, strict=True) if allocation]
-    logits = model.logits(rows).view(3, 3, -1)
-    for end, found_logits in zip(ends, logits, strict=True):
-        alone = model.logits([Row(model.new_cache(), 0, [*text, *end], 3, GREEDY)])
-        torch.testing.assert_close(found_logits, alone, rtol=1e-4, atol=1e-4)
-    pool.check()
-
-
 def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the budget: weights and others' memory are not given to the cache, and numbers are in the refusal."""
     monkeypatch.setattr(budget, "host_memory", lambda: 8 * 10**6)

@@ -17,7 +17,7 @@ from cascade.answer import Answer
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
-from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
+from cascade.messages import Close, Commit, Draft, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
@@ -754,8 +754,9 @@ proposals = st.integers(0, 8).flatmap(
         Proposal,
         st.text(),
         ids,
-        st.lists(ids, min_size=length, max_size=length).map(tuple),
-        st.binary(min_size=length, max_size=length),
+        st.builds(
+            Draft, st.lists(ids, min_size=length, max_size=length).map(tuple), st.binary(min_size=length, max_size=length)
+        ),
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
         st.text(),

@@ -13,6 +13,12 @@ from deployments.app import shortage
 from deployments.server import Server
 
 
+@pytest.fixture(autouse=True)
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for a Ray that is none."""
+    monkeypatch.setattr(module.sys, "platform", "elsewhere")
+
+
 class Ray:
     """Remembers what is asked of Ray and of Serve."""
 

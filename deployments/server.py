@@ -65,7 +65,9 @@ class Server:
 
         ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. ``tell`` hears what is being done. Raises `ConfigError`, or `ModelError` if a tier does not come up.
+        Ray on this machine. ``tell`` hears what is being done.
+
+        Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)

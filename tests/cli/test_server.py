@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cascade.cli.main import main, usage
+from cascade.cli.main import main
+from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from deployments import server as module

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cascade.cli.screen import console
 
@@ -32,14 +31,11 @@ def serve(config: Path | None, host: str | None, port: int | None, http_port: in
 
 @contextmanager
 def started(config: Path | None, **options: Any) -> Iterator["Server"]:
-    """A server that is up, and is stopped at the end; a terminal shows what is being done, and for how long."""
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as shown:
-        task = shown.add_task("Loading Ray")
+    """A server that is up, and is stopped at the end; a terminal shows what is being done."""
+    with console.status("Loading Ray") as status:
         from deployments.server import Server
 
-        server = Server.start(config, tell=lambda phase: shown.update(task, description=phase), **options)
+        server = Server.start(config, tell=status.update, **options)
     try:
         yield server
     finally:

@@ -3,6 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
+# uv installs several times faster than pip, where it is there
+UV := $(shell command -v uv)
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+
 .PHONY: demo serve test lint bench-cascade bench-engine bench-gpu family proto clean bench-door
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
@@ -38,15 +42,19 @@ proto: $(VENV)/.installed-dev      ## generate cascade/v1 from protos
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/cascade/v1/*.proto
 
 $(VENV)/bin/python:
+ifdef UV
+	$(UV) venv --python $(PYTHON) $(VENV)
+else
 	$(PYTHON) -m venv $(VENV)
+endif
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
-	touch $@
+	$(INSTALL) --editable .
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
 
 clean:                             ## remove the virtual environment
 	rm -rf $(VENV)

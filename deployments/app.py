@@ -6,7 +6,7 @@ serve deploy cluster/serve/demo.yaml
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from ray import serve
@@ -14,11 +14,9 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig
 
 from cascade.errors import ConfigError
-from cascade.settings.check import verify
-from cascade.settings.config import CascadeConfig, DeploymentConfig, TierConfig, sentence
-from deployments.links.ranks import bundle
-from deployments.router import Router
-from deployments.tier import TierReplica
+from cascade.settings.config import CascadeConfig, DeploymentConfig, RouterConfig, TierConfig, sentence
+
+Owner = TypeVar("Owner", TierConfig, RouterConfig)
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
@@ -39,17 +37,21 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
+    from cascade.settings.check import verify
+    from deployments.router import Router
+    from deployments.tier import TierReplica
+
     config = parse(args)
     if config.verify:
         verify(config)
     handles: dict[str, Any] = {}
     tls = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     for level, tier in enumerate(config.tiers):
-        deployment = _deployment(TierReplica, tier_options(tier))
+        deployment = _deployment(TierReplica, tier_options(tier), f"tier {tier.name}")
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), **tls)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router})
+    deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router}, "router")
     return deployment.bind(config.model_dump(mode="json"), handles)
 
 
@@ -69,6 +71,27 @@ def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
     return CascadeConfig.parse(args)
 
 
+def forked(config: CascadeConfig, py_executable: str) -> CascadeConfig:
+    """``config`` whose replicas start with ``py_executable``, but for those on GPUs and with a ``runtime_env`` of their own."""
+    tiers = tuple(tier if _on_gpus(tier) else _started(tier, py_executable) for tier in config.tiers)
+    return config.model_copy(update={"tiers": tiers, "router": _started(config.router, py_executable)})
+
+
+def _on_gpus(tier: TierConfig) -> bool:
+    """Whether it may have one: CUDA is not to be touched before a fork, and libraries do when they are imported."""
+    actor = tier.deployment_config.ray_actor_options
+    return bool(tier.accelerator_type or actor.get("num_gpus") or tier.placement_group_config)
+
+
+def _started(owner: Owner, py_executable: str) -> Owner:
+    deployment = owner.deployment_config
+    actor = deployment.ray_actor_options
+    if "runtime_env" in actor:
+        return owner
+    options = {**actor, "runtime_env": {"py_executable": py_executable}}
+    return owner.model_copy(update={"deployment_config": deployment.model_copy(update={"ray_actor_options": options})})
+
+
 def tier_options(tier: TierConfig) -> dict[str, Any]:
     """Ray Serve's options for the deployment of a tier."""
     options = tier.deployment_config.model_dump(exclude_none=True)
@@ -77,7 +100,7 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
         actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
     ranks = tier.engine_kwargs.tensor_parallel_size
     if ranks > 1 and tier.placement_group_config is None:
-        options |= {"placement_group_bundles": [bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
+        options |= {"placement_group_bundles": [_bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
     if tier.placement_group_config is not None:
         known = {"bundles": "placement_group_bundles", "strategy": "placement_group_strategy"}
         for key, value in tier.placement_group_config.items():
@@ -89,9 +112,8 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
     return {"name": tier.name, "logging_config": QUIET, "ray_actor_options": actor, **options}
 
 
-def _deployment(kind: type, options: Mapping[str, Any]) -> Deployment:
-    """A deployment; raises `ConfigError` if Ray Serve does not take its options."""
-    owner = options["name"] if issubclass(kind, Router) else f"tier {options['name']}"
+def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deployment:
+    """A deployment; raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options."""
     unknown = set(options.get("autoscaling_config", ())) - set(AutoscalingConfig.model_fields)
     if unknown:  # which Ray Serve would ignore
         raise ConfigError(f"autoscaling_config of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
@@ -141,6 +163,14 @@ def _of_replica(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {resource: float(actor.get(option) or 0.0) for option, resource in NAMES.items()}
     kind = actor.get("accelerator_type")
     return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})
+
+
+def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
+    """What one rank takes, as the replica's own actor options say."""
+    resources = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
+    if actor.get("accelerator_type"):
+        resources[f"accelerator_type:{actor['accelerator_type']}"] = 0.001
+    return {name: amount for name, amount in resources.items() if amount}
 
 
 def _num_replicas(config: DeploymentConfig) -> int:

@@ -96,7 +96,7 @@ class Router:
             {full.name: lessor(self._handles[full.name])},
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
-            spare_s=self._config.router.spare_lease_s if places >= HELD_PLACES else 0.0,
+            hold_s=self._config.router.held_lease_s if places >= HELD_PLACES else 0.0,
             tls=self._config.link_tls,
         )
 

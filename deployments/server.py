@@ -5,8 +5,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -22,7 +23,8 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access
-from deployments.app import build, parse, shortage
+from deployments.app import ENVIRONMENT, build, forked, parse, shortage
+from deployments.fork_server import ForkServer
 from deployments.links.tls import check, check_door
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,9 @@ class Server:
         self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
         self.tiers = config.names
         self.model = config.tiers[-1].model_loading_config.model_id
+        self._listen = listen
         self._owns_ray = owns_ray
+        self._fork_server: ForkServer | None = None
 
     @classmethod
     def start(
@@ -55,26 +59,21 @@ class Server:
         host: str | None = None,
         port: int | None = None,
         http_port: int | None = None,
+        tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
         """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
         ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. Raises `ConfigError`, or `ModelError` if a tier does not come up.
+        Ray on this machine. ``tell`` hears what is being done.
+
+        Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
-        joins = ray.is_initialized() or bool(_cluster())
-        parsed = at_door(parsed, listen)
-        application = build(parsed)  # before anything is started, so that wrong configurations leave nothing behind
-        _check_files(parsed)
-        server = cls(parsed, listen, owns_ray=not joins)
+        server = cls(at_door(parsed, listen), listen, owns_ray=not (ray.is_initialized() or _cluster()))
         try:
-            if not ray.is_initialized():
-                _start_ray()
-            if joins:  # a cluster of several machines: clients are told this one's address
-                application = build(at_door(parsed.model_copy(update={"verify": False}), listen, _node()))
-            server._run(application)
+            server._start(tell)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
             cause = _cause(error)
             server.stop()
@@ -84,9 +83,25 @@ class Server:
             raise
         return server
 
-    def _run(self, application: Application) -> None:
+    def _start(self, tell: Callable[[str], object]) -> None:
         """Return when all tiers are ready."""
+        tell("Reading configurations")
+        config = self.config
+        if self._owns_ray and sys.platform == "linux":
+            self._fork_server = ForkServer(ENVIRONMENT)
+            config = forked(config, self._fork_server.py_executable)
+        application = build(config)  # before Ray is started: wrong configurations are told soonest
+        _check_files(config)
+        if not ray.is_initialized():
+            tell("Starting Ray")
+            _start_ray()
+        if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
+            application = build(at_door(config.model_copy(update={"verify": False}), self._listen, _node()))
         self._check_room()
+        tell(f"Starting the tiers {', '.join(self.tiers)}")
+        self._run(application)
+
+    def _run(self, application: Application) -> None:
         serve.start(
             # clients come to the router's own servers; a cluster's other applications may need proxies
             proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
@@ -119,6 +134,8 @@ class Server:
 
     def stop(self) -> None:
         """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
+        if self._fork_server is not None:
+            self._fork_server.close()
         if not ray.is_initialized():
             return
         try:
@@ -242,6 +259,7 @@ def _join(address: str, options: Mapping[str, Any]) -> None:
 def _start_ray() -> None:
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:

@@ -30,7 +30,7 @@ from deployments.links.uplink import LinkServer
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.5  # how often is looked after ranks that load
+RANK_CHECK_S = 0.5  # between two looks at ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
@@ -129,7 +129,7 @@ async def _start(config: TierConfig, ranks: Ranks | None) -> Model:
     leading = asyncio.create_task(_apart(ranks.lead))
     while not leading.done():
         ranks.check()
-        await asyncio.wait([leading], timeout=WATCH_S)
+        await asyncio.wait([leading], timeout=RANK_CHECK_S)
     return leading.result()
 
 

@@ -122,8 +122,8 @@ async def _build(
         node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer))
         await node.start()
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
-    # nothing is left of a request means: no spare either
-    values["router"] = {"listen": listen.model_dump(), "spare_lease_s": 0.1, **options}
+    # nothing is left of a request means: no held lease either
+    values["router"] = {"listen": listen.model_dump(), "held_lease_s": 0.1, **options}
     router = Stoppable.__new__(Stoppable)
     handles: Any = {name: Handle(net, name) for name in NAMES}
     await Router.__init__(router, values, handles)

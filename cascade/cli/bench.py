@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cascade.bench import report
 from cascade.bench.load import AsyncStream, Cell, Workload, load, same_text
 from cascade.bench.measure import Mode
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
+from cascade.cli.screen import console
 from cascade.params import SamplingParams, Speculation
 
-console = Console(highlight=False)
 PICTURES = (".svg", ".png")
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 

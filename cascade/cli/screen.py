@@ -1,10 +1,11 @@
-"""What commands print: text coloured by the history of its tokens, and tables."""
+"""What commands print, on `console`: text coloured by the history of its tokens, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,8 @@ from cascade.simulation.forecast import Prediction
 
 if TYPE_CHECKING:  # importing it imports torch, and the command line is to start at once
     from cascade.settings.check import Need
+
+console = Console(highlight=False)
 
 # One colour a level, from the bottom: readable on light and dark, told apart by the colour-blind (Okabe, Ito 2008).
 LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")

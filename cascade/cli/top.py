@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from cascade.bench.scrape import Scrape, scrape
-from cascade.cli.screen import level_style
+from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
-
-console = Console(highlight=False)
 
 
 @dataclass(slots=True)

@@ -190,7 +190,7 @@ class RouterConfig(Section):
     stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
-    spare_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # a full replica is held for the next request; 0: never
+    held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # how long a full replica is held for the next request; 0: never
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = (
         None  # of calls; what the chat template writes
     )

@@ -1,4 +1,4 @@
-"""The caller's end of links: an Open takes a lease on a replica of the tier it names, and what follows goes there."""
+"""The upper end of links: an Open takes a lease on a replica of the tier that it names; later messages follow it there."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Route:
-    """Where the messages of a session go."""
+    """Where the messages of one session go."""
 
     tier: str
     waiting: list[Message]  # until there is a stream
@@ -47,8 +47,8 @@ class Stream:
 class Downlink(Link):
     """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
 
-    Made in a running event loop; `send` may be called from any thread. While sessions begin, one more replica of each tier is
-    held for ``spare_s`` at most, for the next of them: see `session`.
+    Made in a running event loop; `send` may be called from any thread. While sessions begin, one more lease on each tier is
+    held for the next of them, for ``hold_s`` at most: see `session`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Downlink(Link):
         deliver: Callable[[Sequence[Message]], object],
         *,
         lease_timeout_s: float = 5.0,
-        spare_s: float = 0.0,
+        hold_s: float = 0.0,
         tls: LinkTLS | None = None,
     ) -> None:
         self._lessors = lessors
@@ -67,11 +67,11 @@ class Downlink(Link):
         self._loop = asyncio.get_running_loop()
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
-        self._spares = {tier: HeldLeases(lessor, spare_s) for tier, lessor in lessors.items()}
+        self._held = {tier: HeldLeases(lessor, hold_s) for tier, lessor in lessors.items()}
 
     def session(self, tier: str) -> str:
-        """A name for a session that is opened at ``tier`` at once: if a replica is held ahead, the one it is held for."""
-        return self._spares[tier].session or mint()
+        """A name for a session to be opened at ``tier`` at once: that of the held lease, if there is one."""
+        return self._held[tier].session or mint()
 
     @property
     def num_sessions(self) -> int:
@@ -103,8 +103,8 @@ class Downlink(Link):
 
     async def close(self) -> None:
         """Break all links and let go of all leases."""
-        for spares in self._spares.values():
-            await spares.close()
+        for leases in self._held.values():
+            await leases.close()
         for session in list(self._routes):
             self._leave(session)
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
@@ -116,13 +116,13 @@ class Downlink(Link):
 
     def _open(self, opening: Open) -> None:
         route = self._routes[opening.session] = Route(opening.tier, [opening])
-        spares = self._spares.get(opening.tier)
-        spare = None if spares is None else spares.take(opening.session)
-        if spare is None:
+        leases = self._held.get(opening.tier)
+        held = None if leases is None else leases.take(opening.session)
+        if held is None:
             route.opening = self._loop.create_task(self._take_lease(opening, route))
         else:
-            route.lease = spare.lease
-            self._join(opening.session, route, spare.ticket)
+            route.lease = held.lease
+            self._join(opening.session, route, held.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
         session = opening.session
@@ -137,7 +137,7 @@ class Downlink(Link):
             log.info("Session %s: %s: %s", session, reason, error)
             self._fail(session, reason)
             return
-        if self._routes.get(session) is not route:  # closed while the address was on its way: `wait_for` may swallow a cancel
+        if self._routes.get(session) is not route:  # `wait_for` may swallow the cancel of a session closed meanwhile
             return
         route.opening = None
         self._join(session, route, ticket)
@@ -188,13 +188,13 @@ class Downlink(Link):
             await race(self._read(call), _write(call, stream.mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
-        except Exception as error:  # whatever it is, the sessions must go on without this replica
+        except Exception as error:  # of any kind: the sessions must go on without this replica
             log.exception("The link to %s broke", stream.address)
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._streams.pop(stream.address, None)
-            for spares in self._spares.values():
-                spares.distrust(stream.address)
+            for leases in self._held.values():
+                leases.distrust(stream.address)
             for session in list(stream.sessions):
                 self._fail(session, f"the link to {stream.address} broke ({reason})")
             if joined is not None:
@@ -215,11 +215,11 @@ class Downlink(Link):
             self._deliver(known)
 
     def _answered(self, session: str) -> None:
-        """The first answer of a session is here: what it takes to hold a replica for the next one delays nobody now."""
+        """Take a lease for the next session once this one has its first answer: now that delays nobody."""
         route = self._routes.get(session)
         if route is not None and not route.answered:
             route.answered = True
-            self._spares[route.tier].renew()
+            self._held[route.tier].renew()
 
 
 async def _write(call: Any, mailbox: Mailbox) -> None:

@@ -1,4 +1,4 @@
-"""A replica held ahead for the next session: to take a lease through Ray Serve is most of what a first token waits for."""
+"""A lease held for the next session: taking one through Ray Serve is most of what a first token waits for."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from cascade.messages import mint
 
 log = logging.getLogger(__name__)
 
-FETCH_TIMEOUT_S = 1.0  # replicas without a free place are left to those who have a request
+FETCH_TIMEOUT_S = 1.0  # the places of a full replica are left to sessions that wait for one
 
 
 class Lease(Protocol):
@@ -38,54 +38,54 @@ class HeldLease:
 
 
 class HeldLeases:
-    """At most one spare lease on a tier, for ``keep_s`` at most; none if that is 0.
+    """Holds at most one lease on a tier, for ``hold_s`` at most; none if that is 0.
 
-    Made and used in a running event loop. What Serve counts as ongoing is too high by the spare: so it is taken when a session
-    begins to be answered, not before there are any and not again while there are none, and ends by itself.
+    Made and used in a running event loop. Serve counts the held lease as an ongoing request. So it is taken only when a session
+    has its first answer, ends by itself, and is not renewed while no session begins.
     """
 
-    def __init__(self, lessor: Lessor, keep_s: float) -> None:
+    def __init__(self, lessor: Lessor, hold_s: float) -> None:
         self._lessor = lessor
-        self._keep_s = keep_s
-        self._spare: HeldLease | None = None
+        self._hold_s = hold_s
+        self._held: HeldLease | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def session(self) -> str | None:
-        """Name of the session that the spare is for, if there is one."""
-        return None if self._spare is None else self._spare.session
+        """Name of the session that the held lease is for, if there is one."""
+        return None if self._held is None else self._held.session
 
     def take(self, session: str) -> HeldLease | None:
-        """The spare, if it is for ``session``; the caller holds it from now on."""
-        spare = self._spare
-        if spare is None or spare.session != session:
+        """The held lease, if it is for ``session``; from now on it is the caller's."""
+        held = self._held
+        if held is None or held.session != session:
             return None
-        spare.taken = True
+        held.taken = True
         self._stop()
-        return spare
+        return held
 
     def renew(self) -> None:
-        """Have a spare soon, unless there is one or one on its way."""
-        if self._keep_s and self._task is None:
-            # not in the context of a request, with whose end Serve would cancel it
+        """Begin to take a lease, unless one is held or on its way."""
+        if self._hold_s and self._task is None:
+            # an empty context: in that of a request Serve would cancel the lease when the request ends
             self._task = asyncio.get_running_loop().create_task(self._hold(), context=contextvars.Context())
             self._task.add_done_callback(self._ended)
 
     def distrust(self, address: str) -> None:
-        """The link to the replica at ``address`` broke: a spare there is worth nothing."""
-        if self._spare is not None and self._spare.ticket.startswith(f"{address} "):
+        """Let go of a lease on the replica at ``address``, whose link broke."""
+        if self._held is not None and self._held.ticket.startswith(f"{address} "):
             self._stop()
 
     async def close(self) -> None:
-        """Let go."""
-        self._keep_s = 0.0
+        """Let go of the lease, and take no more."""
+        self._hold_s = 0.0
         task = self._task
         self._stop()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
     def _stop(self) -> None:
-        self._spare = None
+        self._held = None
         if self._task is not None:
             self._task.cancel()
 
@@ -96,21 +96,21 @@ class HeldLeases:
         """Take a lease and keep it until somebody else takes it, it has become old, or its replica is gone."""
         session = mint()
         lease: Lease | None = None
-        spare: HeldLease | None = None
+        held: HeldLease | None = None
         try:
             lease = self._lessor(session)
             tickets = aiter(lease)
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 ticket = await anext(tickets)
-            self._spare = spare = HeldLease(session, lease, ticket)
-            async with asyncio.timeout(self._keep_s):
-                await anext(tickets, None)  # there is nothing more to come: a lease that says so, or fails, is over
+            self._held = held = HeldLease(session, lease, ticket)
+            async with asyncio.timeout(self._hold_s):
+                await anext(tickets, None)  # returns or raises only when the lease is over
         except TimeoutError:
             pass
-        except Exception as error:  # whatever Ray raises: there is no spare
-            log.info("A spare lease ended: %s", error)
+        except Exception as error:  # of any kind that Ray raises: sessions take their own leases
+            log.info("A held lease ended: %s", error)
         finally:
-            self._spare = None
-            if lease is not None and (spare is None or not spare.taken):
+            self._held = None
+            if lease is not None and (held is None or not held.taken):
                 with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
                     lease.cancel()

@@ -67,16 +67,10 @@ def bind_threads(engine: EngineKwargs) -> None:
     if engine.cpu_affinity is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-
-
-def bundle(actor: dict[str, Any]) -> dict[str, float]:
-    """What one rank takes, as the replica's own actor options say."""
-    resources = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
-    if actor.get("accelerator_type"):
-        resources[f"accelerator_type:{actor['accelerator_type']}"] = 0.001
-    return {name: amount for name, amount in resources.items() if amount}
+    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker; in a fork PyTorch has looked before
+    threads = engine.num_threads or (int(given) if given.isdigit() else None)
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def _actor(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""The replica's end of links: a gRPC server for the tiers above, and the leases by which their sessions hold this replica."""
+"""The lower end of links: a replica's gRPC server for the tiers above, and the leases by which their sessions hold it."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from deployments.links.tls import server_credentials
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0  # a lease whose session has not been opened by then ends
+OPEN_TIMEOUT_S = 10.0  # a lease ends if its session has not been opened by then
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -37,7 +37,7 @@ CHANNEL_OPTIONS = [
 
 
 class Mailbox(Link):
-    """Messages on their way out: sent from any thread, taken by a coroutine that writes all that are there as one batch."""
+    """Messages on their way out: any thread sends, one coroutine takes all that are there and writes them as one batch."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ class Mailbox(Link):
 
 
 class Leases:
-    """Which sessions may be opened here, and until when the callers hold this replica."""
+    """The sessions that callers hold this replica for: each may be opened once, until its lease ends."""
 
     def __init__(self) -> None:
         self._ended: dict[str, asyncio.Event] = {}
@@ -72,11 +72,11 @@ class Leases:
         return len(self._ended)
 
     def add(self, session: str) -> None:
-        """Somebody holds this replica for a session."""
+        """A caller holds this replica for ``session``."""
         self._ended[session] = asyncio.Event()
 
     async def ended(self, session: str) -> None:
-        """Return when the session is over, or when nobody has opened it for a while."""
+        """Return when the session is over, or has not been opened within `OPEN_TIMEOUT_S`."""
         ended = self._ended[session]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), OPEN_TIMEOUT_S)
@@ -84,7 +84,7 @@ class Leases:
             await ended.wait()
 
     def remove(self, session: str) -> None:
-        """The replica is let go."""
+        """The caller lets this replica go."""
         self._ended.pop(session, None)
         self._opened.discard(session)
 
@@ -102,7 +102,7 @@ class Leases:
 
 
 class LinkServer(link_pb2_grpc.LinkServicer):
-    """Takes links from the tiers above and hands their messages to ``tier``; only over ``tls``, if it is given."""
+    """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
     def __init__(self, tier: Tier, tls: LinkTLS | None = None) -> None:
         self._tier = tier
@@ -110,7 +110,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._server: grpc.aio.Server | None = None
         self.leases = Leases()
         self.address = ""
-        self.secret = secrets.token_urlsafe(32)  # only who can take a lease, a member of the Ray cluster, gets to know it
+        self.secret = secrets.token_urlsafe(32)  # told with a lease, which only members of the Ray cluster can take
 
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``, the address under which other nodes reach this one."""
@@ -145,7 +145,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
     ) -> None:
-        """One stream: what comes in goes to the tier, what the tier says goes out. Only for who knows the secret."""
+        """Carry messages both ways on one stream. Callers that do not know the secret are refused."""
         said = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not (isinstance(said, str) and hmac.compare_digest(said.encode(), authorization(self.secret).encode())):
             log.warning("%s was refused: it does not know the secret of this replica", context.peer())
@@ -176,7 +176,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             await context.write(encode(messages))
 
     def _admit(self, message: Message, mailbox: Mailbox, sessions: set[str]) -> bool:
-        """Whether the message may reach the tier: only of sessions that hold a lease and came over this link."""
+        """Whether the message may reach the tier: its session must have a lease and have been opened over this link."""
         session = message.session
         if isinstance(message, Open):
             if not self.leases.open(session):
@@ -196,7 +196,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
 
 
 def authorization(secret: str) -> str:
-    """What the upper side of a link says to be let in."""
+    """The metadata by which the upper end of a link is let in."""
     return f"Bearer {secret}"
 
 

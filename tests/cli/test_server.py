@@ -5,12 +5,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cascade.cli.main import main, usage
+from cascade.cli.main import main
+from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from deployments import server as module
 from deployments.app import shortage
 from deployments.server import Server
+
+
+@pytest.fixture(autouse=True)
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for a Ray that is none."""
+    monkeypatch.setattr(module.sys, "platform", "elsewhere")
 
 
 class Ray:

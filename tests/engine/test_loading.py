@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from cascade import ModelError, SamplingParams
-from cascade.cli.main import console, main
+from cascade.cli.main import main
+from cascade.cli.screen import console
 from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Replicas held ahead of the next session, over real links; lessors ask the link servers themselves."""
+"""Leases held for the next session, over real links; lessors ask the link servers themselves."""
 
 import asyncio
 import gc
@@ -18,40 +18,40 @@ from tests.links.test_link import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 
-LONG_S, SHORT_S = 60.0, 0.1  # for which a spare is kept
+LONG_S, SHORT_S = 60.0, 0.1  # for which a lease is held
 
 
-class SpareNet(Net):
-    """A net whose router holds a replica of the full tier ahead."""
+class HoldingNet(Net):
+    """A net whose router holds a lease on the full tier."""
 
     def keep(self, seconds: float) -> None:
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, spare_s=seconds)
+        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=seconds)
 
     def named(self, request: Open) -> Open:
         """``request`` under the name that the router gives it."""
         return replace(request, session=self.router.session("full"))
 
-    async def spare(self) -> str:
-        """Name of the session that a replica is held for, when one is."""
-        await until(lambda: self.router._spares["full"].session is not None)
-        return self.router._spares["full"].session or ""
+    async def held(self) -> str:
+        """Name of the session that a lease is held for, once there is one."""
+        await until(lambda: self.router._held["full"].session is not None)
+        return self.router._held["full"].session or ""
 
 
 @pytest.fixture
-async def net(tidy: None) -> AsyncIterator[SpareNet]:
-    """One replica of the full tier, and a router that holds it ahead for long."""
-    net = SpareNet()
+async def net(tidy: None) -> AsyncIterator[HoldingNet]:
+    """One replica of the full tier, and a router that holds a lease on it for long."""
+    net = HoldingNet()
     net.keep(LONG_S)
     await net.add("full", pass_s=0.001)
     yield net
     await net.close()
 
 
-async def test_next_session_takes_the_spare(net: SpareNet) -> None:
+async def test_next_session_takes_the_held_lease(net: HoldingNet) -> None:
     """Guards the first token against the time that a lease takes: the second session needs none."""
     first, second = opening(1, chain=()), opening(2, chain=())
     await net.text(net.named(first))
-    name = await net.spare()
+    name = await net.held()
     assert len(net.leases) == 2
     taken = net.named(second)
     assert taken.session == name
@@ -64,20 +64,20 @@ async def test_next_session_takes_the_spare(net: SpareNet) -> None:
     assert net.failures == []
 
 
-async def test_idle_router_lets_go(net: SpareNet) -> None:
+async def test_idle_router_lets_go(net: HoldingNet) -> None:
     """Guards draining and scaling to zero of the full tier against a lease that is kept for nobody."""
     net.keep(SHORT_S)
     await net.text(net.named(opening(1, chain=())))
-    await net.spare()
+    await net.held()
     await net.settle()
-    assert net.router._spares["full"].session is None
+    assert net.router._held["full"].session is None
     assert len(net.leases) == 2  # and it was not renewed
     text, _ = await net.text(net.named(opening(2, chain=())))
     assert text == full_text(ToyModel(), opening(2, chain=()))
     await net.settle()
 
 
-async def test_crowd_has_one_spare(net: SpareNet) -> None:
+async def test_one_lease_is_held_for_a_crowd(net: HoldingNet) -> None:
     """Guards Serve's view of the load: however many sessions begin, one lease more is held than there are sessions."""
     node = net.nodes["full"]
     requests = [opening(seed, 0.8, 30, chain=()) for seed in range(12)]
@@ -92,10 +92,10 @@ async def test_crowd_has_one_spare(net: SpareNet) -> None:
     await until(lambda: len(node.server.leases) == 1, lambda: node.occupied)
 
 
-async def test_dead_replica_leaves_no_spare(net: SpareNet) -> None:
+async def test_dead_replica_is_not_held(net: HoldingNet) -> None:
     """Guards the next request against a replica that died while it was held for it."""
     await net.text(net.named(opening(1, chain=())))
-    name = await net.spare()
+    name = await net.held()
     await net.nodes["full"].stop()
     await until(lambda: net.router.session("full") != name)
     await net.add("full")
@@ -104,10 +104,10 @@ async def test_dead_replica_leaves_no_spare(net: SpareNet) -> None:
     assert net.failures == []
 
 
-async def test_unnoticed_death_is_a_pause(net: SpareNet) -> None:
-    """Guards against an error when the spare's replica dies in the very moment in which it is used."""
+async def test_unnoticed_death_is_a_pause(net: HoldingNet) -> None:
+    """Guards against an error when a held replica dies in the very moment in which its lease is used."""
     await net.text(net.named(opening(1, chain=())))
-    await net.spare()
+    await net.held()
     taken = net.named(opening(2, chain=()))
     stopping = asyncio.create_task(net.nodes["full"].stop())
     running = asyncio.create_task(net.text(taken))
@@ -118,16 +118,16 @@ async def test_unnoticed_death_is_a_pause(net: SpareNet) -> None:
     assert net.failures
 
 
-async def test_ended_lease_is_no_spare(net: SpareNet) -> None:
+async def test_ended_lease_is_not_held(net: HoldingNet) -> None:
     """Guards the next request against a lease that its replica, or Serve, has ended."""
     await net.text(net.named(opening(1, chain=())))
-    name = await net.spare()
+    name = await net.held()
     net.leases[-1].cancel()
     await until(lambda: net.router.session("full") != name)
 
 
-async def test_full_tier_without_a_free_place(net: SpareNet) -> None:
-    """Guards running requests against a spare that cannot be had, and later ones against doing without for good."""
+async def test_full_tier_without_a_free_place(net: HoldingNet) -> None:
+    """Guards running requests against a lease that cannot be had ahead, and later ones against doing without for good."""
     request = opening(1, chain=())
     running = asyncio.create_task(net.text(request))
     while not net.leases:
@@ -135,26 +135,26 @@ async def test_full_tier_without_a_free_place(net: SpareNet) -> None:
     net.refused = {"full"}
     text, _ = await running
     assert text == full_text(ToyModel(), request)
-    assert net.router._spares["full"].session is None
+    assert net.router._held["full"].session is None
     assert len(net.leases) == 1
     net.refused = set()
     await net.text(net.named(opening(2, chain=())))
-    await net.spare()
+    await net.held()
 
 
 def test_routers_let_go_before_replicas_do() -> None:
-    """Guards requests against a spare that its replica has just ended: a lease that nobody opens is over there, too."""
+    """Guards requests against a held lease that its replica has just ended: one that nobody opens is over there, too."""
     values = CascadeConfig.demo().model_dump(mode="json")
-    values["router"]["spare_lease_s"] = OPEN_TIMEOUT_S - 1
-    with pytest.raises(ConfigError, match="spare_lease_s"):
+    values["router"]["held_lease_s"] = OPEN_TIMEOUT_S - 1
+    with pytest.raises(ConfigError, match="held_lease_s"):
         CascadeConfig.parse(values)
 
 
 @pytest.mark.parametrize("num_ticks", [0, 1, 3, 10])
-async def test_close_at_any_time_lets_go(net: SpareNet, num_ticks: int) -> None:
-    """Guards the full tier against leases of a router that ends while it takes or uses a spare."""
+async def test_close_at_any_time_lets_go(net: HoldingNet, num_ticks: int) -> None:
+    """Guards the full tier against leases of a router that ends while it takes or uses a held one."""
     await net.text(net.named(opening(1, chain=())))
-    await net.spare()
+    await net.held()
     net.router.put([net.named(opening(2, 1.0, 2000, chain=()))])
     for _ in range(num_ticks):
         await asyncio.sleep(0)
@@ -163,7 +163,7 @@ async def test_close_at_any_time_lets_go(net: SpareNet, num_ticks: int) -> None:
     assert all(lease.task.done() for lease in net.leases)
 
 
-async def test_lessors_that_fail_at_once_leave_no_spare(net: SpareNet) -> None:
+async def test_lessors_that_fail_at_once_are_heard(net: HoldingNet) -> None:
     """Guards the log against errors that nobody heard, where Serve refuses a call before it is made."""
 
     def refuse(session: str) -> Lease:
@@ -171,8 +171,8 @@ async def test_lessors_that_fail_at_once_leave_no_spare(net: SpareNet) -> None:
 
     unheard: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
-    spares = HeldLeases(refuse, LONG_S)
-    spares.renew()
-    await until(lambda: spares._task is None)
+    leases = HeldLeases(refuse, LONG_S)
+    leases.renew()
+    await until(lambda: leases._task is None)
     gc.collect()
-    assert (spares.session, unheard) == (None, [])
+    assert (leases.session, unheard) == (None, [])

@@ -86,7 +86,7 @@ class Broken(ToyModel):
 def config(*, stall_timeout_s: float = 20.0, places: int = 256) -> dict[str, Any]:
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_ongoing_requests"] = places
-    return values | {"router": {"stall_timeout_s": stall_timeout_s, "spare_lease_s": 0.1}}
+    return values | {"router": {"stall_timeout_s": stall_timeout_s, "held_lease_s": 0.1}}
 
 
 class Stoppable(Router):
@@ -145,7 +145,7 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
 
 
 @pytest.mark.parametrize(("places", "num_leases"), [(16, 2), (15, 1)])
-async def test_spares_leave_room(net: Net, places: int, num_leases: int) -> None:
+async def test_held_leases_leave_room(net: Net, places: int, num_leases: int) -> None:
     """Guards requests at other routers: of a full tier that takes few sessions, no place is held for nobody."""
     async with started(net, places=places) as router:
         await router.Complete(request(), Context())

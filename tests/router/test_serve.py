@@ -31,7 +31,7 @@ SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
 def config() -> CascadeConfig:
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
-    values["router"]["spare_lease_s"] = 1.0  # after every test is waited until nothing is held
+    values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
     return CascadeConfig.parse(values)
 
 

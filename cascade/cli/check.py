@@ -1,0 +1,32 @@
+"""`cascade check`: what a configuration needs, and whether its tiers fit together."""
+
+from pathlib import Path
+
+import click
+
+from cascade.cli import screen
+from cascade.cli.screen import console
+from cascade.errors import ConfigError
+
+
+@click.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def check(config: Path) -> None:
+    """Say what the tiers of CONFIG need and whether they fit together, without loading a weight.
+
+    Ends with status 1 and a sentence if they do not.
+    """
+    from cascade.settings.check import needs, verify
+    from cascade.settings.config import CascadeConfig
+    from deployments.app import build
+
+    parsed = CascadeConfig.load(config)
+    with console.status("Reading configurations"):
+        found = needs(parsed)
+    console.print(screen.needs(found))
+    verify(parsed)
+    build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
+    problem = next((need.problem for need in found if need.problem), None)
+    if problem:
+        raise ConfigError(problem)
+    console.print("The tiers fit together.")

@@ -1,0 +1,42 @@
+"""`cascade demo`: the embedded models, served, and compared with the full one alone."""
+
+import click
+from rich.progress import Progress
+
+from cascade.bench.measure import PROMPTS, Mode, Stream, measure
+from cascade.cli import screen
+from cascade.cli.generate import show_stream
+from cascade.cli.screen import console
+from cascade.cli.serve import started
+from cascade.params import SamplingParams, Speculation
+
+
+@click.command()
+@click.option("--prompt", default=PROMPTS[0], help="What the models go on with.")
+@click.option("--max-tokens", default=160, show_default=True)
+@click.option("--temperature", "-t", default=0.0, show_default=True)
+@click.option("--port", type=int, help="gRPC port. Any free one unless given.")
+def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> None:
+    """Start three embedded models on this machine, stream one answer, compare with the full model alone, shut down."""
+    from cascade.client import Client
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
+    with started(None, port=port or 0, http_port=0) as server, Client(server.address) as client:
+        show_stream(client.stream, prompt, params, Speculation(tiers=server.tiers[:-1]), server.tiers)
+        compare(client.stream, params, server.tiers, rounds=1)
+
+
+def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:
+    """Measure the full model alone, the cascade as it chooses its tiers itself, and every chain; print the tables."""
+    lower = names[:-1]
+    chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
+    modes = [Mode("full alone", Speculation("off")), Mode("cascade", Speculation())]
+    modes += [Mode(" → ".join((*chain, names[-1])), Speculation(tiers=chain)) for chain in chains]
+    total = rounds * len(PROMPTS) * len(modes)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Measuring", total=total)
+        results = measure(stream, modes, params, rounds=rounds, step=lambda: progress.advance(task))
+    same = all(result.texts == results[0].texts for result in results)
+    console.print(screen.speeds(results, "full alone"))
+    console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))
+    console.print("All modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")

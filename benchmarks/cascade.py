@@ -41,7 +41,7 @@ from cascade.client import Client
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.simulation.forecast import Bench, TierCost, Trace
 from deployments.app import HUGE_PAGES
-from deployments.server import Server
+from deployments.launch.server import Server
 
 WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,8 @@ from cascade.local import Cascade
 from cascade.params import SamplingParams
 from cascade.simulation.toy import ToyModel
 from deployments import app
+from deployments.launch.server import APPLICATION, Server
 from deployments.links.uplink import LinkServer
-from deployments.server import APPLICATION, Server
 
 RESULT = Path(__file__).parent / "results" / "door.json"
 VOCAB = 4096  # of the embedded family's tokenizer

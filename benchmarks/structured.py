@@ -15,7 +15,7 @@ import jsonschema
 
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation, Structured
-from deployments.server import Server
+from deployments.launch.server import Server
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS = ("config = ", "# a user, as JSON\n", "def load():\n    return ", "response = json.loads('")

@@ -12,9 +12,9 @@ import pytest
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig, ListenConfig
+from deployments.launch.server import free_port
 from deployments.links import replica_status
 from deployments.router import Router
-from deployments.server import free_port
 from tests.chain.test_tier import NAMES, CountingModel
 from tests.links.test_link import Net, Node
 from tests.router.test_router import Handle, Stoppable

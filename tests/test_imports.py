@@ -16,10 +16,10 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.links", "deployments.admission"),
     ("deployments.chat",),
     ("deployments.grpc", "deployments.http"),
-    ("deployments.tier", "deployments.servers", "deployments.fork_server"),
+    ("deployments.tier", "deployments.servers"),
     ("deployments.router",),
     ("deployments.app",),
-    ("deployments.server",),
+    ("deployments.launch",),
     ("cascade.cli",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

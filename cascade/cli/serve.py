@@ -12,7 +12,7 @@ import click
 from cascade.cli.screen import console
 
 if TYPE_CHECKING:
-    from deployments.server import Server
+    from deployments.launch.server import Server
 
 
 @click.command()
@@ -33,7 +33,7 @@ def serve(config: Path | None, host: str | None, port: int | None, http_port: in
 def started(config: Path | None, **options: Any) -> Iterator["Server"]:
     """A server that is up, and is stopped at the end; a terminal shows what is being done."""
     with console.status("Loading Ray") as status:
-        from deployments.server import Server
+        from deployments.launch.server import Server
 
         server = Server.start(config, tell=status.update, **options)
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from cascade.settings.config import CascadeConfig
 from deployments.app import forked
-from deployments.fork_server import ForkServer
+from deployments.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 
@@ -24,7 +24,7 @@ print(json.dumps([sys.argv[1:], os.environ.get("OURS"), os.environ.get("THEIRS")
 """
 OWNER = """
 import os
-from deployments.fork_server import ForkServer
+from deployments.launch.fork_server import ForkServer
 server = ForkServer({})
 print(server._process.pid, server._folder, flush=True)
 os._exit(1)  # as if killed

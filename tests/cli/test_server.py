@@ -9,9 +9,9 @@ from cascade.cli.main import main
 from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
-from deployments import server as module
 from deployments.app import shortage
-from deployments.server import Server
+from deployments.launch import server as module
+from deployments.launch.server import Server
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from cascade import Cascade, ConfigError, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import build, tier_options
-from deployments.server import APPLICATION, Server
+from deployments.launch.server import APPLICATION, Server
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PARAMS = SamplingParams(max_tokens=32, temperature=0)

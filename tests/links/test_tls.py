@@ -29,9 +29,9 @@ from cascade.messages import Failed, Message
 from cascade.settings.config import CascadeConfig, LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
+from deployments.launch.server import Server, free_port
 from deployments.links.downlink import Downlink
 from deployments.links.tls import channel, check, server_credentials
-from deployments.server import Server, free_port
 from tests.doors import house
 from tests.links.test_link import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
 

@@ -17,7 +17,7 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.app import build
 from deployments.grpc.ingress import SERVICER
-from deployments.server import APPLICATION, _start_ray, free_port
+from deployments.launch.server import APPLICATION, _start_ray, free_port
 from tests.router.test_serve import PROMPT, settle
 
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8, seed=11)

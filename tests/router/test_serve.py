@@ -22,7 +22,7 @@ from cascade.errors import DeadlineExceeded
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.server import APPLICATION, Server
+from deployments.launch.server import APPLICATION, Server
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]

@@ -24,7 +24,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access
 from deployments.app import ENVIRONMENT, build, forked, parse, shortage
-from deployments.fork_server import ForkServer
+from deployments.launch.fork_server import ForkServer
 from deployments.links.tls import check, check_door
 
 log = logging.getLogger(__name__)

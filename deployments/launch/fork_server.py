@@ -21,7 +21,7 @@ from typing import Any
 
 SOCKET = "requests"
 FORKED = b"f"
-SERVE = "import sys; from deployments.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2])"
+SERVE = "import sys; from deployments.launch.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2])"
 
 
 class ForkServer:

@@ -1,8 +1,13 @@
-"""How tests share a machine."""
+"""How tests share a machine, and how many cases they try."""
 
 import pytest
+from hypothesis import settings
 
 CLUSTERS = {"test_cli", "test_proxy", "test_ranks", "test_serve", "test_server", "test_tls"}  # that start Ray
+
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=200)
+settings.load_profile("quick")  # before pytest heeds --hypothesis-profile
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

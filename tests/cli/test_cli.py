@@ -12,12 +12,16 @@ from typing import Any
 import click
 import psutil
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from cascade import Cascade, SamplingParams, Structured
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
+from cascade.settings.config import CascadeConfig
+from tests.cases import rare
+from tests.conftest import LONG_S
 
 PROMPT = "def read(path):\n"
 
@@ -124,9 +128,14 @@ def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
     assert "nome" in output or "name is missing" in output
 
 
-def test_ctrl_c_stops_everything() -> None:
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("num_tiers", [1, rare(3)])
+def test_ctrl_c_stops_everything(tmp_path: Path, num_tiers: int) -> None:
     """Guards against Ray processes, tiers and ports left behind by `cascade serve`."""
-    command = [sys.executable, "-m", "cascade.cli.main", "serve", "--port", "0"]
+    values = CascadeConfig.demo().model_dump(mode="json")
+    path = tmp_path / "served.yaml"
+    path.write_text(yaml.safe_dump(values | {"tiers": values["tiers"][:num_tiers]}))
+    command = [sys.executable, "-m", "cascade.cli.main", "serve", str(path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         printed = []
@@ -145,9 +154,9 @@ def test_ctrl_c_stops_everything() -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.wait(timeout=90) == 0
+        assert process.wait(timeout=LONG_S) == 0
     assert len(children) > 3
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONG_S
     while left := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

@@ -22,10 +22,10 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.server import APPLICATION, Server
 from tests.cases import crossed, rare
+from tests.conftest import LONG_S
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
-LONG_S = 240  # more than a busy machine needs to start replicas
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
     return {state["pid"]: state for state in states}
 
 
-def settle(timeout_s: float = LONG_S) -> None:
+def settle() -> None:
     """Wait until no tier has a session, a lease or a session below it."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + LONG_S
     while left := [
         (tier, state["sessions"], state["leases"], state["drafting"])
         for tier in ("tiny", "medium", "full")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
+from cascade.simulation import forecast
 from tests.cases import rare
 from tests.conftest import LONG_S
 
@@ -86,8 +88,10 @@ def test_log_probabilities_are_shown() -> None:
     assert "yes" in output or "no" in output
 
 
-def test_simulate_predicts_every_choice_of_tiers() -> None:
+def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the table: every subset of lower tiers, lockstep and async, beside the full tier alone."""
+    short = partial(forecast.prediction_rows, num_tokens=60)
+    monkeypatch.setattr(forecast, "prediction_rows", short)
     code, output = run("simulate", "--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
     assert code == 0
     assert output.count("lockstep") == output.count("async") == 3

@@ -27,6 +27,7 @@ PROMPT = "def read(path):\n    with open(path) as file:\n"
 PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
 CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
 SCHEDULES = ("async", "lockstep")
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -198,6 +199,7 @@ def test_many_streams_at_once(num_tokens: int) -> None:
     """Guards against errors, mixed-up texts and leaks under 64 concurrent streams."""
     prompts = tuple(Prompt(f"prompt {number}") for number in range(64))
     params = SamplingParams(max_tokens=num_tokens, temperature=0.8, seed=5, ignore_eos=True)
+    grpc.aio.init_grpc_aio()  # whose own thread stays, whoever comes first
     threads = threading.active_count()
     with house() as served:
         cells = loaded(served, Plan(modes(TIERS, False), prompts, (64,), params))

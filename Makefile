@@ -3,11 +3,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-# uv installs several times faster than pip, where it is there
+# uv installs several times faster than pip, where it is there.
 UV := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+# An AVX2 processor, imitated on a newer one.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+NUMERIC := $(addprefix tests/engine/,test_bits.py test_packed_linear.py test_pass.py test_adapters.py)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test lint bench-cascade bench-engine bench-gpu family proto clean bench-door
+.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -15,8 +19,14 @@ demo: $(VENV)/.installed           ## start the cascade, stream one answer, comp
 serve: $(VENV)/.installed          ## the same server, left running
 	$(BIN)/cascade serve
 
-test: $(VENV)/.installed-dev       ## all tests, in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+test: $(VENV)/.installed-dev       ## every law on well-chosen cases, in two processes of one thread each
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.installed-dev   ## every law on all its cases
+	$(PYTEST) --hypothesis-profile thorough
+
+test-avx2: $(VENV)/.installed-dev  ## the numeric part, as on a processor without AVX-512 and bf16
+	$(AVX2) $(PYTEST) -m "not slow" $(NUMERIC)
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

@@ -1,14 +1,65 @@
-"""How tests share a machine."""
+"""How tests share a machine and a cluster, and how many cases they try."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import settings
 
-CLUSTERS = {"test_cli", "test_proxy", "test_ranks", "test_serve", "test_server", "test_tls"}  # that start Ray
+LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_local", "test_pass", "test_cuda")  # which begin behind Ray's
+LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
+
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=200)
+settings.load_profile("quick")  # before pytest heeds --hypothesis-profile
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay together, for they share what it sets up. One Ray at a time begins: it takes longest."""
-    items.sort(key=lambda item: item.path.stem not in CLUSTERS)
+    """A file's tests stay together, for they share what it sets up; so do all that need Ray. The longest begin."""
     for item in items:
-        file = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("ray" if file in CLUSTERS else file))
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("xdist_group")
+    group = "" if marker is None else marker.args[0]
+    order = ("ray", *LONGEST)
+    return order.index(group) if group in order else len(order)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray with a Serve: addresses of its gRPC and its HTTP proxy."""
+
+    grpc: str
+    url: str
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One Ray for all tests of served systems, started by the first of them; `Server.start` joins it."""
+    import ray  # not every process of tests needs it
+    from ray import serve
+    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+
+    from deployments.grpc.ingress import SERVICER
+    from deployments.launch.server import LOOPBACK, _start_ray, free_port
+
+    grpc_port, http_port = free_port(), free_port()
+    _start_ray()
+    try:
+        serve.start(
+            proxy_location=ProxyLocation.EveryNode,
+            http_options=HTTPOptions(host=LOOPBACK, port=http_port),
+            grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER]),
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        yield Cluster(f"{LOOPBACK}:{grpc_port}", f"http://{LOOPBACK}:{http_port}")
+    finally:
+        serve.shutdown()
+        ray.shutdown()

@@ -21,10 +21,13 @@ from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests.architectures import build
+from tests.cases import crossed, rare
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
-SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
+CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
+SCHEDULES = ("async", "lockstep")
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +57,29 @@ def test_greedy_text_equals_transformers(cascade: Cascade) -> None:
         assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=50, temperature=0),
-        SamplingParams(max_tokens=50, temperature=0.7, seed=1),
-        SamplingParams(max_tokens=50, temperature=1.5, seed=2),
-        SamplingParams(max_tokens=50, temperature=1.0, seed=3, top_k=20),
-        SamplingParams(max_tokens=50, temperature=1.0, seed=4, top_p=0.9),
-        SamplingParams(max_tokens=50, temperature=1.0, seed=5, min_p=0.05),
-    ],
-    ids=lambda p: f"T={p.temperature},k={p.top_k},p={p.top_p},min={p.min_p}",
-)
-def test_text_does_not_depend_on_tiers_windows_or_schedule(cascade: Cascade, params: SamplingParams) -> None:
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=50, temperature=0),
+    "cool": SamplingParams(max_tokens=50, temperature=0.7, seed=1),
+    "hot": SamplingParams(max_tokens=50, temperature=1.5, seed=2),
+    "top_k": SamplingParams(max_tokens=50, temperature=1.0, seed=3, top_k=20),
+    "top_p": SamplingParams(max_tokens=50, temperature=1.0, seed=4, top_p=0.9),
+    "min_p": SamplingParams(max_tokens=50, temperature=1.0, seed=5, min_p=0.05),
+}
+
+
+@pytest.mark.parametrize(("params", "tiers"), crossed(PARAMS, CHAINS))
+def test_text_does_not_depend_on_tiers_windows_or_schedule(
+    cascade: Cascade, params: SamplingParams, tiers: tuple[str, ...]
+) -> None:
     """Guards the promise: any subset of tiers, window and schedule gives the text of the full model alone."""
     rng = random.Random(params.seed or 0)
     alone = complete(cascade, PROMPT, params, Speculation("off"))
     assert {edge.drafter for edge in alone.stats.edges} == {""}
-    for tiers in SUBSETS:
-        for schedule in ("async", "lockstep"):
-            speculation = Speculation(tiers=tiers, window=rng.randint(1, 20), schedule=schedule)  # type: ignore[arg-type]
-            other = complete(cascade, PROMPT, params, speculation)
-            assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
-            assert len(other.origins) == len(other.token_ids)
+    for schedule in SCHEDULES:
+        speculation = Speculation(tiers=tiers, window=rng.randint(1, 20), schedule=schedule)  # type: ignore[arg-type]
+        other = complete(cascade, PROMPT, params, speculation)
+        assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
+        assert len(other.origins) == len(other.token_ids)
 
 
 class Babbler:
@@ -105,8 +108,12 @@ def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float
             assert complete(babbling, PROMPT, params).token_ids == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    crossed(
+        {name: name for name in ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")}, {"greedy": 0.0, "sampled": 0.7}
+    ),
+)
 def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, temperature: float) -> None:
     """Guards against what only Llama gets right: random models of each architecture, which hardly ever agree."""
     networks = [build(name, seed) for seed in (1, 2, 3)]
@@ -120,8 +127,8 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
         expected = random_cascade.generate(prompt, params, Speculation("off")).token_ids
         if temperature == 0:
             assert list(expected) == greedy
-        for tiers in SUBSETS[1:]:
-            for schedule in ("async", "lockstep"):
+        for tiers in (tiers for tiers in CHAINS.values() if tiers):
+            for schedule in SCHEDULES:
                 speculation = Speculation(tiers=tiers, window=5, schedule=schedule)  # type: ignore[arg-type]
                 assert random_cascade.generate(prompt, params, speculation).token_ids == expected
 
@@ -163,18 +170,25 @@ def test_lower_tiers_work(cascade: Cascade) -> None:
     assert {origin_level(byte) for byte in completion.origins} >= {0, 2}
 
 
-def test_identical_models_accept_everything() -> None:
-    """Guards keys, values and positions of drafters: an error there leaves the text right and the guesses wrong."""
+@pytest.fixture(scope="module")
+def identical() -> Iterator[Cascade]:
+    """The full model as every tier."""
     full = family.paths()[-1]
     models = [Model.from_pretrained(full, dtype="float32") for _ in range(3)]
     with Cascade(models, Tokenizer.from_pretrained(full)) as cascade:
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(max_tokens=150, temperature=temperature, seed=3, ignore_eos=True)
-            for schedule in ("async", "lockstep"):
-                speculation = Speculation(tiers=cascade.names[:-1], schedule=schedule, window=7)  # type: ignore[arg-type]
-                completion = cascade.generate(PROMPT, params, speculation)
-                assert sum(edge.proposed for edge in completion.stats.edges) > 0
-                assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
+        yield cascade
+
+
+@pytest.mark.parametrize(
+    ("temperature", "schedule", "num_tokens"),
+    [(0.0, "lockstep", 50), (1.0, "async", 50), *(rare(heat, schedule, 150) for heat in (0.0, 1.0) for schedule in SCHEDULES)],
+)
+def test_identical_models_accept_everything(identical: Cascade, temperature: float, schedule: Any, num_tokens: int) -> None:
+    """Guards keys, values and positions of drafters: an error there leaves the text right and the guesses wrong."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True)
+    completion = identical.generate(PROMPT, params, Speculation(tiers=identical.names[:-1], schedule=schedule, window=7))
+    assert sum(edge.proposed for edge in completion.stats.edges) > 0
+    assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
 
 
 def test_chunks_join_to_the_completion(cascade: Cascade) -> None:

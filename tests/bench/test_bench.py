@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -20,6 +21,7 @@ from cascade.cli.main import main
 from cascade.client import AsyncClient
 from cascade.errors import ConfigError, Overloaded
 from cascade.params import SamplingParams, Speculation
+from tests.cases import rare
 from tests.doors import House, house
 
 TIERS = ("tiny", "medium", "full")
@@ -194,10 +196,12 @@ def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
     assert "Traceback" not in output
 
 
-def test_many_streams_at_once() -> None:
+@pytest.mark.parametrize("num_tokens", [8, rare(24)])
+def test_many_streams_at_once(num_tokens: int) -> None:
     """Guards against errors, mixed-up texts and leaks under 64 concurrent streams."""
     prompts = tuple(Prompt(f"prompt {number}") for number in range(64))
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.8, seed=5, ignore_eos=True)
+    grpc.aio.init_grpc_aio()  # whose own thread stays, whoever comes first
     threads = threading.active_count()
     with house() as served:
         cells = loaded(served, Workload(modes(TIERS, False), prompts, (64,), params))

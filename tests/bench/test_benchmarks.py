@@ -23,8 +23,10 @@ def test_hops_can_be_measured() -> None:
     assert 0 < hop_s < 1
 
 
-def test_passes_and_messages_have_prices() -> None:
+def test_passes_and_messages_have_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what the simulator is told of served tiers against links and tiers that have changed."""
+    monkeypatch.setattr(price, "NUM_TOKENS", 48)
+    monkeypatch.setattr(price, "NUM_ROUNDS", 3)
     tiny = family.paths()[0]
     with ProcessPoolExecutor(1, get_context("spawn")) as worker:
         ticket = worker.submit(price.serve, tiny, "float32").result()

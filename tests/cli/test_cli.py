@@ -6,18 +6,24 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from cascade import Cascade, SamplingParams, Structured
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
+from cascade.settings.config import CascadeConfig
+from cascade.simulation import forecast
+from tests.cases import rare
+from tests.conftest import LONG_S
 
 PROMPT = "def read(path):\n"
 
@@ -82,8 +88,10 @@ def test_log_probabilities_are_shown() -> None:
     assert "yes" in output or "no" in output
 
 
-def test_simulate_predicts_every_choice_of_tiers() -> None:
+def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the table: every subset of lower tiers, lockstep and async, beside the full tier alone."""
+    short = partial(forecast.prediction_rows, num_tokens=60)
+    monkeypatch.setattr(forecast, "prediction_rows", short)
     code, output = run("simulate", "--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
     assert code == 0
     assert output.count("lockstep") == output.count("async") == 3
@@ -124,9 +132,14 @@ def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
     assert "nome" in output or "name is missing" in output
 
 
-def test_ctrl_c_stops_everything() -> None:
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("num_tiers", [1, rare(3)])
+def test_ctrl_c_stops_everything(tmp_path: Path, num_tiers: int) -> None:
     """Guards against Ray processes, tiers and ports left behind by `cascade serve`."""
-    command = [sys.executable, "-m", "cascade.cli.main", "serve", "--port", "0"]
+    values = CascadeConfig.demo().model_dump(mode="json")
+    path = tmp_path / "served.yaml"
+    path.write_text(yaml.safe_dump(values | {"tiers": values["tiers"][:num_tiers]}))
+    command = [sys.executable, "-m", "cascade.cli.main", "serve", str(path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         printed = []
@@ -145,9 +158,9 @@ def test_ctrl_c_stops_everything() -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.wait(timeout=90) == 0
+        assert process.wait(timeout=LONG_S) == 0
     assert len(children) > 3
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONG_S
     while left := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

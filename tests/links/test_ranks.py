@@ -3,23 +3,23 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from ray import serve
 
 from cascade import Cascade, ConfigError, SamplingParams, Speculation
-from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import build, tier_options
-from deployments.launch.server import APPLICATION, Server
+from deployments.launch.server import APPLICATION
+from tests.conftest import LONG_S
+from tests.links.conftest import Secure
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PARAMS = SamplingParams(max_tokens=32, temperature=0)
 
 
-def config(ranks: int = 2, **engine: Any) -> dict[str, Any]:
+def config(ranks: int, **engine: Any) -> dict[str, Any]:
     """Tiny alone, full shared."""
     values = CascadeConfig.demo().model_dump(mode="json")
     del values["tiers"][1]
@@ -27,14 +27,8 @@ def config(ranks: int = 2, **engine: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server.start(CascadeConfig.parse(config(device="cpu", cpu_affinity=[0])), port=0) as server:
-        yield server
-
-
 def describe() -> dict[str, Any]:
-    state: dict[str, Any] = serve.get_deployment_handle("full", APPLICATION).describe.remote().result(timeout_s=60)
+    state: dict[str, Any] = serve.get_deployment_handle("full", APPLICATION).describe.remote().result(timeout_s=LONG_S)
     return state
 
 
@@ -43,10 +37,10 @@ def expected() -> tuple[int, ...]:
         return cascade.generate(PROMPT, PARAMS, Speculation("off")).token_ids
 
 
-def test_a_shared_tier_serves_and_outlives_a_rank(server: Server) -> None:
+def test_a_shared_tier_serves_and_outlives_a_rank(secure: Secure) -> None:
     """Guards the promise with a model in pieces, and the restart of a replica that lost one of them."""
     text = expected()
-    with Client(server.address) as client:
+    with secure.client() as client:
         assert client.generate(PROMPT, PARAMS).token_ids == text
         info = client.describe().tiers[-1]
         assert info.pass_cost[0][0] == 1
@@ -56,7 +50,7 @@ def test_a_shared_tier_serves_and_outlives_a_rank(server: Server) -> None:
         assert [os.sched_getaffinity(pid) for pid in (before["pid"], *before["rank_pids"])] == [{0}, {0}]
         os.kill(before["rank_pids"][0], signal.SIGKILL)
         assert client.generate(PROMPT, PARAMS).token_ids == text
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LONG_S
         while describe()["pid"] == before["pid"]:
             assert time.monotonic() < deadline, "the replica that lost a rank was not replaced"
             time.sleep(0.5)

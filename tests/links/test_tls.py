@@ -11,16 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.client import Client
@@ -32,51 +27,13 @@ from cascade.v1 import link_pb2_grpc
 from deployments.launch.server import Server, free_port
 from deployments.links.downlink import Downlink
 from deployments.links.tls import channel, check, server_credentials
+from tests.conftest import LONG_S
 from tests.doors import house
+from tests.links.certificates import NAME, Authority
+from tests.links.conftest import Secure
 from tests.links.test_link import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
 
 __all__ = ["tidy"]  # a fixture
-
-NAME = "cascade-link"
-
-
-class Authority:
-    """Signs certificates, into files below ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
-        own = _certificate(self._name, self._name, self._key.public_key())
-        own = own.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        self._path = folder / "authority.pem"
-        self._path.write_bytes(_pem(own.sign(self._key, hashes.SHA256())))
-
-    def sign(self, file: str, *, name: str = NAME, days: int = 1) -> LinkTLS:
-        """A new key with its certificate; out of date if ``days`` are negative."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])
-        made = _certificate(self._name, subject, key.public_key(), days)
-        made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        made = made.add_extension(uses, critical=False)
-        paths = self._folder / f"{file}.crt", self._folder / f"{file}.key"
-        paths[0].write_bytes(_pem(made.sign(self._key, hashes.SHA256())))
-        form = serialization.PrivateFormat.PKCS8
-        paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
-        return LinkTLS(certificate=str(paths[0]), key=str(paths[1]), authority=str(self._path))
-
-
-def _certificate(issuer: x509.Name, subject: x509.Name, key: Any, days: int = 1) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    begin, end = sorted((now + timedelta(days=days), now - timedelta(days=2 if days < 0 else 1)))
-    made = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
-    return made.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 @pytest.fixture
@@ -271,26 +228,20 @@ def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
         Server.start(values, port=0)
 
 
-def test_served_cascade_over_tls(ours: Authority) -> None:
+def test_served_cascade_over_tls(secure: Secure) -> None:
     """Guards the way of the configuration to every link: the served text is the full model's, and drafts arrive."""
-    values = CascadeConfig.demo().model_dump(mode="json")
-    door = ours.sign("door", name="localhost")
-    values["link_tls"] = ours.sign("process").model_dump()
-    values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
     with Cascade.demo() as reference:
         expected = reference.generate("def read(path):\n", params, Speculation("off")).text
-    with Server.start(values, port=0) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        address = server.address.replace("127.0.0.1", "localhost")
-        with Client(address, authority=door.authority) as client:
-            edges: set[tuple[str, str]] = set()
-            end = time.monotonic() + 60  # on a busy machine a short text may be over before drafts come
-            while not edges >= {("tiny", "medium"), ("medium", "full")}:
-                assert time.monotonic() < end, edges
-                completion = client.generate("def read(path):\n", params, Speculation(tiers=("tiny", "medium")))
-                assert completion.text == expected
-                edges |= {(edge.drafter, edge.verifier) for edge in completion.stats.edges if edge.accepted}
+    assert secure.server.url.startswith("https://127.0.0.1:")
+    with secure.client() as client:
+        end = time.monotonic() + LONG_S  # on a busy machine a short text may be over before drafts come
+        edges: set[tuple[str, str]] = set()
+        while ("tiny", "full") not in edges:
+            assert time.monotonic() < end, edges
+            completion = client.generate("def read(path):\n", params, Speculation(tiers=("tiny",)))
+            assert completion.text == expected
+            edges |= {(edge.drafter, edge.verifier) for edge in completion.stats.edges if edge.accepted}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

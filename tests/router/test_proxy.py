@@ -1,57 +1,37 @@
 """Behind Ray Serve's own proxies, as in a cluster: the same service, gRPC and HTTP."""
 
-from collections.abc import Iterator
-
 import grpc
 import openai
 import pytest
-import ray
 from openai import OpenAI
-from ray import serve
-from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
 from cascade import Cascade, InvalidRequest, SamplingParams, Speculation
 from cascade.client import Client
-from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.app import build
-from deployments.grpc.ingress import SERVICER
-from deployments.launch.server import APPLICATION, _start_ray, free_port
+from deployments.launch.server import Server
+from tests.conftest import Cluster
 from tests.router.test_serve import PROMPT, settle
 
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[str, str]]:
-    """Addresses of the gRPC and the HTTP proxy."""
-    ports = free_port(), free_port()
-    _start_ray()
-    try:
-        serve.start(
-            proxy_location=ProxyLocation.EveryNode,
-            http_options=HTTPOptions(host="127.0.0.1", port=ports[1]),
-            grpc_options=gRPCOptions(port=ports[0], grpc_servicer_functions=[SERVICER]),
-        )
-        serve.run(build(CascadeConfig.demo()), name=APPLICATION, route_prefix="/")
-        yield f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def served(cluster: Cluster, server: Server) -> Cluster:
+    """The proxies, with an application behind them."""
+    return cluster
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
-    with Cascade.demo() as cascade:
-        return cascade.generate(PROMPT, PARAMS, Speculation("off")).text
+def expected(reference: Cascade) -> str:
+    return reference.generate(PROMPT, PARAMS, Speculation("off")).text
 
 
-def test_grpc_and_http_give_the_full_models_text(served: tuple[str, str], expected: str) -> None:
+def test_grpc_and_http_give_the_full_models_text(served: Cluster, expected: str) -> None:
     """Guards both proxies: the same text, whole and streamed, and nothing left on any tier."""
-    with Client(served[0]) as client:
+    with Client(served.grpc) as client:
         assert client.generate(PROMPT, PARAMS).text == expected
-    with OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         pieces = client.completions.create(
             model="cascade-full", prompt=PROMPT, max_tokens=48, temperature=0.8, seed=11, stream=True
         )
@@ -59,9 +39,9 @@ def test_grpc_and_http_give_the_full_models_text(served: tuple[str, str], expect
     settle()
 
 
-def test_clients_that_leave_free_every_tier(served: tuple[str, str]) -> None:
+def test_clients_that_leave_free_every_tier(served: Cluster) -> None:
     """Guards against work for clients that are gone behind proxies that tell late."""
-    with OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         with client.completions.create(
             model="cascade-full", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
         ) as stream:
@@ -70,17 +50,17 @@ def test_clients_that_leave_free_every_tier(served: tuple[str, str]) -> None:
             client.with_options(timeout=0.3).completions.create(
                 model="cascade-full", prompt=PROMPT, max_tokens=900, extra_body={"ignore_eos": True}
             )
-    with Client(served[0]) as client:
+    with Client(served.grpc) as client:
         stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
         stream.close()  # type: ignore[attr-defined]
     settle()
 
 
-def test_conversations_pass_through(served: tuple[str, str], expected: str) -> None:
+def test_conversations_pass_through(served: Cluster, expected: str) -> None:
     """Guards both calls for conversations behind Serve's proxy; a model without a template goes on behind the words."""
     messages = [{"role": "user", "content": PROMPT}]
-    with Client(served[0]) as client:
+    with Client(served.grpc) as client:
         assert client.chat(messages, PARAMS).content == expected
         assert "".join(piece.content for piece in client.stream_chat(messages, PARAMS)) == expected
         with pytest.raises(InvalidRequest, match="messages: list should have at least 1 item"):
@@ -88,14 +68,14 @@ def test_conversations_pass_through(served: tuple[str, str], expected: str) -> N
     settle()
 
 
-def test_errors_have_their_status(served: tuple[str, str]) -> None:
+def test_errors_have_their_status(served: Cluster) -> None:
     """Guards errors on their way through the proxies: status and sentence, no traceback."""
-    with grpc.insecure_channel(served[0]) as channel, pytest.raises(grpc.RpcError) as caught:
+    with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
         serving_pb2_grpc.CascadeStub(channel).Complete(pb.GenerateRequest(prompt=""), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in caught.value.details()
     with (
-        OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as client,
+        OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.BadRequestError, match="empty"),
     ):
         client.completions.create(model="cascade-full", prompt="")

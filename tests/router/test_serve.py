@@ -19,26 +19,14 @@ from cascade.client import AsyncClient, Client
 from cascade.client.exchange import encode_request
 from cascade.client.responses import CompletionBuilder
 from cascade.errors import DeadlineExceeded
-from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.launch.server import APPLICATION, Server
+from tests.cases import crossed, rare
+from tests.conftest import LONG_S
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
-SUBSETS = [(), ("tiny",), ("medium",), ("tiny", "medium")]
-
-
-def config() -> CascadeConfig:
-    values = CascadeConfig.demo().model_dump(mode="json")
-    values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
-    values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
-    return CascadeConfig.parse(values)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server.start(config(), port=0) as server:
-        yield server
+CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
 
 
 @pytest.fixture
@@ -49,16 +37,9 @@ def client(server: Server) -> Iterator[Client]:
         settle()
 
 
-@pytest.fixture(scope="module")
-def reference() -> Iterator[Cascade]:
-    """The full model alone, in this process."""
-    with Cascade.demo() as cascade:
-        yield cascade
-
-
 def describe(tier: str) -> dict[str, Any]:
     """Any replica of a tier."""
-    state: dict[str, Any] = serve.get_deployment_handle(tier, APPLICATION).describe.remote().result(timeout_s=60)
+    state: dict[str, Any] = serve.get_deployment_handle(tier, APPLICATION).describe.remote().result(timeout_s=LONG_S)
     return state
 
 
@@ -68,9 +49,9 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
     return {state["pid"]: state for state in states}
 
 
-def settle(timeout_s: float = 30) -> None:
+def settle() -> None:
     """Wait until no tier has a session, a lease or a session below it."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + LONG_S
     while left := [
         (tier, state["sessions"], state["leases"], state["drafting"])
         for tier in ("tiny", "medium", "full")
@@ -85,42 +66,44 @@ def alone(reference: Cascade, params: SamplingParams) -> Completion:
     return reference.generate(PROMPT, params, Speculation("off"))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=48, temperature=0),
-        SamplingParams(max_tokens=48, temperature=0.7, seed=1, top_k=40),
-        SamplingParams(max_tokens=48, temperature=1.5, seed=2, top_p=0.95),
-        SamplingParams(max_tokens=48, temperature=1.0, seed=3, min_p=0.02),
-        SamplingParams(
-            max_tokens=48,
-            temperature=0.9,
-            seed=4,
-            presence_penalty=0.5,
-            frequency_penalty=0.5,
-            repetition_penalty=1.2,
-            logit_bias={300: 3.0},
-            min_tokens=40,
-            logprobs=2,
-        ),
-        SamplingParams(max_tokens=48, temperature=1.1, seed=5, structured=Structured(regex=r"x = \[[0-9]{3}(, [0-9]{3}){5}\]")),
-    ],
-    ids=["greedy", "top_k", "top_p", "min_p", "shaped", "structured"],
-)
-def test_served_text_is_the_full_models(client: Client, reference: Cascade, params: SamplingParams) -> None:
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=48, temperature=0),
+    "top_k": SamplingParams(max_tokens=48, temperature=0.7, seed=1, top_k=40),
+    "top_p": SamplingParams(max_tokens=48, temperature=1.5, seed=2, top_p=0.95),
+    "min_p": SamplingParams(max_tokens=48, temperature=1.0, seed=3, min_p=0.02),
+    "shaped": SamplingParams(
+        max_tokens=48,
+        temperature=0.9,
+        seed=4,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={300: 3.0},
+        min_tokens=40,
+        logprobs=2,
+    ),
+    "structured": SamplingParams(
+        max_tokens=48, temperature=1.1, seed=5, structured=Structured(regex=r"x = \[[0-9]{3}(, [0-9]{3}){5}\]")
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "tiers"), crossed(PARAMS, CHAINS))
+def test_served_text_is_the_full_models(
+    client: Client, reference: Cascade, params: SamplingParams, tiers: tuple[str, ...]
+) -> None:
     """Guards the promise through the front door: every subset, window and schedule gives the full model's own text."""
     expected = alone(reference, params)
-    for index, tiers in enumerate(SUBSETS):
-        for schedule in ("async", "lockstep"):
-            speculation = Speculation(tiers=tiers, window=3 + 4 * index, schedule=schedule)  # type: ignore[arg-type]
-            served = client.generate(PROMPT, params, speculation)
-            assert (served.text, served.token_ids) == (expected.text, expected.token_ids)
-            assert served.finish_reason == expected.finish_reason
-            assert len(served.logprobs) == (len(served.token_ids) if params.logprobs is not None else 0)
-            for said, other in zip(served.logprobs, expected.logprobs, strict=True):
-                assert said.logprob == pytest.approx(other.logprob, abs=1e-3)
-                assert [value for _, value in said.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
-            assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers[-1:])
+    for schedule in ("async", "lockstep"):
+        speculation = Speculation(tiers=tiers, window=3 + 5 * len(tiers), schedule=schedule)  # type: ignore[arg-type]
+        served = client.generate(PROMPT, params, speculation)
+        assert (served.text, served.token_ids) == (expected.text, expected.token_ids)
+        assert served.finish_reason == expected.finish_reason
+        assert len(served.logprobs) == (len(served.token_ids) if params.logprobs is not None else 0)
+        for said, other in zip(served.logprobs, expected.logprobs, strict=True):
+            assert said.logprob == pytest.approx(other.logprob, abs=1e-3)
+            assert [value for _, value in said.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+        assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers[-1:])
 
 
 def test_stream_joins_to_the_text(client: Client, reference: Cascade) -> None:
@@ -145,24 +128,27 @@ def test_crowd_gets_the_same_texts(client: Client, reference: Cascade) -> None:
     assert texts == expected * 8
 
 
-@pytest.mark.parametrize("tier", ["tiny", "medium", "full"])
-def test_killed_replica_is_a_pause(client: Client, reference: Cascade, tier: str) -> None:
-    """Guards against an error or another text when the process of any tier dies in the middle of a request."""
+@pytest.mark.parametrize("tiers", [("tiny", "medium", "full"), rare(("medium",)), rare(("full",))], ids=" ".join)
+def test_killed_replicas_are_a_pause(client: Client, reference: Cascade, tiers: tuple[str, ...]) -> None:
+    """Guards against an error or another text when the processes of any tiers die in the middle of a request."""
     params = SamplingParams(max_tokens=600, temperature=0.9, seed=7, ignore_eos=True)
     expected = alone(reference, params)
     stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
-    chunks = [next(stream) for _ in range(10)]
-    [victim] = [pid for pid, state in replicas(tier).items() if state["sessions"]][:1]
-    os.kill(victim, signal.SIGKILL)
+    chunks, victims = [], {}
+    for tier in tiers:
+        chunks += [next(stream) for _ in range(10)]
+        victims[tier] = next(pid for pid, state in replicas(tier).items() if state["sessions"])
+        os.kill(victims[tier], signal.SIGKILL)
     chunks += stream
     completion = chunks[-1].completion
     assert completion is not None
     assert completion.text == expected.text
-    wait_until(lambda: victim not in replicas(tier), 60)
+    for tier, victim in victims.items():
+        wait_until(lambda tier=tier, victim=victim: victim not in replicas(tier))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -177,7 +163,7 @@ def test_recovered_tiers_draft_again(client: Client) -> None:
         accepted = {(edge.drafter, edge.verifier): edge.accepted for edge in edges}
         return accepted.get(("medium", "full"), 0) > 0 and ("tiny", "medium") in accepted
 
-    wait_until(whole_chain, 60)
+    wait_until(whole_chain)
 
 
 def test_cancelled_stream_frees_every_tier(client: Client) -> None:
@@ -255,7 +241,7 @@ def test_broken_bytes_are_refused(server: Server, client: Client, reference: Cas
 
 def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
     """Guards Describe: names bottom to top, replicas, limits; and the metrics of tiers."""
-    wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2], 60)
+    wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2])
     info = client.describe()
     assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
     assert info.max_model_len == 1024

@@ -1,0 +1,37 @@
+"""A served cascade whose full tier is shared among ranks, and whose links and doors speak TLS."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from cascade.client import Client
+from cascade.settings.config import CascadeConfig
+from deployments.launch.server import Server
+from tests.conftest import Cluster
+from tests.links.certificates import Authority
+
+
+@dataclass(frozen=True)
+class Secure:
+    """A server, and the file of the authority that its clients trust."""
+
+    server: Server
+    authority: str
+
+    def client(self) -> Client:
+        return Client(self.server.address.replace("127.0.0.1", "localhost"), authority=self.authority)
+
+
+@pytest.fixture(scope="package")
+def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+    """Tiny alone; full shared by two ranks, on one processor."""
+    ours = Authority(tmp_path_factory.mktemp("secure") / "ours")
+    values = CascadeConfig.demo().model_dump(mode="json")
+    del values["tiers"][1]
+    values["tiers"][-1]["engine_kwargs"] |= {"tensor_parallel_size": 2, "device": "cpu", "cpu_affinity": [0]}
+    door = ours.sign("door", name="localhost")
+    values["link_tls"] = ours.sign("process").model_dump()
+    values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
+    with Server.start(values, port=0) as server:
+        yield Secure(server, door.authority)

@@ -1,0 +1,27 @@
+"""The embedded family, served: behind doors of its own, and behind Ray Serve's proxies."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cascade import Cascade
+from cascade.settings.config import CascadeConfig
+from deployments.launch.server import Server
+from tests.conftest import Cluster
+
+
+@pytest.fixture(scope="package")
+def server(cluster: Cluster) -> Iterator[Server]:
+    """Three tiers, of whose full one there are two replicas."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
+    with Server.start(CascadeConfig.parse(values), port=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def reference() -> Iterator[Cascade]:
+    """The full model alone, in this process."""
+    with Cascade.demo() as cascade:
+        yield cascade

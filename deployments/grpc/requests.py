@@ -16,8 +16,6 @@ from cascade.v1 import serving_pb2 as pb
 
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
-MAX_PROMPT_CHARS = 4_000_000
-
 
 def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     """Token ids of the prompt; raises `InvalidRequest`."""
@@ -28,8 +26,6 @@ def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     if kind == "token_ids":
         refuse_unknown(request.token_ids, "token_ids")
         return list(request.token_ids.ids)
-    if len(request.prompt) > MAX_PROMPT_CHARS:
-        raise InvalidRequest(f"The prompt has {len(request.prompt)} characters: at most {MAX_PROMPT_CHARS} are tokenized")
     return tokenizer.encode(request.prompt)
 
 

@@ -1,4 +1,4 @@
-"""Between a web server and the application: bodies have a size and an end, errors a form, clients that stop reading go."""
+"""Between the web server and the application: limits of bodies in size and time, slow readers, clients that leave."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from cascade.messages import mint
 from cascade.params import HALF_CHARACTER
-from deployments.admission.front import Front, request_id
+from deployments.admission.admission import Admission, request_id
 from deployments.admission.status import Refusal, refusal
 
 log = logging.getLogger(__name__)
@@ -31,14 +31,18 @@ class ClientLeft(Exception):
     """Nobody is there to be answered."""
 
 
-class Guard:
-    """ASGI middleware. The account of a request is in its state, as are its id and when it arrived."""
+class Middleware:
+    """Looks at the key, reads the body, and puts a request's account, id and time of arrival into its state.
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
+    Starlette's own `RequestBodyLimitMiddleware` counts the body too, but answers in plain text, also in place of any other
+    refusal of a body that says it is too long; OpenAI's clients, and our metrics, need the error as `refusal` has it.
+    """
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._application = app
-        self._access = front.access
-        self._limits = front.limits
-        self._refused = front.metrics.refused
+        self._access = admission.access
+        self._limits = admission.limits
+        self._refused = admission.metrics.refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

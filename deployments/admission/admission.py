@@ -54,16 +54,12 @@ class Lifetime:
             raise DeadlineExceeded(LATE)
 
     @contextlib.asynccontextmanager
-    async def within(self, seconds: float = float("inf")) -> AsyncIterator[None]:
-        """Wait for what is awaited in here no longer than the request lives, nor than ``seconds``.
-
-        Raises `Aborted` or `DeadlineExceeded` when its life is over, `TimeoutError` when only the seconds are.
-        """
+    async def within(self) -> AsyncIterator[None]:
+        """End what is awaited in here when the request ends; raises `Aborted` or `DeadlineExceeded` then."""
         self.check()
-        now = time.monotonic()
-        until = min(self.deadline, now + seconds)
+        left_s = None if self.deadline == float("inf") else self.deadline - time.monotonic()
         try:
-            async with asyncio.timeout(None if until == float("inf") else until - now) as limit:
+            async with asyncio.timeout(left_s) as limit:
 
                 def end() -> None:
                     if not limit.expired():
@@ -75,10 +71,10 @@ class Lifetime:
                 finally:
                     self._waits.remove(end)
         except TimeoutError:
+            if not limit.expired():
+                raise
             self.check()
-            if limit.expired() and until == self.deadline:  # by the event loop's clock, which may be a tick ahead
-                raise DeadlineExceeded(LATE) from None
-            raise
+            raise DeadlineExceeded(LATE) from None  # by the event loop's clock, which may be a tick ahead
 
 
 class Places:

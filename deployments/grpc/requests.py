@@ -1,4 +1,4 @@
-"""Between the client's protocol and the library's words."""
+"""From messages of the client's protocol to the library's parameters, and from its pieces of an answer back."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -42,7 +42,7 @@ def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
 
 
 def parse_speculation(request: Asked) -> Speculation:
-    """How drafts may be used; raises `InvalidRequest`."""
+    """How drafts may be used for it; raises `InvalidRequest`."""
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
     names = ("mode", "window", "schedule")

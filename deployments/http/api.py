@@ -25,8 +25,9 @@ from deployments.admission.metrics import CONTENT_TYPE
 from deployments.admission.status import mistake, refusal
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.chat.calls import Reader
+from deployments.http.events import Events, attended
 from deployments.http.merge import gathered, merged, streamed
-from deployments.http.middleware import Events, Middleware, attended
+from deployments.http.middleware import Middleware
 from deployments.http.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,

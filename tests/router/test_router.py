@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cascade.errors import CascadeError
+from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
@@ -298,3 +298,12 @@ async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     assert (await heard(inbox, retry_budget, lifetime)).tokens == (1, 2)
     with pytest.raises(SessionFailed, match="gone"):
         await heard(inbox, retry_budget, lifetime)
+
+
+async def test_what_ends_the_wait_is_what_is_told() -> None:
+    """Guards the reason: a deadline is an error of time, too, and was told as a full tier without progress."""
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    with pytest.raises(DeadlineExceeded):
+        await heard(inbox, RetryBudget(20.0), Lifetime.of(0.01))
+    with pytest.raises(Unavailable, match=r"no progress for 0\.01 s"):
+        await heard(inbox, RetryBudget(0.01), Lifetime.of(20))

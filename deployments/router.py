@@ -255,8 +255,7 @@ class Router:
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
-                async with request.lifetime.within():
-                    await asyncio.sleep(pause_s)
+                await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
     async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""

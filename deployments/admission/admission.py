@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cascade.answer import Chunk
 from cascade.errors import Aborted, CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, Unavailable
@@ -14,6 +15,8 @@ from cascade.settings.config import CascadeConfig
 from deployments.admission.access import Access, Account
 from deployments.admission.metrics import Metrics
 from deployments.admission.status import status_of
+
+T = TypeVar("T")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LATE = "The request's deadline passed before its text was complete"
@@ -29,11 +32,14 @@ def request_id(given: str) -> str:
 
 @dataclass(slots=True)
 class Lifetime:
-    """How long a request may live. Whoever waits on its behalf does so `within` it. Belongs to one event loop."""
+    """How long a request may live. What happens on its behalf is awaited by `wait`, so that it ends with it.
+
+    Belongs to one event loop.
+    """
 
     deadline: float = float("inf")  # of `time.monotonic`
     aborted: bool = False
-    _waits: list[Callable[[], object]] = field(default_factory=list)  # each ends one of the waits in progress
+    _waits: list[asyncio.Timeout] = field(default_factory=list)  # in progress
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "Lifetime":
@@ -43,8 +49,9 @@ class Lifetime:
     def abort(self) -> None:
         """End it now; to be called in its event loop."""
         self.aborted = True
-        for end in list(self._waits):
-            end()
+        for limit in self._waits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def check(self) -> None:
         """Raise `Aborted` or `DeadlineExceeded` if it is over."""
@@ -53,28 +60,26 @@ class Lifetime:
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(LATE)
 
-    @contextlib.asynccontextmanager
-    async def within(self) -> AsyncIterator[None]:
-        """End what is awaited in here when the request ends; raises `Aborted` or `DeadlineExceeded` then."""
+    async def wait(self, work: Callable[[], Awaitable[T]], seconds: float = float("inf")) -> T:
+        """What ``work`` returns; it is cancelled when the request ends, or after ``seconds``.
+
+        Raises `Aborted` or `DeadlineExceeded` when the request has ended, `TimeoutError` when only the seconds are over.
+        """
         self.check()
-        left_s = None if self.deadline == float("inf") else self.deadline - time.monotonic()
+        left_s = self.deadline - time.monotonic()
+        soonest_s = min(left_s, seconds)
+        limit = asyncio.timeout(None if soonest_s == float("inf") else soonest_s)
+        self._waits.append(limit)
         try:
-            async with asyncio.timeout(left_s) as limit:
-
-                def end() -> None:
-                    if not limit.expired():
-                        limit.reschedule(asyncio.get_running_loop().time())
-
-                self._waits.append(end)
-                try:
-                    yield
-                finally:
-                    self._waits.remove(end)
+            async with limit:
+                return await work()
         except TimeoutError:
-            if not limit.expired():
-                raise
             self.check()
-            raise DeadlineExceeded(LATE) from None  # by the event loop's clock, which may be a tick ahead
+            if limit.expired() and left_s <= seconds:  # by the event loop's clock, which may be a tick ahead
+                raise DeadlineExceeded(LATE) from None
+            raise
+        finally:
+            self._waits.remove(limit)
 
 
 class Places:
@@ -124,8 +129,7 @@ class Places:
     @contextlib.asynccontextmanager
     async def turn(self, lifetime: Lifetime) -> AsyncIterator[None]:
         """Wait for the turn of one admitted answer, and hold it; raises what ends its ``lifetime`` before."""
-        async with lifetime.within():
-            await self._turns.acquire()
+        await lifetime.wait(self._turns.acquire)
         self.num_running += 1
         try:
             yield

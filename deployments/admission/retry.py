@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from deployments.admission.admission import Lifetime
 
@@ -50,12 +50,12 @@ async def heard(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, life
     Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
     client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
     """
-    async with lifetime.within():
-        try:
-            async with asyncio.timeout(retry_budget.left_s):  # `asyncio.wait_for` would swallow a cancel with a message
-                message = await inbox.get()
-        except TimeoutError:
-            raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
+    try:
+        message = await lifetime.wait(inbox.get, retry_budget.left_s)
+    except DeadlineExceeded:  # which is a `TimeoutError`, too
+        raise
+    except TimeoutError:
+        raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
     while isinstance(message, Proposal) and not inbox.empty():
         newer = inbox.get_nowait()
         if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes behind it

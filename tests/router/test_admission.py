@@ -151,12 +151,8 @@ async def test_a_turn_that_comes_with_the_end_goes_to_the_next(end: str, first: 
 async def test_waits_end_with_the_request() -> None:
     """Guards aborts and deadlines while another replica is looked for: they were heard of up to two seconds later."""
 
-    async def wait(lifetime: Lifetime) -> None:
-        async with lifetime.within():
-            await asyncio.Event().wait()
-
-    lifetime = Lifetime()
-    waiting = [asyncio.create_task(wait(lifetime)) for _ in range(2)]
+    never, lifetime = asyncio.Event().wait, Lifetime()
+    waiting = [asyncio.create_task(lifetime.wait(never)) for _ in range(2)]
     await asyncio.sleep(0)
     lifetime.abort()
     lifetime.abort()
@@ -164,25 +160,22 @@ async def test_waits_end_with_the_request() -> None:
         with pytest.raises(Aborted):
             await task
     with pytest.raises(Aborted):
-        await wait(lifetime)
+        await lifetime.wait(never)
     with pytest.raises(DeadlineExceeded):
-        await wait(Lifetime.of(0.01))
-    with pytest.raises(TimeoutError) as caught:  # somebody else's, of which nothing is made
-        async with Lifetime.of(20).within():
-            raise TimeoutError("other")
-    assert str(caught.value) == "other"
+        await Lifetime.of(0.01).wait(never)
+    with pytest.raises(DeadlineExceeded):
+        await Lifetime.of(0.01).wait(never, 20)
+    with pytest.raises(TimeoutError) as caught:
+        await Lifetime.of(20).wait(never, 0.01)
+    assert not isinstance(caught.value, DeadlineExceeded)
+    assert not lifetime._waits
 
 
 async def test_a_cancel_is_no_abort() -> None:
     """Guards tasks that are cancelled while their request ends, too: who cancels them waits for just that."""
     lifetime = Lifetime()
-
-    async def wait() -> None:
-        async with lifetime.within():
-            await asyncio.Event().wait()
-
     for both in (False, True):
-        task = asyncio.create_task(wait())
+        task = asyncio.create_task(lifetime.wait(asyncio.Event().wait))
         await asyncio.sleep(0)
         task.cancel()
         if both:

@@ -13,7 +13,7 @@ from cascade.errors import Aborted, CascadeError, DeadlineExceeded, InvalidReque
 from cascade.messages import Open, mint
 from cascade.settings.config import CascadeConfig
 from deployments.admission.access import Access, Account
-from deployments.admission.metrics import Metrics
+from deployments.admission.metrics import RouterMetrics
 from deployments.admission.status import status_of
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class Admission:
         self.limits = config.router.limits
         self.access = Access.load(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
-        self.metrics = Metrics(self.places, config.names)
+        self.metrics = RouterMetrics(self.places, config.names)
         self._active: set[ActiveRequest] = set()
 
     @contextlib.contextmanager

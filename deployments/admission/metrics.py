@@ -23,7 +23,7 @@ class Occupancy(Protocol):
     def num_waiting(self) -> int: ...
 
 
-class Metrics:
+class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
     def __init__(self, places: Occupancy, names: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from deployments.http.openai import (
 )
 from deployments.http.reply import Echo, Form
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE_FILE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -141,7 +141,7 @@ class Api:
 
     async def page(self) -> Response:
         """The page to look at."""
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
+        return HTMLResponse(PAGE_FILE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
 
     async def health(self) -> Response:
         """Whether requests are taken."""

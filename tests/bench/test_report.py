@@ -17,7 +17,7 @@ from cascade.client import Client
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
 from deployments.admission.admission import Places
-from deployments.admission.metrics import Metrics
+from deployments.admission.metrics import RouterMetrics
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 
@@ -59,7 +59,7 @@ def test_http_reports_the_same(served: House) -> None:
 
 def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the log against silence and against a line for every request; requests without drafts by choice say nothing."""
-    metrics = Metrics(Places(4, 4), ("tiny", "full"))
+    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
 
     def answered(why: Undrafted | None) -> None:
         metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why)))
@@ -74,7 +74,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
 def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
-    metrics = Metrics(Places(4, 4), ("tiny", "full"))
+    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
     with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
         metrics.started(1)
         assert "cascade_speculation_active 1.0" in metrics.text().decode()

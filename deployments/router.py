@@ -276,19 +276,24 @@ class Router:
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
-        self.admission.check_length(len(request.prompt))
-        params, speculation, handling = parse_sampling(request), parse_speculation(request), parse_handling(request)
-        if len(request.prompt) < LONG_PROMPT:
-            ids = parse_input(request, self.tokenizer)
-        else:
-            ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
-        return await self.admit(ids, params, speculation, handling)
+        prompt, params = parse_input(request), parse_sampling(request)
+        speculation, handling = parse_speculation(request), parse_handling(request)
+        return await self.admit(await self.encode(prompt), params, speculation, handling)
 
     async def _admit_talk(self, talk: Talk) -> Open:
         """The same for a conversation."""
         speculation, handling = parse_speculation(talk.request), parse_handling(talk.request)
         task = await talk.task(self.assistant)
         return await self.admit(task.ids, task.params, speculation, handling)
+
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
+        if not isinstance(prompt, str):
+            return prompt
+        self.admission.check_length(len(prompt))
+        if len(prompt) < LONG_PROMPT:
+            return self.tokenizer.encode(prompt)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""

@@ -8,7 +8,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, Completion
 from cascade.client.wire import decode_sampling, encode_lane
-from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import Handling, SamplingParams, Speculation
@@ -17,8 +16,8 @@ from cascade.v1 import serving_pb2 as pb
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 
-def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prompt; raises `InvalidRequest`."""
+def parse_input(request: pb.GenerateRequest) -> str | list[int]:
+    """The prompt, as text or token ids; raises `InvalidRequest`."""
     refuse_unknown(request, "the request")
     kind = request.WhichOneof("input")
     if kind is None:
@@ -26,7 +25,7 @@ def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     if kind == "token_ids":
         refuse_unknown(request.token_ids, "token_ids")
         return list(request.token_ids.ids)
-    return tokenizer.encode(request.prompt)
+    return request.prompt
 
 
 def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:

@@ -86,7 +86,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """What of the router the API needs."""
 
     admission: Admission
@@ -100,6 +100,8 @@ class Engine(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
+
     async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open: ...
 
     async def observe(self) -> None: ...
@@ -108,11 +110,11 @@ class Engine(Protocol):
 
 
 class Api:
-    """Answers of one engine."""
+    """The HTTP API of one router."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._admission = engine.admission
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._admission = backend.admission
 
     def application(self) -> FastAPI:
         """The ASGI application."""
@@ -151,7 +153,7 @@ class Api:
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
-        await self._engine.observe()
+        await self._backend.observe()
         return Response(self._admission.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
@@ -171,10 +173,10 @@ class Api:
         if body.tools is not None and body.messages is None:
             raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._engine.assistant.encode(body.messages, body.tools, body.style)
+            ids = await self._backend.assistant.encode(body.messages, body.tools, body.style)
         else:
-            ids = await self._encode(body.prompt or "")
-        return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
+            ids = list(await self._backend.encode(body.prompt or ""))
+        return JSONResponse({"count": len(ids), "max_model_len": self._backend.max_model_len, "tokens": ids})
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
@@ -187,7 +189,7 @@ class Api:
         """Go on with one or more prompts."""
         self._admission.places.check()  # before the work of reading it
         prompts = self._prompts(body)
-        ids = [await self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         return await self._answer("text", body, params, ids, echoes, request, timeout_s)
@@ -195,7 +197,7 @@ class Api:
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         self._admission.places.check()
-        task = await self._engine.assistant.task(body, lambda room: body.params(body.limit or room))
+        task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
     async def _answer(
@@ -203,7 +205,7 @@ class Api:
         kind: Literal["chat", "text"],
         body: SamplingBody,
         params: SamplingParams,
-        ids: Sequence[list[int]],
+        ids: Sequence[Sequence[int]],
         echoes: Sequence[Echo],
         request: Request,
         timeout_s: float | None,
@@ -221,26 +223,26 @@ class Api:
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
-        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name, reader=reader)
+        form = Form(kind, id, self._backend.model, history=body.history, usage=usage, name=name, reader=reader)
         echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said = request.state
             admitted = self._admission.admitted(said.account, said.request_id, timeout_s, len(openings), since=said.since)
             active = held.enter_context(admitted)
-            sources = [self._engine.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
+            sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
                 return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
             events = streamed(form, merged(sources), echoes)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
-    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[list[int]]) -> list[Open]:
+    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
         """One for each answer; the seeds of several answers follow each other."""
         params = params.seeded()
         assert params.seed is not None
         seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
         drafts, handling = body.drafts(), body.handling()
-        return [await self._engine.admit(prompt, one, drafts, handling) for prompt in ids for one in seeded]
+        return [await self._backend.admit(prompt, one, drafts, handling) for prompt in ids for one in seeded]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts
@@ -248,39 +250,34 @@ class Api:
             raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {self._admission.limits.max_prompts}")
         return prompts
 
-    async def _encode(self, text: str) -> list[int]:
-        self._admission.check_length(len(text))
-        tokenizer = self._engine.tokenizer
-        return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
-
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
         text = prompt if isinstance(prompt, str) else await self._decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
-        begins = await asyncio.to_thread(self._engine.tokenizer.begins, ids)
+        begins = await asyncio.to_thread(self._backend.tokenizer.begins, ids)
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     async def _decode(self, ids: Sequence[int]) -> str:
-        most = self._engine.tokenizer.num_ids
+        most = self._backend.tokenizer.num_ids
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
-        decode = self._engine.tokenizer.decode
+        decode = self._backend.tokenizer.decode
         return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
 
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""
-        return str(self._engine.tokenizer.backend.decode([token], skip_special_tokens=False))
+        return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._engine.model:
-            raise NotFound(f"model is {name[:200]!r}: this server has {self._engine.model!r}")
+        if name is not None and name != self._backend.model:
+            raise NotFound(f"model is {name[:200]!r}: this server has {self._backend.model!r}")
 
     def _model(self) -> dict[str, Any]:
-        engine = self._engine
-        tiers = {"tiers": engine.names, "max_model_len": engine.max_model_len}
-        return {"id": engine.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
+        backend = self._backend
+        tiers = {"tiers": backend.names, "max_model_len": backend.max_model_len}
+        return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
 
     # errors
 

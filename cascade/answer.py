@@ -1,15 +1,16 @@
-"""From the full tier's proposals to what a client gets. Pure; the library and the router run the same code.
+"""From a request to what the full tier is asked, and from its proposals to what a client gets.
 
-Text and token ids are cut together: a token is handed out with the text that it completes, and what a stop string may still
-take back is held until it is certain.
+Pure; the library and the router run the same code. Text and token ids are cut together: a token is handed out with the text
+that it completes, and text that may be the beginning of a stop string is held back until it is certain.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.errors import InvalidRequest
+from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal, mint
+from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -127,7 +128,7 @@ class Answer:
         if not self._tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
         if not self._tokens and self.opening.params.prompt_logprobs is not None:
-            self._prompt = _recited(self.opening, proposal.prompt_logprobs)
+            self._prompt = _prompt_tokens(self.opening, proposal.prompt_logprobs)
         if proposal.edges:
             self._edges, self._spared = proposal.edges, proposal.spared
         if self.opening.params.logprobs is not None:
@@ -218,7 +219,7 @@ class Answer:
         return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
 
 
-def _recited(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
+def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
     first, *others = opening.tokens[: opening.prompt_len]
     assert len(logprobs) == len(others), "the full tier was asked for log-probabilities of the prompt"
     pairs = zip(others, logprobs, strict=True)
@@ -228,9 +229,9 @@ def _recited(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, 
 def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undrafted | None:
     """Why no guess was scored at the full tier: ``None`` if one was.
 
-    ``disabled``: none was wanted, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that drafting
-    does not pay, now or ever (`cascade.chain.planner.Planner.spared`). ``no_replica``: most passes found no drafter at hand.
-    ``short``: the text ended before guesses could come. ``late``: there was a drafter, and its guesses never came in time.
+    ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
+    drafting does not pay, now or ever (`cascade.chain.planner.Planner.spared`). ``no_replica``: most passes had no drafter.
+    ``short``: the text ended before guesses could come. ``late``: there was a drafter, but its guesses never came in time.
     """
     own = [edge for edge in edges if edge.verifier == opening.tier]
     if any(edge.proposed for edge in own):
@@ -250,50 +251,61 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def asked(
-    session: str,
-    ids: Sequence[int],
-    params: SamplingParams,
-    speculation: Speculation,
-    handling: Handling,
-    *,
-    names: tuple[str, ...],
-    end_ids: frozenset[int],
-    ahead: int,
-    window: int,
-) -> Open:
-    """What the full tier is asked, the last of ``names``; raises `InvalidRequest`.
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
 
-    It may write ``ahead`` tokens that nobody has taken, and tiers below it ``window`` unless the request says otherwise.
-    """
-    return Open(
-        session=session,
-        tokens=tuple(ids),
-        prompt_len=len(ids),
-        params=params.seeded(),
-        ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids),
-        tier=names[-1],
-        chain=speculation.chain(names),
-        window=ahead,
-        draft_window=speculation.draft_window(window),
-        lockstep=speculation.schedule == "lockstep",
-        adaptive=speculation.adaptive,
-        priority=handling.priority,
-        cache_salt=handling.cache_salt,
-        watch=handling.watch,
-    )
+    names: tuple[str, ...]  # of the tiers, bottom to top
+    vocab_size: int
+    context_len: int  # positions of prompt and output together
+    end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
+    adapters: tuple[str, ...]  # of the full tier
+    check_grammar: Callable[[Structured], object]  # raises `InvalidRequest` if it cannot be compiled
+    window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
+    answer_window: int  # tokens that the full tier may write before the client takes them
+    max_tokens: int | None = None  # of an answer
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise `InvalidRequest` if a parameter cannot be honoured. A grammar that is new is compiled for that."""
+        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
+            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}")
+        params.check_vocabulary(self.vocab_size)
+        check_adapter(params.adapter, self.adapters)
+        if params.structured is not None:
+            self.check_grammar(params.structured)
 
-def check_prompt(ids: Sequence[int], max_tokens: int, vocab_size: int, max_len: int) -> str | None:
-    """One sentence saying why a prompt cannot be served, ``None`` if it can."""
-    if not ids:
-        return "The prompt is empty: it must have at least one token"
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        return f"Token id {wrong} is out of range: ids go from 0 to {vocab_size - 1}"
-    if len(ids) + max_tokens > max_len:
-        return (
-            f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
-            f"together {len(ids) + max_tokens}: the models take {max_len}; shorten it, or lower max_tokens"
+    def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
+        """What the full tier is asked to write behind the prompt ``ids``, under a new session name and with a seed.
+
+        Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
+        """
+        self.check(params)
+        self._check_prompt(ids, params.max_tokens)
+        return Open(
+            session=mint(),
+            tokens=tuple(ids),
+            prompt_len=len(ids),
+            params=params.seeded(),
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            tier=self.names[-1],
+            chain=speculation.chain(self.names),
+            window=self.answer_window,
+            draft_window=speculation.draft_window(self.window),
+            lockstep=speculation.schedule == "lockstep",
+            adaptive=speculation.adaptive,
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
+            watch=handling.watch,
         )
-    return None
+
+    def _check_prompt(self, ids: Sequence[int], max_tokens: int) -> None:
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it must have at least one token")
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}")
+        if len(ids) + max_tokens > self.context_len:
+            raise InvalidRequest(
+                f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
+                f"together {len(ids) + max_tokens}: the models take {self.context_len}; shorten it, or lower max_tokens"
+            )

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
-from cascade.answer import Answer, Chunk, Completion, asked, check_prompt
+from cascade.answer import Answer, Capabilities, Chunk, Completion
 from cascade.chain.local_links import join
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
@@ -20,8 +20,8 @@ from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Link, Message, Proposal, mint
-from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation, check_adapter
+from cascade.messages import Close, Failed, Link, Message, Proposal
+from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.scorer import Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -34,7 +34,7 @@ TIER_NAMES = {
     4: ("tiny", "small", "medium", "full"),
     5: ("tiny", "small", "medium", "large", "full"),
 }
-FULL_WINDOW = 4096  # tokens the full tier may write that nobody has taken yet
+ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are taken
 
 
 class Cascade:
@@ -43,8 +43,8 @@ class Cascade:
     >>> with Cascade.demo() as cascade:
     ...     print(cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
 
-    ``models`` go bottom to top. The text is that of the last one alone, whatever the others do. Safe to use from several
-    threads and event loops at once.
+    ``models`` go bottom to top; whatever the others guess, the text is what the last one alone would write. Safe to use from
+    several threads and event loops at once.
     """
 
     def __init__(
@@ -56,15 +56,32 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
     ) -> None:
+        """Start a thread for each tier.
+
+        - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
+        - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
+        - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
+        - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
+
+        Raises `ConfigError` if there are too few models or too many, or not as many names.
+        """
         _check_models(models, names)
         self.names = tuple(names or TIER_NAMES[len(models)])
         self.tokenizer = tokenizer
         self.window = window
         self.context_len = min(model.context_len for model in models)
-        self._adapters: tuple[str, ...] = getattr(models[-1], "adapters", ())
-        self._vocab_size = min(model.vocab_size for model in models)
-        self._grammars = Grammars(tokenizer)
-        new_state = state_maker(self._grammars.matcher)
+        grammars = Grammars(tokenizer)
+        self._capabilities = Capabilities(
+            self.names,
+            vocab_size=min(model.vocab_size for model in models),
+            context_len=self.context_len,
+            end_ids=tokenizer.end_ids,
+            adapters=getattr(models[-1], "adapters", ()),
+            check_grammar=grammars.check,
+            window=window,
+            answer_window=ANSWER_WINDOW,
+        )
+        new_state = state_maker(grammars.matcher)
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, new_state=new_state)
             for level, (name, model) in enumerate(zip(self.names, models, strict=True))
@@ -160,8 +177,8 @@ class Cascade:
     ) -> Iterator[Chunk]:
         """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        call = self._call(prompt, params, speculation, handling, inbox.put)
-        return call.run(inbox.get)
+        answers = self._admit(prompt, params, speculation, handling, inbox.put)
+        return answers.run(inbox.get)
 
     async def agenerate(
         self,
@@ -189,14 +206,14 @@ class Cascade:
             with contextlib.suppress(RuntimeError):  # the loop was closed: its reader is gone
                 loop.call_soon_threadsafe(inbox.put_nowait, message)
 
-        call = self._call(prompt, params, speculation, handling, deliver)
+        answers = self._admit(prompt, params, speculation, handling, deliver)
         try:
-            call.open()
-            while not call.finished:
-                for chunk in call.take(await inbox.get()):
+            answers.open()
+            while not answers.finished:
+                for chunk in answers.take(await inbox.get()):
                     yield chunk
         finally:
-            call.close()
+            answers.close()
 
     def close(self) -> None:
         """End all requests and free everything."""
@@ -209,43 +226,31 @@ class Cascade:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _call(
+    def _admit(
         self,
         prompt: Prompt | Batch,
         params: SamplingParams | None,
         speculation: Speculation | None,
         handling: Handling | None,
         deliver: Callable[[Message], object],
-    ) -> "_Call":
-        params = params or SamplingParams()
-        check_adapter(params.adapter, self._adapters)
-        speculation = speculation or Speculation()
-        handling = handling or Handling()
-        params.check_vocabulary(self._vocab_size)
-        if params.structured is not None:
-            self._grammars.check(params.structured)
+    ) -> "_Answers":
+        asked = (params or SamplingParams(), speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
-        options: dict[str, Any] = {"names": self.names, "end_ids": self.tokenizer.end_ids, "window": self.window}
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
-            ids = self._encode(one, params.max_tokens)
-            opening = asked(mint(), ids, params, speculation, handling, ahead=FULL_WINDOW, **options)
-            answers.append(Answer(opening, self.tokenizer.decoder(ids), index, lambda: time.monotonic() - begin))
-        return _Call(self.tiers[-1], answers, _Deliver(deliver))
+            opening = self._capabilities.admit(self._encode(one), *asked)
+            decoder = self.tokenizer.decoder(opening.tokens)
+            answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
+        return _Answers(self.tiers[-1], answers, _Deliver(deliver))
 
-    def _encode(self, prompt: object, max_tokens: int) -> tuple[int, ...]:
+    def _encode(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-            ids = list(prompt)
-        else:
-            raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
-        problem = check_prompt(ids, max_tokens, self._vocab_size, self.context_len)
-        if problem:
-            raise InvalidRequest(problem)
-        return tuple(ids)
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            return prompt
+        raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
 
 
-class _Call:
+class _Answers:
     """The requests of one `stream`: opened together, told apart by their session."""
 
     def __init__(self, full: Tier, answers: list[Answer], link: Link) -> None:

@@ -7,25 +7,24 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cascade.answer import Answer, Chunk, asked, check_prompt
+from cascade.answer import Answer, Capabilities, Chunk
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Message, Open, mint
-from cascade.params import Handling, SamplingParams, Speculation, check_adapter
+from cascade.messages import Close, Message, Open
+from cascade.params import Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
-from deployments.admission.front import Call, Front
-from deployments.admission.gate import Life
-from deployments.admission.retry import RetryBudget, SessionFailed, heard, pause
+from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.chat.assistant import LONG_PROMPT, Assistant
-from deployments.grpc.context import metadata, remaining_s, told
+from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
     parse_handling,
     parse_input,
@@ -35,24 +34,27 @@ from deployments.grpc.requests import (
     response,
     whole,
 )
+from deployments.grpc.server import GrpcServer
 from deployments.grpc.turns import Talk
 from deployments.http.api import Api
+from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
 from deployments.links.replica_status import ReplicaStatus, ask
 from deployments.links.tls import check
-from deployments.servers import Door
 from deployments.tier import lessor
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FULL_WINDOW = 256  # tokens the full tier may write that have not been handed to the client's stream
-LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
-HELD_PLACES = 16  # sessions that a full replica takes at least, for one to be held for nobody: fewer are too dear
+STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
+FULL_LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
+HELD_PLACES = 16  # a full replica that takes fewer sessions has none to spare for a lease that is held for the next request
 DESCRIBE_TIMEOUT_S = 5.0
 OBSERVE_TIMEOUT_S = 1.0
-OBSERVE_S = 5.0  # for which figures of the tiers are good enough for the metrics
-LOWER_START_S = 60.0  # how much later than the full tier the others may be ready; the router does without those that are not
+OBSERVE_S = 5.0  # how old the tiers' figures in the metrics may become
+LOWER_START_S = 60.0  # the router starts without tiers that are not ready so long after the full one
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
+CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
 
 
 class Router:
@@ -65,28 +67,44 @@ class Router:
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         self._handles = handles
-        self.front = Front(self._config)
+        self.admission = Admission(self._config)
         full = self._config.tiers[-1]
         engine = full.engine_kwargs
         source = full.model_loading_config.source
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
-        self._grammars = Grammars(self.tokenizer)
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
-        self.assistant = Assistant(self.tokenizer, self._config.router.tool_format, self.front, self.max_model_len, self.check)
+        self._capabilities = Capabilities(
+            self.names,
+            vocab_size=min(tier["vocab_size"] for tier in tiers),
+            context_len=self.max_model_len,
+            end_ids=self.tokenizer.end_ids,
+            adapters=tuple(engine.lora_modules),
+            check_grammar=Grammars(self.tokenizer).check,
+            window=self._config.window,
+            answer_window=STREAM_WINDOW,
+            max_tokens=self.admission.limits.max_tokens,
+        )
+        tool_format = self._config.router.tool_format
+        self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         if len(self._handles) > 1:
-            self.front.metrics.started(len(tiers) - 1)
+            self.admission.metrics.started(len(tiers) - 1)
         self._replica_status, self._observe_at = ReplicaStatus(), 0.0
-        self._num_ids = min(tier["vocab_size"] for tier in tiers)
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
         self._api = Api(self).application()
-        listen = self._config.router.listen
-        self._door = None if listen is None else Door(self, self._api, listen, self.front.limits)
-        if self._door is not None:
-            await self._door.open()
+        await self._listen()
+
+    async def _listen(self) -> None:
+        """Open servers of its own, where the configuration asks for them; else clients come through Ray Serve's proxies."""
+        listen, limits = self._config.router.listen, self.admission.limits
+        self._grpc = None if listen is None else GrpcServer(self, listen, limits)
+        self._http = None if listen is None else HttpServer(self._api, listen, limits)
+        for server in (self._http, self._grpc):
+            if server is not None:
+                await server.open()
 
     def _joined(self) -> Downlink:
         """The links to the full tier."""
@@ -95,7 +113,7 @@ class Router:
         return Downlink(
             {full.name: lessor(self._handles[full.name])},
             self._hear,
-            lease_timeout_s=LEASE_TIMEOUT_S,
+            lease_timeout_s=FULL_LEASE_TIMEOUT_S,
             hold_s=self._config.router.held_lease_s if places >= HELD_PLACES else 0.0,
             tls=self._config.link_tls,
         )
@@ -104,14 +122,14 @@ class Router:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        with told(grpc_context, self.front.metrics.refused):
+        with reported(grpc_context, self.admission.metrics.refused):
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 async for chunk in chunks:
                     yield response(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        with told(grpc_context, self.front.metrics.refused):
+        with reported(grpc_context, self.admission.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
@@ -119,7 +137,7 @@ class Router:
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        with told(grpc_context, self.front.metrics.refused):
+        with reported(grpc_context, self.admission.metrics.refused):
             talk = Talk(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 async for chunk in chunks:
@@ -127,7 +145,7 @@ class Router:
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        with told(grpc_context, self.front.metrics.refused):
+        with reported(grpc_context, self.admission.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
             talk = Talk(request)
@@ -136,15 +154,15 @@ class Router:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key."""
-        with told(grpc_context, self.front.metrics.refused):
+        with reported(grpc_context, self.admission.metrics.refused):
             refuse_unknown(request, "the request")
-            account = self.front.access.account(metadata(grpc_context).get("authorization"))
-            return pb.AbortResponse(aborted=self.front.abort(account, request.request_id))
+            account = self.admission.access.account(metadata(grpc_context).get("authorization"))
+            return pb.AbortResponse(aborted=self.admission.abort(account, request.request_id))
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
-        with told(grpc_context, self.front.metrics.refused):
-            self.front.access.account(metadata(grpc_context).get("authorization"))
+        with reported(grpc_context, self.admission.metrics.refused):
+            self.admission.access.account(metadata(grpc_context).get("authorization"))
             replicas = await self._replica_status.replicas()
             states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
             response = pb.DescribeResponse(
@@ -176,21 +194,20 @@ class Router:
         states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
         said = dict(zip(running, states, strict=True))
         for name in self.names:
-            self.front.metrics.tier(name, replicas.get(name, 0), said.get(name))
+            self.admission.metrics.tier(name, replicas.get(name, 0), said.get(name))
 
     async def drain(self) -> None:
         """Take no more requests, and let those that are there end."""
-        if self._door is not None:
-            await self._door.leave()
+        if self._grpc is not None:
+            await self._grpc.leave()
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
-        if not await self.front.gate.drained(timeout_s):
+        if not await self.admission.places.drained(timeout_s):
             log.warning("Requests that did not end within %g s are aborted", timeout_s)
-            self.front.abort_all()
+            self.admission.abort_all()
 
     async def __del__(self) -> None:
         await self.drain()
-        if self._door is not None:
-            await self._door.close()
+        await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
 
     @property
@@ -214,101 +231,85 @@ class Router:
     async def _asked(self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
         """The answer to a gRPC request, which ``admit`` checks."""
         since, said = time.monotonic(), metadata(context)
-        account = self.front.access.account(said.get("authorization"))
-        self.front.gate.check()  # before the work of reading it
+        account = self.admission.access.account(said.get("authorization"))
+        self.admission.places.check()  # before the work of reading it
         opening = await admit()
-        with self.front.call(account, said.get("request_id"), remaining_s(context), since=since) as call:
-            async with contextlib.aclosing(self.chunks(opening, call)) as chunks:
+        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), since=since) as request:
+            async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    def chunks(self, opening: Open, call: Call, index: int = 0) -> AsyncGenerator[Chunk, None]:
+    def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt."""
-        return self.front.counted(self._chunks(opening, call, index), opening, call)
+        return self.admission.counted(self._chunks(opening, request, index), opening, request)
 
-    async def _chunks(self, opening: Open, call: Call, index: int) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
-        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - call.since)
+        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - request.since)
         retry_budget = RetryBudget(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:
-                async with contextlib.aclosing(self._drive(answer, retry_budget, call.life)) as chunks:
+                async with contextlib.aclosing(self._drive(answer, retry_budget, request.lifetime)) as chunks:
                     async for chunk in chunks:
                         yield chunk
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
-                await pause(pause_s, call.life)
+                await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
-    async def _drive(self, answer: Answer, retry_budget: RetryBudget, life: Life) -> AsyncGenerator[Chunk, None]:
+    async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
         opening = answer.replay(self._downlink.session(self.names[-1]))
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
         try:
-            with life.waking(partial(inbox.put_nowait, Failed(opening.session, "aborted"))):
-                while not answer.finished:
-                    chunk, commit = answer.take(await heard(inbox, retry_budget, life))
-                    if chunk is not None:
-                        yield chunk
-                    if commit is not None:
-                        # acknowledged behind the yield: a client that does not read stalls the full tier at its window
-                        self._downlink.put([commit])
-                    retry_budget.saw(answer.num_tokens)
+            while not answer.finished:
+                chunk, commit = answer.take(await heard(inbox, retry_budget, lifetime))
+                if chunk is not None:
+                    yield chunk
+                if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
+                    self._downlink.put([commit])
+                retry_budget.saw(answer.num_tokens)
         finally:
             del self._inboxes[opening.session]
             self._downlink.put([Close(opening.session)])
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
-        self.front.check_length(len(request.prompt))
-        params = parse_sampling(request)
-        await self.check(params)
-        speculation = parse_speculation(request)
-        handling = parse_handling(request)
-        if len(request.prompt) < LONG_PROMPT:
-            ids = parse_input(request, self.tokenizer)
-        else:
-            ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
-        return self.opening(ids, params, speculation, handling)
+        prompt, params = parse_input(request), parse_sampling(request)
+        speculation, handling = parse_speculation(request), parse_handling(request)
+        return await self.admit(await self.encode(prompt), params, speculation, handling)
 
     async def _admit_talk(self, talk: Talk) -> Open:
         """The same for a conversation."""
+        speculation, handling = parse_speculation(talk.request), parse_handling(talk.request)
         task = await talk.task(self.assistant)
-        await self.check(task.params)
-        return self.opening(task.ids, task.params, parse_speculation(talk.request), parse_handling(talk.request))
+        return await self.admit(task.ids, task.params, speculation, handling)
+
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
+        if not isinstance(prompt, str):
+            return prompt
+        self.admission.check_length(len(prompt))
+        if len(prompt) < LONG_PROMPT:
+            return self.tokenizer.encode(prompt)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+
+    async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
+        """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
+        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling))
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
-        most = self.front.limits.max_tokens
-        if most is not None and params.max_tokens > most:
-            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {most}")
-        params.check_vocabulary(self._num_ids)
-        check_adapter(params.adapter, self._config.tiers[-1].engine_kwargs.lora_modules)
-        if params.structured is not None:
-            await asyncio.to_thread(self._grammars.check, params.structured)
-
-    def opening(
-        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
-    ) -> Open:
-        """What the full tier is asked, with parameters that were checked; raises `InvalidRequest`."""
-        problem = check_prompt(ids, params.max_tokens, self._num_ids, self.max_model_len)
-        if problem:
-            raise InvalidRequest(problem)
-        return asked(
-            mint(),
-            ids,
-            params,
-            speculation,
-            handling,
-            names=self.names,
-            end_ids=self.tokenizer.end_ids,
-            ahead=FULL_WINDOW,
-            window=self._config.window,
-        )
+        await _compiling(params, partial(self._capabilities.check, params))
 
     def _hear(self, messages: Sequence[Message]) -> None:
         for message in messages:
             inbox = self._inboxes.get(message.session)
             if inbox is not None:
                 inbox.put_nowait(message)
+
+
+async def _compiling(params: SamplingParams, work: Callable[[], T]) -> T:
+    """What ``work`` returns; in a thread if it may have to compile a grammar, so that other requests go on."""
+    return work() if params.structured is None else await asyncio.to_thread(work)

@@ -42,14 +42,14 @@ class House:
         """Wait until nothing is left of any request, on any tier or at the router."""
 
         async def quiet() -> None:
-            gate = self.router.front.gate
+            places = self.router.admission.places
             async with asyncio.timeout(30):
                 await self.net.settle()
-                while gate.num_admitted or gate.num_running or self.router._inboxes or self.router._downlink.num_sessions:
+                while places.num_admitted or places.num_running or self.router._inboxes or self.router._downlink.num_sessions:
                     await asyncio.sleep(0.01)
 
         self.call(quiet())
-        assert not self.router.front._calls
+        assert not self.router.admission._active
 
 
 @contextlib.contextmanager

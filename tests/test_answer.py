@@ -1,16 +1,19 @@
 """Text and tokens are cut at ends, stop strings and limits, token by token, however the proposals arrive."""
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.answer import Answer, Completion, check_prompt, undrafted
+from cascade.answer import Answer, Capabilities, Completion, undrafted
+from cascade.errors import InvalidRequest
 from cascade.messages import Draft, Edge, Open, Proposal
-from cascade.params import SamplingParams
+from cascade.params import Handling, SamplingParams, Speculation, Structured
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -122,13 +125,69 @@ def test_replay_goes_on_behind_what_was_taken() -> None:
     assert opening.params.seed == 5
 
 
-def test_prompt_checks_name_the_numbers() -> None:
-    """Guards vague errors: the sentence holds the value and the limit."""
-    assert check_prompt([1], 1, 10, 2) is None
-    assert "empty" in (check_prompt([], 1, 10, 2) or "")
-    assert "-1" in (check_prompt([-1], 1, 10, 9) or "")
-    assert "10" in (check_prompt([10], 1, 10, 9) or "")
-    assert "8 tokens and max_tokens is 3" in (check_prompt([1] * 8, 3, 10, 9) or "")
+GRAMMARS: list[Structured] = []  # that were checked
+CAPABLE = Capabilities(
+    ("tiny", "full"),
+    vocab_size=10,
+    context_len=9,
+    end_ids=frozenset([END]),
+    adapters=("french",),
+    check_grammar=GRAMMARS.append,
+    window=32,
+    answer_window=256,
+    max_tokens=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "speculation", "words"),
+    [
+        ([], {}, {}, "The prompt is empty"),
+        ([-1], {}, {}, "Token id -1 is out of range: ids go from 0 to 9"),
+        ([1, 10], {}, {}, "Token id 10 is out of range"),
+        ([1] * 8, {"max_tokens": 2}, {}, "8 tokens and max_tokens is 2, together 10: the models take 9"),
+        ([1], {"max_tokens": 9}, {}, "max_tokens is 9: this server writes at most 8"),
+        ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
+        ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
+        ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
+        ([1], {}, {"tiers": ("full",)}, "speculation.tiers is 'full': it must be one of the tiers below full: tiny"),
+    ],
+)
+def test_what_cannot_be_served_is_not_admitted(
+    ids: list[int], params: dict[str, Any], speculation: dict[str, Any], words: str
+) -> None:
+    """Guards tiers against requests that they cannot serve, by library and router alike; the sentence has value and limit."""
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        CAPABLE.admit(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation), Handling())
+
+
+def test_what_is_admitted_is_what_was_asked() -> None:
+    """Guards every word of a request on its way to the full tier, and the defaults of those that were not said."""
+    CAPABLE.admit([1] * 8, SamplingParams(max_tokens=1), Speculation(), Handling())  # just fits
+    assert not GRAMMARS
+    params = SamplingParams(max_tokens=4, seed=7, stop_token_ids=(5,), adapter="french", structured=Structured(regex="a"))
+    opening = CAPABLE.admit([1, 2], params, Speculation(schedule="lockstep", window=3), Handling(-2, "mine", True))
+    assert [params.structured] == GRAMMARS
+    assert replace(opening, session="s") == Open(
+        "s",
+        (1, 2),
+        2,
+        params,
+        ends=frozenset([END, 5]),
+        tier="full",
+        chain=("tiny",),
+        window=256,
+        draft_window=3,
+        lockstep=True,
+        priority=-2,
+        cache_salt="mine",
+        watch=True,
+    )
+    plain = SamplingParams(max_tokens=4, ignore_eos=True)
+    other = CAPABLE.admit([1, 2], plain, Speculation(), Handling())
+    assert (other.ends, other.draft_window, other.adaptive, other.lockstep) == (frozenset(), 32, True, False)
+    assert other.params == replace(plain, seed=other.params.seed)
+    assert other.session != opening.session
 
 
 OPENING = Open("s", (1, 2), 2, SamplingParams(seed=1), tier="full", chain=("tiny",))

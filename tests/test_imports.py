@@ -16,7 +16,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.links", "deployments.admission"),
     ("deployments.chat",),
     ("deployments.grpc", "deployments.http"),
-    ("deployments.tier", "deployments.servers"),
+    ("deployments.tier",),
     ("deployments.router",),
     ("deployments.app",),
     ("deployments.launch",),

@@ -18,7 +18,7 @@ ANONYMOUS = "anonymous"  # everybody, when no keys are set
 
 @dataclass(slots=True)
 class Account:
-    """What the requests of one key take. Tokens are charged as they come; a debt makes the next requests wait."""
+    """What the requests of one key take. Tokens are charged as they come; while some are owed, requests are refused."""
 
     name: str
     limits: KeyLimits = field(default_factory=KeyLimits)
@@ -97,7 +97,7 @@ class Access:
         return not self._accounts
 
     def account(self, authorization: str | None) -> Account:
-        """Whose request it is, by ``Bearer KEY``; raises `Unauthenticated`. Takes the same time whichever key is meant."""
+        """Whose request it is, by ``Bearer KEY``; raises `Unauthenticated`. Takes the same time whichever key it is."""
         if self.open:
             return self._anonymous
         scheme, _, key = (authorization or "").partition(" ")
@@ -111,12 +111,12 @@ class Access:
 
 
 def _digest(key: str) -> bytes:
-    """Equally long for all keys, so that a comparison tells nothing of their lengths."""
+    """A key's digest. Digests are equally long, so that the time of a comparison tells nothing of a key's length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _parse(text: str, where: str) -> dict[str, str]:
-    """Keys by name, of lines NAME=KEY; empty lines and those that begin with # say nothing. Errors never show a key."""
+    """Keys by name, from lines NAME=KEY; skips empty lines and comments (#). Errors never show a key."""
     keys: dict[str, str] = {}
     for number, line in enumerate(text.replace(",", "\n").splitlines(), 1):
         line = line.strip()

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cascade.answer import Completion, Undrafted
-from deployments.admission.gate import Gate
 
 log = logging.getLogger(__name__)
 
@@ -15,10 +14,19 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Metrics:
+class Occupancy(Protocol):
+    """How many answers there are; see `deployments.admission.admission.Places`."""
+
+    num_running: int
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
-    def __init__(self, gate: Gate, names: Sequence[str]) -> None:
+    def __init__(self, places: Occupancy, names: Sequence[str]) -> None:
         self._registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry, "namespace": "cascade"}
         self._answers = Counter(
@@ -37,11 +45,11 @@ class Metrics:
         self._replicas = Gauge("replicas", "Replicas that run, by tier.", ["tier"], **made)
         self._pass = Gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ["tier", "tokens"], **made)
         self._context = Gauge("context_seconds", "What each position held adds to a pass, by tier.", ["tier"], **made)
-        self._drafted: bool | None = None  # what the log has said; nothing yet
+        self._drafted: bool | None = None  # as the log says; nothing yet
         running = Gauge("running", "Answers being written.", **made)
         waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
-        running.set_function(lambda: gate.num_running)
-        waiting.set_function(lambda: gate.num_waiting)
+        running.set_function(lambda: places.num_running)
+        waiting.set_function(lambda: places.num_waiting)
         Gauge("tiers", "Tiers in the configuration.", **made).set(len(names))
 
     def text(self) -> bytes:
@@ -76,7 +84,7 @@ class Metrics:
             self._drafts(why)
 
     def started(self, drafters: int) -> None:
-        """So many tiers below the full one are ready, of one or more that are configured."""
+        """The router has started with so many tiers ready below the full one, of at least one that is configured."""
         self._drafts(None if drafters else "no_replica")
 
     def tier(self, name: str, replicas: int, state: Mapping[str, Any] | None) -> None:
@@ -88,7 +96,7 @@ class Metrics:
             self._context.labels(name).set(state["context_s"])
 
     def _drafts(self, why: Undrafted | None) -> None:
-        """Whether drafts reach the full tier; said once when it changes."""
+        """Note whether drafts reach the full tier, and log it when that changes."""
         active = why is None
         self._active.set(active)
         if not active and self._drafted is not False:

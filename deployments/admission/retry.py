@@ -1,16 +1,15 @@
 """How long a request waits for the full tier, and what it hears of it."""
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass, field
 
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from cascade.messages import Failed, Message, Proposal
-from deployments.admission.gate import Life
+from deployments.admission.admission import Lifetime
 
-RETRY_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
-MAX_FRUITLESS = 8  # sessions that may fail one after another without a new token: some requests break whatever runs them
+PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
+MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token: some requests break whatever runs them
 
 
 class SessionFailed(Exception):
@@ -42,41 +41,27 @@ class RetryBudget:
             raise Unavailable(f"The full tier failed {self.fruitless} times without a new token: {reason}")
         if not self.left_s:
             raise Unavailable(f"The full tier made no progress for {self.limit_s:g} s: {reason}")
-        return RETRY_S[min(self.fruitless, len(RETRY_S)) - 1]
+        return PAUSES_S[min(self.fruitless, len(PAUSES_S)) - 1]
 
 
-async def pause(seconds: float, life: Life) -> None:
-    """Wait, but no longer than the request lives; raises what ends its ``life``."""
-    woken = asyncio.Event()
-    with life.waking(woken.set), contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(min(seconds, life.left_s)):
-            await woken.wait()
-    life.check()
-
-
-async def heard(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, life: Life) -> Proposal:
+async def heard(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, lifetime: Lifetime) -> Proposal:
     """What the full tier says next; raises `SessionFailed`, or what ends the request.
 
-    Of several proposals that came while the last piece was on its way only the newest counts: it repeats all that is not
-    acknowledged. So a client that is slower than the tier gets fewer and longer pieces.
+    Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
+    client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
     """
-    life.check()
-    while True:
-        try:
-            async with asyncio.timeout(min(retry_budget.left_s, life.left_s)):  # `wait_for` swallows a cancel with a message
-                message = await inbox.get()
-            break
-        except TimeoutError:
-            life.check()
-            if not retry_budget.left_s:  # else clocks differ by a tick
-                raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
+    try:
+        message = await lifetime.wait(inbox.get, retry_budget.left_s)
+    except DeadlineExceeded:  # which is a `TimeoutError`, too
+        raise
+    except TimeoutError:
+        raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
     while isinstance(message, Proposal) and not inbox.empty():
         newer = inbox.get_nowait()
-        if isinstance(newer, Failed):  # what was said before it counts; nothing comes behind it
+        if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes behind it
             inbox.put_nowait(newer)
             break
         message = newer
-    life.check()
     if isinstance(message, Failed):
         raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
     assert isinstance(message, Proposal)

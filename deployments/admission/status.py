@@ -25,7 +25,7 @@ from cascade.errors import (
 
 log = logging.getLogger(__name__)
 
-MAX_CHARS = 500  # of a sentence: gRPC puts it into a header, three bytes for each of one that is not ASCII, which has a size
+MAX_CHARS = 500  # of a sentence: gRPC sends it in a header of limited size, and each byte that is not ASCII as three
 PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
@@ -86,7 +86,7 @@ def status_of(error: Exception) -> Status:
 
 
 def refusal(error: Exception) -> Refusal:
-    """What to tell a client of ``error``: never more than one sentence. What is our own fault goes to the log."""
+    """What to tell a client of ``error``: one sentence at most. What is the server's own fault goes to the log."""
     status = status_of(error)
     if status.kind is Exception:
         log.error("A request failed", exc_info=error)
@@ -97,7 +97,7 @@ def refusal(error: Exception) -> Refusal:
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """Of a value that may be of several kinds there is an error for each kind: the one of the kind that was meant."""
+    """The error to tell. A value that may be of several kinds has one for each kind: tells that of the kind that was meant."""
     same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
     return next((error for error in same if not error["type"].endswith("_type")), errors[0])
 

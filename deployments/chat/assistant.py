@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
-from deployments.admission.front import Front
+from deployments.admission.admission import Admission
 from deployments.chat.calls import Reader
 from deployments.chat.conversation import ChatMessage, Conversation, ToolBody, turns
 from deployments.chat.template import Style
@@ -33,7 +33,7 @@ class Assistant:
         self,
         tokenizer: Tokenizer,
         tool_format: str | None,
-        front: Front,
+        front: Admission,
         max_model_len: int,
         check: Callable[[SamplingParams], Awaitable[None]],
     ) -> None:

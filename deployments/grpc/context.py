@@ -1,4 +1,4 @@
-"""A gRPC request beside its message: what it says, and what it is told when it fails."""
+"""A gRPC request beside its message: its metadata, its deadline, and the status it gets when it fails."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from deployments.admission.status import refusal
 
 
 @contextlib.contextmanager
-def told(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterator[None]:
-    """Give errors their gRPC status and their sentence, and ``count`` their code; a client never sees a traceback."""
+def reported(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterator[None]:
+    """Report what fails in here to the client, by its gRPC status and its sentence, and to ``count``, by its code."""
     try:
         yield
     except Exception as error:
@@ -23,7 +23,7 @@ def told(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterat
 
 
 def metadata(context: RayServegRPCContext) -> dict[str, str]:
-    """What a gRPC request says beside its message; binary values and repetitions aside."""
+    """What a gRPC request says beside its message; of a repeated key the first value, and no binary ones."""
     said: dict[str, str] = {}
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):

@@ -20,8 +20,8 @@ def add_CascadeServicer_to_server(servicer: serving_pb2_grpc.CascadeServicer, se
 def heed_cancels() -> None:
     """Let the proxy cancel a request whose client leaves while a piece of the answer is being written to it.
 
-    The proxy of Ray 2.60 does so only while it waits for the next piece, so one client in five was not missed and its request
-    went on to the end. There is no public way to tell; without the private class the proxy does as before.
+    The proxy of Ray 2.60 notices only while it waits for the next piece, so that the requests of one client in five went on to
+    their end. Ray has no public way to tell it; where the private class is missing the proxy does as before.
     """
     original = getattr(proxy, "ProxyResponseGenerator", None)
     if isinstance(original, type) and not issubclass(original, _Ending):

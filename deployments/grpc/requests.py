@@ -1,4 +1,4 @@
-"""Between the client's protocol and the library's words."""
+"""From messages of the client's protocol to the library's parameters, and from its pieces of an answer back."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -8,7 +8,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, Completion
 from cascade.client.wire import decode_sampling, encode_lane
-from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import Handling, SamplingParams, Speculation
@@ -16,11 +15,9 @@ from cascade.v1 import serving_pb2 as pb
 
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
-MAX_PROMPT_CHARS = 4_000_000
 
-
-def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prompt; raises `InvalidRequest`."""
+def parse_input(request: pb.GenerateRequest) -> str | list[int]:
+    """The prompt, as text or token ids; raises `InvalidRequest`."""
     refuse_unknown(request, "the request")
     kind = request.WhichOneof("input")
     if kind is None:
@@ -28,9 +25,7 @@ def parse_input(request: pb.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
     if kind == "token_ids":
         refuse_unknown(request.token_ids, "token_ids")
         return list(request.token_ids.ids)
-    if len(request.prompt) > MAX_PROMPT_CHARS:
-        raise InvalidRequest(f"The prompt has {len(request.prompt)} characters: at most {MAX_PROMPT_CHARS} are tokenized")
-    return tokenizer.encode(request.prompt)
+    return request.prompt
 
 
 def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
@@ -46,7 +41,7 @@ def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
 
 
 def parse_speculation(request: Asked) -> Speculation:
-    """How drafts may be used; raises `InvalidRequest`."""
+    """How drafts may be used for it; raises `InvalidRequest`."""
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
     names = ("mode", "window", "schedule")

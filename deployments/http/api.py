@@ -20,13 +20,14 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import Open
 from cascade.params import MAX_SEED, Handling, SamplingParams, Speculation
-from deployments.admission.front import Call, Front
+from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.metrics import CONTENT_TYPE
 from deployments.admission.status import mistake, refusal
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.chat.calls import Reader
+from deployments.http.events import Events, attended
 from deployments.http.merge import gathered, merged, streamed
-from deployments.http.middleware import Events, Guard, attended
+from deployments.http.middleware import Middleware
 from deployments.http.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -37,7 +38,7 @@ from deployments.http.openai import (
 )
 from deployments.http.reply import Echo, Form
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE_FILE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -49,7 +50,7 @@ PAGE_POLICY = "; ".join(
     )
 )
 STARTED = int(time.time())
-BEARER = HTTPBearer(auto_error=False)  # for the schema; `Guard` asks for the key
+BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
 REFUSALS = {
     400: "The request cannot be honoured",
@@ -85,10 +86,10 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """What of the router the API needs."""
 
-    front: Front
+    admission: Admission
     tokenizer: Tokenizer
     max_model_len: int
     assistant: Assistant
@@ -99,27 +100,26 @@ class Engine(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    async def check(self, params: SamplingParams) -> None: ...
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
+
+    async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open: ...
+
     async def observe(self) -> None: ...
 
-    def opening(
-        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling = Handling()
-    ) -> Open: ...
-
-    def chunks(self, opening: Open, call: Call, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
+    def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
 
 
 class Api:
-    """Answers of one engine."""
+    """The HTTP API of one router."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._front = engine.front
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._admission = backend.admission
 
     def application(self) -> FastAPI:
         """The ASGI application."""
         app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
-        app.add_middleware(Guard, front=self._front)
+        app.add_middleware(Middleware, admission=self._admission)
         app.add_exception_handler(RequestValidationError, self._malformed)
         app.add_exception_handler(HTTPException, self._no_route)
         app.add_exception_handler(CascadeError, self._refused)
@@ -139,22 +139,22 @@ class Api:
         app.post("/v1/chat/completions", **written)(self.chat)
         return app
 
-    # what needs no tier
+    # answered without a tier
 
     async def page(self) -> Response:
         """The page to look at."""
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
+        return HTMLResponse(PAGE_FILE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
 
     async def health(self) -> Response:
         """Whether requests are taken."""
-        if self._front.gate.closed:
+        if self._admission.places.closed:
             raise Unavailable("The server is shutting down")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
-        await self._engine.observe()
-        return Response(self._front.metrics.text(), media_type=CONTENT_TYPE)
+        await self._backend.observe()
+        return Response(self._admission.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
         """What is served."""
@@ -173,10 +173,10 @@ class Api:
         if body.tools is not None and body.messages is None:
             raise InvalidRequest("tools are given without messages: leave them out")
         if body.messages is not None:
-            ids = await self._engine.assistant.encode(body.messages, body.tools, body.style)
+            ids = await self._backend.assistant.encode(body.messages, body.tools, body.style)
         else:
-            ids = await self._encode(body.prompt or "")
-        return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids})
+            ids = list(await self._backend.encode(body.prompt or ""))
+        return JSONResponse({"count": len(ids), "max_model_len": self._backend.max_model_len, "tokens": ids})
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
@@ -187,17 +187,17 @@ class Api:
 
     async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
         """Go on with one or more prompts."""
-        self._front.gate.check()  # before the work of reading it
+        self._admission.places.check()  # before the work of reading it
         prompts = self._prompts(body)
-        ids = [await self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         return await self._answer("text", body, params, ids, echoes, request, timeout_s)
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
-        self._front.gate.check()
-        task = await self._engine.assistant.task(body, lambda room: body.params(body.limit or room))
+        self._admission.places.check()
+        task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
     async def _answer(
@@ -205,7 +205,7 @@ class Api:
         kind: Literal["chat", "text"],
         body: SamplingBody,
         params: SamplingParams,
-        ids: Sequence[list[int]],
+        ids: Sequence[Sequence[int]],
         echoes: Sequence[Echo],
         request: Request,
         timeout_s: float | None,
@@ -213,91 +213,84 @@ class Api:
     ) -> Any:
         """Admit everything at once, then write it, whole or in pieces."""
         self._check_model(body.model)
-        if body.answers > self._front.limits.max_n:
-            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._front.limits.max_n}")
+        if body.answers > self._admission.limits.max_n:
+            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is given without stream: set stream to true")
         if body.watch and not body.stream:
             raise InvalidRequest("watch is given without stream: set stream to true")
-        await self._engine.check(params)
-        openings = self._openings(body, params, ids)
+        openings = await self._openings(body, params, ids)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
-        form = Form(kind, id, self._engine.model, history=body.history, usage=usage, name=name, reader=reader)
+        form = Form(kind, id, self._backend.model, history=body.history, usage=usage, name=name, reader=reader)
         echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said = request.state
-            admitted = self._front.call(said.account, said.request_id, timeout_s, len(openings), since=said.since)
-            call = held.enter_context(admitted)
-            sources = [self._engine.chunks(opening, call, index // body.answers) for index, opening in enumerate(openings)]
+            admitted = self._admission.admitted(said.account, said.request_id, timeout_s, len(openings), since=said.since)
+            active = held.enter_context(admitted)
+            sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
                 return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
             events = streamed(form, merged(sources), echoes)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
-    def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[list[int]]) -> list[Open]:
+    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
         """One for each answer; the seeds of several answers follow each other."""
         params = params.seeded()
         assert params.seed is not None
-        seeds = [(params.seed + index) % (MAX_SEED + 1) for index in range(body.answers)]
+        seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
         drafts, handling = body.drafts(), body.handling()
-        asked = [(prompt, replace(params, seed=seed)) for prompt in ids for seed in seeds]
-        return [self._engine.opening(prompt, one, drafts, handling) for prompt, one in asked]
+        return [await self._backend.admit(prompt, one, drafts, handling) for prompt in ids for one in seeded]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts
-        if len(prompts) > self._front.limits.max_prompts:
-            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {self._front.limits.max_prompts}")
+        if len(prompts) > self._admission.limits.max_prompts:
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {self._admission.limits.max_prompts}")
         return prompts
-
-    async def _encode(self, text: str) -> list[int]:
-        self._front.check_length(len(text))
-        tokenizer = self._engine.tokenizer
-        return tokenizer.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(tokenizer.encode, text)
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
         text = prompt if isinstance(prompt, str) else await self._decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
-        begins = await asyncio.to_thread(self._engine.tokenizer.begins, ids)
+        begins = await asyncio.to_thread(self._backend.tokenizer.begins, ids)
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     async def _decode(self, ids: Sequence[int]) -> str:
-        most = self._engine.tokenizer.num_ids
+        most = self._backend.tokenizer.num_ids
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
-        decode = self._engine.tokenizer.decode
+        decode = self._backend.tokenizer.decode
         return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
 
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""
-        return str(self._engine.tokenizer.backend.decode([token], skip_special_tokens=False))
+        return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._engine.model:
-            raise NotFound(f"model is {name[:200]!r}: this server has {self._engine.model!r}")
+        if name is not None and name != self._backend.model:
+            raise NotFound(f"model is {name[:200]!r}: this server has {self._backend.model!r}")
 
     def _model(self) -> dict[str, Any]:
-        engine = self._engine
-        tiers = {"tiers": engine.names, "max_model_len": engine.max_model_len}
-        return {"id": engine.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
+        backend = self._backend
+        tiers = {"tiers": backend.names, "max_model_len": backend.max_model_len}
+        return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
 
     # errors
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         refused = refusal(error)
-        self._front.metrics.refused(refused.status.code)
+        self._admission.metrics.refused(refused.status.code)
         return JSONResponse(refused.body, refused.status.http, dict(refused.metadata))
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = mistake(error.errors())
         refused = replace(refusal(InvalidRequest(message)), param=param)
-        self._front.metrics.refused(refused.status.code)
+        self._admission.metrics.refused(refused.status.code)
         return JSONResponse(refused.body, refused.status.http)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
@@ -305,5 +298,5 @@ class Api:
         if error.status_code == 404:
             return await self._refused(request, NotFound(f"There is no {request.url.path[:200]!r} here"))
         refused = refusal(InvalidRequest(f"{request.method} {request.url.path[:200]!r}: {error.detail}"))
-        self._front.metrics.refused(refused.status.code)
+        self._admission.metrics.refused(refused.status.code)
         return JSONResponse(refused.body, error.status_code, error.headers)

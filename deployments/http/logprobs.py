@@ -31,7 +31,7 @@ def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str,
 
 
 def prompt_logprobs(prompt: Sequence[PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
-    """The same of an echoed prompt, whose tokens begin at ``begins`` of its text. Nothing comes before the first one."""
+    """The same of an echoed prompt, whose tokens begin at ``begins`` of its text. The first token has no log-probability."""
     return {
         "tokens": [name(token.id) for token in prompt],
         "token_logprobs": [token.logprob for token in prompt],

@@ -18,7 +18,7 @@ async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # who does not read stalls them all
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # a client that does not read stalls them all
     tasks = [asyncio.create_task(_feed(queue, index, source)) for index, source in enumerate(sources)]
     try:
         left = len(tasks)

@@ -1,4 +1,4 @@
-"""Between a web server and the application: bodies have a size and an end, errors a form, clients that stop reading go."""
+"""Between the web server and the application: limits of bodies in size and time, slow readers, clients that leave."""
 
 import asyncio
 import contextlib
@@ -6,17 +6,17 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from cascade.messages import mint
 from cascade.params import LONE_SURROGATE
-from deployments.admission.front import Front, request_id
+from deployments.admission.admission import Admission, request_id
 from deployments.admission.status import Refusal, refusal
+from deployments.http.events import ClientLeft
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +24,19 @@ OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json"})  # to all,
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
 
-T = TypeVar("T")
 
+class Middleware:
+    """Looks at the key, reads the body, and puts a request's account, id and time of arrival into its state.
 
-class ClientLeft(Exception):
-    """Nobody is there to be answered."""
+    Starlette's own `RequestBodyLimitMiddleware` counts the body too, but answers in plain text, also in place of any other
+    refusal of a body that says it is too long; OpenAI's clients, and our metrics, need the error as `refusal` has it.
+    """
 
-
-class Guard:
-    """ASGI middleware. The account of a request is in its state, as are its id and when it arrived."""
-
-    def __init__(self, app: ASGIApp, front: Front) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._application = app
-        self._access = front.access
-        self._limits = front.limits
-        self._refused = front.metrics.refused
+        self._access = admission.access
+        self._limits = admission.limits
+        self._refused = admission.metrics.refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,49 +117,6 @@ class Sender:
         headers += [(name.encode(), value.encode()) for name, value in refused.metadata]
         await self.send({"type": "http.response.start", "status": refused.status.http, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
-
-
-class Events(Response):
-    """A response of server-sent events; ends, and closes ``events``, as soon as the client leaves."""
-
-    def __init__(self, events: AsyncGenerator[bytes, None], first: bytes, held: contextlib.ExitStack) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self._events = events
-        self._first = first
-        self._held = held  # let go at the end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await attended(receive, self._stream(send))
-
-    async def _stream(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for content in self._events:
-                await send({"type": "http.response.body", "body": content, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; ends it and raises `ClientLeft` when the client leaves."""
-    task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientLeft
-        return task.result()
-    finally:
-        for one in (task, leaving):
-            one.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def check_text(body: bytes) -> None:

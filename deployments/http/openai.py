@@ -1,4 +1,4 @@
-"""What OpenAI's clients may ask for. Unknown fields, and values that cannot be honoured, are errors."""
+"""The bodies of OpenAI's API, with extensions. Unknown fields, and values that cannot be honoured, are errors."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,7 @@ from deployments.chat.template import Style
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 
-PLAIN = (  # fields that mean the same as those of `SamplingParams`
+SAMPLING_FIELDS = (  # fields that mean the same as those of `SamplingParams`
     "temperature",
     "top_p",
     "top_k",
@@ -79,7 +79,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # noted by OpenAI, not here: has no effect
+    user: str | None = None  # for OpenAI's own records; no effect here, nor on any text there
     # extensions, named as in vLLM
     top_k: int | None = None
     min_p: float | None = None
@@ -123,7 +123,7 @@ class SamplingBody(Body):
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Sampling parameters; raises `InvalidRequest`."""
-        chosen = {name: value for name in PLAIN if (value := getattr(self, name)) is not None}
+        chosen = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **self.shaping())
 

@@ -23,7 +23,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all parts of an answer say of themselves."""
+    """What all pieces of an answer have in common."""
 
     kind: Literal["chat", "text"]
     id: str

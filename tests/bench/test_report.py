@@ -7,16 +7,17 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from cascade.answer import Completion, Stats, Undrafted
 from cascade.client import Client
-from cascade.messages import Edge
+from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
-from deployments.admission.gate import Gate
-from deployments.admission.metrics import Metrics
+from deployments.admission.admission import Places
+from deployments.admission.metrics import RouterMetrics
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 
@@ -58,7 +59,7 @@ def test_http_reports_the_same(served: House) -> None:
 
 def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the log against silence and against a line for every request; requests without drafts by choice say nothing."""
-    metrics = Metrics(Gate(4, 4), ("tiny", "full"))
+    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
 
     def answered(why: Undrafted | None) -> None:
         metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why)))
@@ -73,7 +74,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
 def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
-    metrics = Metrics(Gate(4, 4), ("tiny", "full"))
+    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
     with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
         metrics.started(1)
         assert "cascade_speculation_active 1.0" in metrics.text().decode()
@@ -96,13 +97,13 @@ def test_costs_of_passes_are_metrics(served: House) -> None:
 
 def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against figures that leave out what the router does before it admits a request, such as to compile a grammar."""
-    check, slow_s = served.router.check, 0.3
+    admit, slow_s = served.router.admit, 0.3
 
-    async def slowly(params: SamplingParams) -> None:
+    async def slowly(*asked: Any) -> Open:
         await asyncio.sleep(slow_s)
-        await check(params)
+        return await admit(*asked)
 
-    monkeypatch.setattr(served.router, "check", slowly)
+    monkeypatch.setattr(served.router, "admit", slowly)
     with Client(served.grpc) as client:
         seconds = client.generate(PROMPT, SamplingParams(max_tokens=4)).stats.first_token_s
     assert seconds is not None
@@ -132,7 +133,11 @@ def test_answers_count_as_they_ended() -> None:
             built.settle()
         with Client(built.grpc, timeout_s=30) as client, ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, built, "/v1/completions", body, X_Request_Id="to-end")
-            while not (ended := built.router.front.abort(built.router.front.access.account(None), "to-end")):
+
+            async def abort() -> int:
+                return built.router.admission.abort(built.router.admission.access.account(None), "to-end")
+
+            while not (ended := built.call(abort())):
                 time.sleep(0.01)
             asked.result(30)
             client.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))

@@ -274,10 +274,10 @@ def test_a_client_that_leaves_frees_everything(served: House, client: Client) ->
     """Guards sessions: a conversation that is given up is over on every tier."""
     stream = client.stream_chat([ASKED], params({"ignore_eos": True}), tools=TOOLS)
     next(stream)
-    gate = served.router.front.gate
-    assert gate.num_admitted == 1
+    places = served.router.admission.places
+    assert places.num_admitted == 1
     stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: gate.num_admitted == 0)
+    wait_until(lambda: places.num_admitted == 0)
     served.settle()
     assert client.chat([ASKED], params({})).content == ASKED["content"]
 

@@ -18,7 +18,7 @@ from cascade.errors import InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.http.middleware import ClientLeft, Events
+from deployments.http.events import ClientLeft, Events
 from deployments.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
 from tests.doors import House, house

@@ -1,9 +1,11 @@
 """The page at `/`, in a real Chromium, against a whole server in this process."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -75,21 +77,47 @@ def test_answer_is_coloured_by_history(page: Page, served: House) -> None:
     assert page.inner_text("#count") == str(len(classes))
 
 
+def streamed(*pieces: dict[str, Any]) -> str:
+    """A watched answer as the server streams it, of what its pieces say of themselves."""
+    choices = [{"index": 0, "text": "x" * len(piece["token_ids"]), "cascade": piece} for piece in pieces]
+    return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
+
+
+def lanes(page: Page, name: str) -> list[int]:
+    """A figure of each lane, the full tier's first."""
+    figures: list[int] = page.locator(".lane").evaluate_all(f"all => all.map(one => +one.dataset.{name})")
+    return figures
+
+
 def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
-    """Guards the live lanes: those who draft run ahead, some of it is rolled back; nobody is ahead of the end, or if alone."""
-    go(page, 120)
-    ahead, fallen = (
-        page.locator(".lane").evaluate_all(f"all => all.map(one => +one.dataset.{name})") for name in ("ahead", "fallen")
+    """Guards the live lanes: who drafts is ahead by its guesses, those that the text contradicts fall, none outlive the end.
+
+    The answer is made up: how far tiers run ahead of a real one, and what is rolled back, is for the machine to say.
+    """
+    medium, tiny = {"tier": "medium", "start": 1, "tokens": [6, 7]}, {"tier": "tiny", "start": 3, "tokens": [8, 9, 10]}
+    edge = {"drafter": "medium", "verifier": "full", "passes": 3, "proposed": 3, "accepted": 2}
+    answer = streamed(
+        {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [medium, tiny]},
+        # 6 is as guessed; 99 in place of 7 takes with it what tiny wrote behind it, and medium begins again
+        {"token_ids": [6, 99], "ends": [1, 2], "origins": [2, 5], "lanes": [{"tier": "medium", "start": 3, "tokens": [20]}]},
+        {"token_ids": [20], "ends": [1], "origins": [2], "edges": [edge], "seed": 1},
     )
-    assert ahead[0] == fallen[0] == 0  # the full tier's word is the last
-    assert ahead[1] > 1
-    assert fallen[1] + fallen[2] > 0
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
+    go(page)
+    assert lanes(page, "ahead") == [0, 2, 3]
+    assert lanes(page, "fallen") == [0, 1, 3]
+    assert page.inner_text("#count") == "4"
+
+
+def test_lanes_end_with_the_answer(page: Page) -> None:
+    """Guards the lanes of real answers: the full tier's word is the last, nothing is ahead of the end, nor if it is alone."""
+    go(page, 120)
+    assert lanes(page, "ahead")[0] == lanes(page, "fallen")[0] == 0
     assert page.evaluate("lanes.length") == 0
-    while page.evaluate("fallen.length"):  # they fade
-        page.wait_for_timeout(50)
+    page.wait_for_function("fallen.length === 0", timeout=60_000)  # they fade
     page.click(".switch")
     go(page, 30)
-    assert page.locator(".lane").evaluate_all("all => all.every(one => one.dataset.ahead === '0')")
+    assert lanes(page, "ahead") == [0, 0, 0]
 
 
 def test_switch_turns_drafts_off(page: Page) -> None:

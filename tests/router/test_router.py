@@ -8,15 +8,15 @@ from typing import Any
 import grpc
 import pytest
 
-from cascade.errors import Aborted, CascadeError, DeadlineExceeded
+from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Draft, Failed, Message, Proposal
 from cascade.scorer import Row, Scored
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
-from deployments.admission.gate import Life
-from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard, pause
+from deployments.admission.admission import Lifetime
+from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
 from deployments.links import replica_status
 from deployments.router import Router
 from tests.links.test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
@@ -166,7 +166,7 @@ async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
 
 async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the full replicas against a request that makes whoever runs it fail, tried again and again."""
-    monkeypatch.setattr("deployments.admission.retry.RETRY_S", (0.0,))
+    monkeypatch.setattr("deployments.admission.retry.PAUSES_S", (0.0,))
     async with started(net) as router:
         node: Node = net.nodes["full"]
         monkeypatch.setattr(node.tier._runner, "_model", Broken())
@@ -219,9 +219,9 @@ async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:
         stream = router.Generate(request(3000), Context())
         await anext(stream)
         node = net.nodes["full"]
-        await until(lambda: node.tier.stats.own_tokens >= module.FULL_WINDOW)
+        await until(lambda: node.tier.stats.own_tokens >= module.STREAM_WINDOW)
         await asyncio.sleep(0.1)
-        assert node.tier.stats.own_tokens <= module.FULL_WINDOW
+        assert node.tier.stats.own_tokens <= module.STREAM_WINDOW
         await stream.aclose()  # type: ignore[attr-defined]
 
 
@@ -289,25 +289,21 @@ async def test_fields_from_the_future_are_refused(net: Net) -> None:
             assert "unknown fields" in context.details
 
 
-async def test_pauses_end_with_the_request() -> None:
-    """Guards aborts and deadlines while another replica is looked for: they were heard of up to two seconds later."""
-    life = Life()
-    waiting = asyncio.create_task(pause(60.0, life))
-    await asyncio.sleep(0)
-    life.abort()
-    with pytest.raises(Aborted):
-        await waiting
-    with pytest.raises(DeadlineExceeded):
-        await pause(60.0, Life.of(0.01))
-    await pause(0.0, Life())
-
-
 async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     for message in (Proposal("s", 4, Draft((1,), b"\0")), Proposal("s", 4, Draft((1, 2), b"\0\0")), Failed("s", "gone")):
         inbox.put_nowait(message)
-    patience, life = RetryBudget(5.0), Life()
-    assert (await heard(inbox, patience, life)).tokens == (1, 2)
+    retry_budget, lifetime = RetryBudget(5.0), Lifetime()
+    assert (await heard(inbox, retry_budget, lifetime)).draft.tokens == (1, 2)
     with pytest.raises(SessionFailed, match="gone"):
-        await heard(inbox, patience, life)
+        await heard(inbox, retry_budget, lifetime)
+
+
+async def test_what_ends_the_wait_is_what_is_told() -> None:
+    """Guards the reason: a deadline is an error of time, too, and was told as a full tier without progress."""
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    with pytest.raises(DeadlineExceeded):
+        await heard(inbox, RetryBudget(20.0), Lifetime.of(0.01))
+    with pytest.raises(Unavailable, match=r"no progress for 0\.01 s"):
+        await heard(inbox, RetryBudget(0.01), Lifetime.of(20))

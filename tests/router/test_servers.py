@@ -68,7 +68,7 @@ def busy(served: House, num: int, *metadata: tuple[str, str]) -> Iterator[list[A
     with grpc.insecure_channel(served.grpc) as channel:
         stub = serving_pb2_grpc.CascadeStub(channel)
         calls = [stub.Generate(request, metadata=(*bearer(ALICE), *metadata)) for _ in range(num)]
-        wait_until(lambda: served.router.front.gate.num_admitted >= num)
+        wait_until(lambda: served.router.admission.places.num_admitted >= num)
         yield calls
         for call in calls:
             call.cancel()
@@ -117,7 +117,7 @@ def test_full_server_says_so_at_once(small: House) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(caught.value.trailing_metadata())["retry-after"] == "1"
         assert time.monotonic() - begin < 10
-        assert small.router.front.gate.num_waiting == 2
+        assert small.router.admission.places.num_waiting == 2
     body = {"prompt": "x", "n": 5}
     assert ask(small, "/v1/completions", body, Authorization=f"Bearer {ALICE}")[2]["error"]["message"].startswith(
         "The request asks"
@@ -150,7 +150,7 @@ def test_abort_ends_a_request_of_the_same_key(small: House) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.ABORTED
-    threading.Timer(0.3, lambda: small.loop.call_soon_threadsafe(small.router.front.abort_all)).start()
+    threading.Timer(0.3, lambda: small.loop.call_soon_threadsafe(small.router.admission.abort_all)).start()
     with Client(small.grpc, api_key=ALICE) as client, pytest.raises(Aborted):
         client.generate(PROMPT, LONG)
 
@@ -213,16 +213,16 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
             reader.connect((host, int(port)))
             reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             reader.recv(10)
-            gate = served.router.front.gate
-            wait_until(lambda: gate.num_admitted == 0)
+            places = served.router.admission.places
+            wait_until(lambda: places.num_admitted == 0)
             written = served.net.nodes["full"].tier.stats.own_tokens
             assert written < 16 * 4000
             served.settle()
         with grpc.insecure_channel(served.grpc, options=SMALL_WINDOW) as channel:
             request = pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
             calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(2)]
-            wait_until(lambda: gate.num_admitted > 0)
-            wait_until(lambda: gate.num_admitted == 0)
+            wait_until(lambda: places.num_admitted > 0)
+            wait_until(lambda: places.num_admitted == 0)
             with Client(served.grpc) as client:
                 assert client.generate("x", SamplingParams(max_tokens=4)).token_ids
             ends = []
@@ -243,7 +243,7 @@ def test_drain_lets_answers_end_and_nobody_in() -> None:
         pieces = [next(stream)]
         drained = threading.Thread(target=lambda: served.call(served.router.drain()))
         drained.start()
-        wait_until(lambda: served.router.front.gate.closed)
+        wait_until(lambda: served.router.admission.places.closed)
         status, _, answer = ask(served, "/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "unavailable")
         assert ask(served, "/health")[0] == 503

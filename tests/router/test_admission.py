@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from cascade.settings.config import AccessConfig, KeyLimits
 from deployments.admission.access import Access, Account
-from deployments.admission.gate import Gate, Life
+from deployments.admission.admission import Lifetime, Places
 
 KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
 
@@ -19,15 +19,15 @@ KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
 class Crowd:
     """Answers that hold their turn until they are told to end."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self.served: list[int] = []
         self._ends: dict[int, asyncio.Event] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.lives: dict[int, Life] = {}
+        self.lifetimes: dict[int, Lifetime] = {}
 
-    async def come(self, number: int, life: Life | None = None) -> None:
-        self._ends[number], self.lives[number] = asyncio.Event(), life or Life()
+    async def come(self, number: int, lifetime: Lifetime | None = None) -> None:
+        self._ends[number], self.lifetimes[number] = asyncio.Event(), lifetime or Lifetime()
         self.tasks[number] = asyncio.create_task(self._answer(number))
         await asyncio.sleep(0)
 
@@ -36,15 +36,15 @@ class Crowd:
         await asyncio.wait([self.tasks[number]])
 
     async def _answer(self, number: int) -> None:
-        with self._gate.admitted(1):
-            async with self._gate.turn(self.lives[number]):
+        with self._places.admitted(1):
+            async with self._places.turn(self.lifetimes[number]):
                 self.served.append(number)
                 await self._ends[number].wait()
 
 
 async def test_turns_come_in_order_and_the_rest_is_refused_at_once() -> None:
     """Guards latency under load: a full server says so at once instead of letting everybody wait for ever."""
-    crowd = Crowd(gate := Gate(2, 2))
+    crowd = Crowd(places := Places(2, 2))
     for number in range(5):
         await crowd.come(number)
     assert crowd.served == [0, 1]
@@ -55,28 +55,28 @@ async def test_turns_come_in_order_and_the_rest_is_refused_at_once() -> None:
     assert crowd.served == [0, 1, 2]
     for number in (0, 2, 3):
         await crowd.leave(number)
-    assert (gate.num_admitted, gate.num_running) == (0, 0)
+    assert (places.num_admitted, places.num_running) == (0, 0)
 
 
 def test_what_no_room_is_ever_enough_for_is_no_overload() -> None:
     """Guards against clients that try again for ever: a request of more answers than there are places was told to come back."""
     with pytest.raises(InvalidRequest, match="asks for 5 answers at once: the server takes 4; send fewer"):
-        Gate(2, 2).check(5)
+        Places(2, 2).check(5)
     with pytest.raises(InvalidRequest, match="asks for 3 answers at once: key bob may have 2; send fewer"):
         Account("bob", KeyLimits(max_running=2)).admitted(3).__enter__()
 
 
-async def test_waiting_ends_with_its_life() -> None:
+async def test_waiting_ends_with_its_lifetime() -> None:
     """Guards against requests that wait beyond their deadline or their abort, and against turns that they take along."""
-    crowd = Crowd(gate := Gate(1, 9))
+    crowd = Crowd(places := Places(1, 9))
     await crowd.come(0)
-    await crowd.come(1, Life.of(0.05))
+    await crowd.come(1, Lifetime.of(0.05))
     await crowd.come(2)
     await crowd.come(3)
     await crowd.come(4)
     with pytest.raises(DeadlineExceeded):
         await crowd.tasks[1]
-    crowd.lives[2].abort()
+    crowd.lifetimes[2].abort()
     with pytest.raises(Aborted):
         await crowd.tasks[2]
     crowd.tasks[3].cancel()
@@ -86,7 +86,7 @@ async def test_waiting_ends_with_its_life() -> None:
     await asyncio.sleep(0)
     assert crowd.served == [0, 4]
     await crowd.leave(4)
-    assert (gate.num_admitted, gate.num_running) == (0, 0)
+    assert (places.num_admitted, places.num_running) == (0, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +95,7 @@ def test_places_are_never_lost(steps: list[tuple[str, int]]) -> None:
     """Guards the count of turns against every order of coming, leaving, cancelling and aborting."""
 
     async def run() -> None:
-        crowd, number = Crowd(gate := Gate(2, 3)), 0
+        crowd, number = Crowd(places := Places(2, 3)), 0
         for verb, pick in steps:
             living = [n for n, task in crowd.tasks.items() if not task.done()]
             if verb == "come":
@@ -108,25 +108,87 @@ def test_places_are_never_lost(steps: list[tuple[str, int]]) -> None:
                 elif verb == "cancel":
                     crowd.tasks[one].cancel()
                 else:
-                    crowd.lives[one].abort()
-            assert 0 <= gate.num_running <= 2
-            assert gate.num_admitted <= 5
+                    crowd.lifetimes[one].abort()
+            assert 0 <= places.num_running <= 2
+            assert places.num_admitted <= 5
             if verb != "come":
                 for _ in range(pick % 3):
                     await asyncio.sleep(0)
         for end in crowd._ends.values():
             end.set()
         await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
-        assert (gate.num_admitted, gate.num_running, len(gate._waiting)) == (0, 0, 0)
+        assert (places.num_admitted, places.num_running) == (0, 0)
+        for again in range(2):  # both turns are there for whoever comes next
+            await crowd.come(number + again)
+        assert crowd.served[-2:] == [number, number + 1]
+        for again in range(2):
+            await crowd.leave(number + again)
 
     asyncio.run(run())
 
 
-async def test_drained_gate_lets_nobody_in() -> None:
-    """Guards shutdown: what is there ends, what comes is sent elsewhere."""
-    crowd = Crowd(gate := Gate(1, 1))
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("first", ["turn", "end"])
+@pytest.mark.parametrize("end", ["abort", "cancel"])
+async def test_a_turn_that_comes_with_the_end_goes_to_the_next(end: str, first: str, steps: int) -> None:
+    """Guards turns handed to a request in the very moment in which it is aborted or cancelled: they were gone for good."""
+    crowd = Crowd(places := Places(1, 2))
     await crowd.come(0)
-    drained = asyncio.create_task(gate.drained(20))
+    await crowd.come(1, lifetime := Lifetime())
+    await crowd.come(2)
+    verbs = [crowd._ends[0].set, lifetime.abort if end == "abort" else crowd.tasks[1].cancel]
+    for verb in verbs if first == "turn" else verbs[::-1]:
+        verb()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+    for number in (0, 1, 2):
+        await crowd.leave(number)
+    assert crowd.served[-1] == 2
+    assert (places.num_admitted, places.num_running) == (0, 0)
+    await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+
+
+async def test_waits_end_with_the_request() -> None:
+    """Guards aborts and deadlines while another replica is looked for: they were heard of up to two seconds later."""
+
+    never, lifetime = asyncio.Event().wait, Lifetime()
+    waiting = [asyncio.create_task(lifetime.wait(never)) for _ in range(2)]
+    await asyncio.sleep(0)
+    lifetime.abort()
+    lifetime.abort()
+    for task in waiting:
+        with pytest.raises(Aborted):
+            await task
+    with pytest.raises(Aborted):
+        await lifetime.wait(never)
+    with pytest.raises(DeadlineExceeded):
+        await Lifetime.of(0.01).wait(never)
+    with pytest.raises(DeadlineExceeded):
+        await Lifetime.of(0.01).wait(never, 20)
+    with pytest.raises(TimeoutError) as caught:
+        await Lifetime.of(20).wait(never, 0.01)
+    assert not isinstance(caught.value, DeadlineExceeded)
+    assert not lifetime._waits
+
+
+async def test_a_cancel_is_no_abort() -> None:
+    """Guards tasks that are cancelled while their request ends, too: who cancels them waits for just that."""
+    lifetime = Lifetime()
+    for both in (False, True):
+        task = asyncio.create_task(lifetime.wait(asyncio.Event().wait))
+        await asyncio.sleep(0)
+        task.cancel()
+        if both:
+            lifetime.abort()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_drained_server_lets_nobody_in() -> None:
+    """Guards shutdown: what is there ends, what comes is sent elsewhere."""
+    crowd = Crowd(places := Places(1, 1))
+    await crowd.come(0)
+    drained = asyncio.create_task(places.drained(20))
     await asyncio.sleep(0)
     await crowd.come(1)
     with pytest.raises(Unavailable, match="shutting down"):
@@ -134,7 +196,7 @@ async def test_drained_gate_lets_nobody_in() -> None:
     assert not drained.done()
     await crowd.leave(0)
     assert await drained
-    crowd = Crowd(late := Gate(1, 1))
+    crowd = Crowd(late := Places(1, 1))
     await crowd.come(0)
     assert not await late.drained(0.01)
     await crowd.leave(0)

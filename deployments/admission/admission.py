@@ -1,0 +1,229 @@
+"""What every request passes before it reaches a tier, by whatever protocol it came: keys, limits, places, counters."""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cascade.answer import Chunk
+from cascade.errors import Aborted, CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, Unavailable
+from cascade.messages import Open, mint
+from cascade.settings.config import CascadeConfig
+from deployments.admission.access import Access, Account
+from deployments.admission.metrics import RouterMetrics
+from deployments.admission.status import status_of
+
+T = TypeVar("T")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LATE = "The request's deadline passed before its text was complete"
+FULL_RETRY_AFTER_S = 1.0  # when a client should ask a full server again
+
+
+def request_id(given: str) -> str:
+    """The name that a client gave its request; raises `InvalidRequest` if it is not fit for headers and logs."""
+    if not REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    return given
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """How long a request may live. What happens on its behalf is awaited by `wait`, so that it ends with it.
+
+    Belongs to one event loop.
+    """
+
+    deadline: float = float("inf")  # of `time.monotonic`
+    aborted: bool = False
+    _waits: list[asyncio.Timeout] = field(default_factory=list)  # in progress
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> "Lifetime":
+        """One that begins now; without a deadline if ``timeout_s`` is ``None``."""
+        return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
+
+    def abort(self) -> None:
+        """End it now; to be called in its event loop."""
+        self.aborted = True
+        for limit in self._waits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        """Raise `Aborted` or `DeadlineExceeded` if it is over."""
+        if self.aborted:
+            raise Aborted("The request was aborted")
+        if time.monotonic() >= self.deadline:
+            raise DeadlineExceeded(LATE)
+
+    async def wait(self, work: Callable[[], Awaitable[T]], seconds: float = float("inf")) -> T:
+        """What ``work`` returns; it is cancelled when the request ends, or after ``seconds``.
+
+        Raises `Aborted` or `DeadlineExceeded` when the request has ended, `TimeoutError` when only the seconds are over.
+        """
+        self.check()
+        left_s = self.deadline - time.monotonic()
+        soonest_s = min(left_s, seconds)
+        limit = asyncio.timeout(None if soonest_s == float("inf") else soonest_s)
+        self._waits.append(limit)
+        try:
+            async with limit:
+                return await work()
+        except TimeoutError:
+            self.check()
+            if limit.expired() and left_s <= seconds:  # by the event loop's clock, which may be a tick ahead
+                raise DeadlineExceeded(LATE) from None
+            raise
+        finally:
+            self._waits.remove(limit)
+
+
+class Places:
+    """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, in order."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._room = max_running + max_waiting
+        self._turns = asyncio.Semaphore(max_running)  # first come, first served
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.num_admitted = 0
+        self.num_running = 0
+        self.closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_admitted - self.num_running
+
+    def check(self, num_answers: int = 1) -> None:
+        """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
+        if self.closed:
+            raise Unavailable("The server is shutting down")
+        if num_answers > self._room:
+            raise InvalidRequest(
+                f"The request asks for {num_answers} answers at once: the server takes {self._room}; "
+                "send fewer prompts, or a smaller n"
+            )
+        if self.num_admitted + num_answers > self._room:
+            raise Overloaded(
+                f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait",
+                FULL_RETRY_AFTER_S,
+            )
+
+    @contextlib.contextmanager
+    def admitted(self, num_answers: int) -> Iterator[None]:
+        """Hold places for the answers of a request; raises what `check` raises, at once."""
+        self.check(num_answers)
+        self.num_admitted += num_answers
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.num_admitted -= num_answers
+            if not self.num_admitted:
+                self._empty.set()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, lifetime: Lifetime) -> AsyncIterator[None]:
+        """Wait for the turn of one admitted answer, and hold it; raises what ends its ``lifetime`` before."""
+        await lifetime.wait(self._turns.acquire)
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._turns.release()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Admit nothing more, and wait until all answers are written; False if that took too long."""
+        self.closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        return not self.num_admitted
+
+
+@dataclass(eq=False, slots=True)
+class ActiveRequest:
+    """One request while it is served; it may have several answers."""
+
+    id: str
+    account: Account
+    lifetime: Lifetime
+    since: float = field(default_factory=time.monotonic)  # when it arrived
+
+
+class Admission:
+    """Admits requests, counts and charges their answers, and ends them before their time."""
+
+    def __init__(self, config: CascadeConfig) -> None:
+        self.limits = config.router.limits
+        self.access = Access.load(config.router.access)
+        self.places = Places(config.router.max_running, config.router.max_waiting)
+        self.metrics = RouterMetrics(self.places, config.names)
+        self._active: set[ActiveRequest] = set()
+
+    @contextlib.contextmanager
+    def admitted(
+        self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
+    ) -> Iterator[ActiveRequest]:
+        """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
+        request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
+        request.lifetime.check()
+        with account.admitted(num_answers), self.places.admitted(num_answers):
+            self._active.add(request)
+            try:
+                yield request
+            finally:
+                self._active.discard(request)
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
+        most = self.limits.max_prompt_chars
+        if num_chars > most:
+            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
+
+    def abort(self, account: Account, id: str) -> int:
+        """End the requests of ``account`` with this id; how many there were."""
+        found = [request for request in self._active if request.id == id and request.account is account]
+        for request in found:
+            request.lifetime.abort()
+        return len(found)
+
+    def abort_all(self) -> None:
+        """End all requests: the server goes."""
+        for request in list(self._active):
+            request.lifetime.abort()
+
+    async def counted(
+        self, chunks: AsyncGenerator[Chunk, None], opening: Open, request: ActiveRequest
+    ) -> AsyncGenerator[Chunk, None]:
+        """``chunks`` of one answer when its turn has come, counted and charged."""
+        outcome, num_tokens, last = "failed", 0, request.since
+        request.account.charge(opening.prompt_len)
+        try:
+            async with self.places.turn(request.lifetime), contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
+                        yield chunk
+                        continue
+                    now = time.monotonic()
+                    self.metrics.piece(now - last, first=num_tokens == 0)
+                    num_tokens += len(chunk.token_ids)
+                    request.account.charge(len(chunk.token_ids))
+                    if chunk.completion is not None:
+                        outcome = chunk.completion.finish_reason
+                        self.metrics.completed(chunk.completion)
+                    yield chunk
+                    last = time.monotonic()
+        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer
+            outcome = "left" if outcome == "failed" else outcome
+            raise
+        except CascadeError as error:
+            outcome = status_of(error).code
+            raise
+        finally:
+            self.metrics.ended(outcome, opening.prompt_len, num_tokens)

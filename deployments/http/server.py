@@ -1,0 +1,119 @@
+"""The router's own HTTP server, in the router's process in place of Ray Serve's proxy.
+
+It listens where it is told, and drops connections that bring no request and clients that do not read.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cascade.settings.config import ListenConfig, RequestLimits
+
+BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves the application of one router. Several routers of one machine may share the port."""
+
+    def __init__(self, application: ASGIApp, listen: ListenConfig, limits: RequestLimits) -> None:
+        self._listen = listen
+        self._read_timeout_s = limits.read_timeout_s
+        tls = listen.tls
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                application,
+                http=protocol(limits.body_timeout_s),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ssl_certfile=None if tls is None else tls.certificate,
+                ssl_keyfile=None if tls is None else tls.key,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listen; raises `OSError` if the port cannot be had."""
+        listening = listener(self._listen.host, self._listen.http_port, self._read_timeout_s)
+        self._serving = asyncio.create_task(self._server.serve([listening]))
+
+    async def close(self, grace_s: float) -> None:
+        """Stop listening; what is still being answered has ``grace_s`` and a second to end."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s + 1):
+                    await asyncio.shield(self._serving)
+            self._server.force_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to whoever runs the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def protocol(head_timeout_s: float) -> type[H11Protocol]:
+    """Uvicorn's own, but for connections that bring no whole head of a request in time: those are closed.
+
+    Uvicorn waits for the first head, and for the rest of one that has begun, for ever.
+    """
+
+    class Timed(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the class above
+            super().connection_made(transport)
+            self._time()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._time()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop()
+
+        def _time(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._stop()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(head_timeout_s, self.transport.abort)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Timed
+
+
+def listener(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A listening socket that other routers of this machine may share; raises `OSError`.
+
+    The kernel drops clients that take nothing for ``timeout_s``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
+        listening.bind((host, port))
+        listening.listen(BACKLOG)  # at once: clients may come before the server's first turn
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -35,7 +35,7 @@ from deployments.grpc.requests import (
     response,
     whole,
 )
-from deployments.grpc.turns import Talk
+from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.links.downlink import Downlink
 from deployments.links.replica_status import ReplicaStatus, ask
@@ -120,7 +120,7 @@ class Router:
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
         with told(grpc_context, self.front.metrics.refused):
-            talk = Talk(request)
+            talk = ChatTurn(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 async for chunk in chunks:
                     yield talk.piece(chunk)
@@ -130,7 +130,7 @@ class Router:
         with told(grpc_context, self.front.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
-            talk = Talk(request)
+            talk = ChatTurn(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
                 return talk.whole([chunk async for chunk in chunks])
 
@@ -272,7 +272,7 @@ class Router:
             ids = await asyncio.to_thread(parse_input, request, self.tokenizer)
         return self.opening(ids, params, speculation, handling)
 
-    async def _admit_talk(self, talk: Talk) -> Open:
+    async def _admit_talk(self, talk: ChatTurn) -> Open:
         """The same for a conversation."""
         task = await talk.task(self.assistant)
         await self.check(task.params)

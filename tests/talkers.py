@@ -24,7 +24,7 @@ CHAT = (
     "{{%- if add_generation_prompt %}}<|assistant|>{{% endif %}}"
 )
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-RESULT = "{{ message.name }}: {{ message.content }}"
+RESULT = "{{ message.tool_call_id }}: {{ message.content }}"
 CALL = '{{"name": "{{{{ call.function.name }}}}", "{key}": {{{{ call.function.arguments | tojson }}}}}}'
 ARGUMENTS, PARAMETERS = CALL.format(key="arguments"), CALL.format(key="parameters")
 EACH = "{% for call in message.tool_calls %}"

@@ -6,7 +6,7 @@ OPEN, CLOSE = "<think>", "</think>"
 TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
 
 
-class Splitter:
+class ThoughtSplitter:
     """Takes the thoughts out of one answer, which has them once; a later tag is the model's talk of tags.
 
     ``within``: the prompt has opened them. Blanks stay where they are: thoughts, tags and words joined are the text.

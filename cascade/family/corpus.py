@@ -23,8 +23,8 @@ END_OF_TEXT = "<|endoftext|>"
 # Base models know no roles: contents follow each other with a blank line in between, and the model goes on behind the last one.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
-{{- "" if loop.first else "\n\n" }}{{ message.content }}
-{%- for call in message.tool_calls %}{{ "\n" if message.content or not loop.first }}{{ call.function | tojson }}{% endfor %}
+{{- "" if loop.first else "\\n\\n" }}{{ message.content }}
+{%- for call in message.tool_calls %}{{ "\\n" if message.content or not loop.first }}{{ call.function | tojson }}{% endfor %}
 {%- endfor %}"""
 # Generated tables rather than code somebody wrote: they would teach the tokenizer hexadecimal numbers.
 GENERATED = ("encodings", "pydoc_data", "site-packages", "__pycache__")

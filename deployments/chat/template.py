@@ -49,14 +49,7 @@ class ChatTemplate:
             InvalidRequest: there is no template, it does not read a variable of ``style``, does not take these messages, or
                 leaves out a part of them.
         """
-        if self._backend.chat_template is None:
-            raise InvalidRequest(
-                "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja"
-            )
-        strange = next((name for name in style.values if name not in self.variables), None)
-        if strange is not None:
-            reads = ", ".join(self.variables)[:200] or "none"
-            raise InvalidRequest(f"chat_template_kwargs has {strange[:60]!r}: of these the model's chat template reads {reads}")
+        self._check(style)
         said = self.translated(messages)
         try:
             text = self._render(said, tools, style)
@@ -86,6 +79,17 @@ class ChatTemplate:
         if "tool_calls" in said and self._takes_objects:
             said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
         return said
+
+    def _check(self, style: Style) -> None:
+        """Raise `InvalidRequest` if there is no template, or none that reads all variables of ``style``."""
+        if self._backend.chat_template is None:
+            raise InvalidRequest(
+                "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja"
+            )
+        strange = next((name for name in style.values if name not in self.variables), None)
+        if strange is not None:
+            reads = ", ".join(self.variables)[:200] or "none"
+            raise InvalidRequest(f"chat_template_kwargs has {strange[:60]!r}: of these the model's chat template reads {reads}")
 
     # what the template reads
 

@@ -101,8 +101,8 @@ def chunks(text: str, cuts: list[int]) -> list[Chunk]:
     return [Chunk(p, (), (), b"", END if i == len(pieces) - 1 else None) for i, p in enumerate(pieces)]
 
 
-def reader(name: str, hidden: dict[int, str] = {}) -> TurnReader:  # noqa: B006  # nobody changes it
-    return TurnReader(CallParser(FORMATS[name], NAMES), hidden)
+def reader(name: str, hidden: dict[int, str] | None = None) -> TurnReader:
+    return TurnReader(CallParser(FORMATS[name], NAMES), hidden or {})
 
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MessageDict = dict[str, Any]
-Render = Callable[[Sequence[MessageDict], Sequence[MessageDict] | None], str]  # a prompt; "" if the template refuses
+Render = Callable[[Sequence[MessageDict], Sequence[MessageDict] | None], str | None]  # a prompt, if the template gives one
 MARK = "probe_{}_{}_{}."  # the full stop: no mark begins another one
 
 
@@ -18,7 +18,7 @@ def omission(messages: Sequence[MessageDict], tools: Sequence[MessageDict] | Non
     """
     marked_tools = None if tools is None else [_renamed(tool, MARK.format("tool", i, 0)) for i, tool in enumerate(tools)]
     text = render([_marked(message, index) for index, message in enumerate(messages)], marked_tools)
-    if not text:
+    if text is None:
         return None
     for index in range(len(tools or ())):
         if MARK.format("tool", index, 0) not in text:

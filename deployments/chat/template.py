@@ -56,7 +56,7 @@ class ChatTemplate:
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}") from None
-        lost = omission(said, tools, lambda messages, tools: self._probe(messages, tools, style))
+        lost = omission(said, tools, lambda messages, tools: self._written(messages, tools, style))
         if lost is not None:
             raise InvalidRequest(lost)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False)
@@ -149,14 +149,16 @@ class ChatTemplate:
         written = {role: self._probe(probe, style=Style(prompts=False)) for role, probe in probes.items()}
         return frozenset(role for role, text in written.items() if PROBE_WORDS in text and not _prints_parts(text))
 
-    def _probe(
-        self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = (PROBE_TOOL,), style: Style = Style()
-    ) -> str:
-        """What it writes; "" if it refuses."""
+    def _probe(self, messages: Sequence[MessageDict], *, style: Style = Style()) -> str:
+        """What it writes, told of the probe's tool; "" if it refuses."""
+        return self._written(messages, [PROBE_TOOL], style) or ""
+
+    def _written(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str | None:
+        """What it writes; ``None`` if it refuses."""
         try:
             return self._render(messages, tools, style)
         except Exception:  # a template says no as it likes
-            return ""
+            return None
 
     def _render(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str:
         text = self._backend.apply_chat_template(

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cascade.engine.tokenizer import Tokenizer
@@ -77,6 +77,7 @@ def test_prompts_are_the_templates_own(name: str) -> None:
     template = ChatTemplate(tokenizer)
 
     @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @example(["developer"], False, "ends")  # of which nothing may be left, not even a word of the template's
     @given(st.lists(KINDS, min_size=1, max_size=5), st.booleans(), st.sampled_from(["prompts", "ends", "goes on"]))
     def run(kinds: list[str], shown: bool, ending: str) -> None:
         messages, style = said(kinds), Style(prompts=ending == "prompts", goes_on=ending == "goes on")

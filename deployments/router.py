@@ -35,7 +35,7 @@ from deployments.grpc.requests import (
     whole,
 )
 from deployments.grpc.server import GrpcServer
-from deployments.grpc.turns import Talk
+from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
@@ -138,19 +138,19 @@ class Router:
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
         with reported(grpc_context, self.admission.metrics.refused):
-            talk = Talk(request)
-            async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
+            turn = ChatTurn(request)
+            async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
                 async for chunk in chunks:
-                    yield talk.piece(chunk)
+                    yield turn.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
         with reported(grpc_context, self.admission.metrics.refused):
             if request.watch:
                 raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
-            talk = Talk(request)
-            async with contextlib.aclosing(self._asked(partial(self._admit_talk, talk), grpc_context)) as chunks:
-                return talk.whole([chunk async for chunk in chunks])
+            turn = ChatTurn(request)
+            async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
+                return turn.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key."""
@@ -280,10 +280,10 @@ class Router:
         speculation, handling = parse_speculation(request), parse_handling(request)
         return await self.admit(await self.encode(prompt), params, speculation, handling)
 
-    async def _admit_talk(self, talk: Talk) -> Open:
+    async def _admit_turn(self, turn: ChatTurn) -> Open:
         """The same for a conversation."""
-        speculation, handling = parse_speculation(talk.request), parse_handling(talk.request)
-        task = await talk.task(self.assistant)
+        speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
+        task = await turn.task(self.assistant)
         return await self.admit(task.ids, task.params, speculation, handling)
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:

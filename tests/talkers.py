@@ -24,7 +24,7 @@ CHAT = (
     "{{%- if add_generation_prompt %}}<|assistant|>{{% endif %}}"
 )
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-RESULT = "{{ message.name }}: {{ message.content }}"
+RESULT = "{{ message.tool_call_id }}: {{ message.content }}"
 CALL = '{{"name": "{{{{ call.function.name }}}}", "{key}": {{{{ call.function.arguments | tojson }}}}}}'
 ARGUMENTS, PARAMETERS = CALL.format(key="arguments"), CALL.format(key="parameters")
 EACH = "{% for call in message.tool_calls %}"
@@ -61,7 +61,7 @@ def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
 
 
 class Parrot(CountingModel):
-    """Says what the last user said, word for word; drafters err in the share of all places that they do not agree on."""
+    """Says what the last user said, word for word; drafters err at the share of places that they do not agree on."""
 
     def __init__(self, **options: float) -> None:
         super().__init__(**options, order=1 << 20)
@@ -73,7 +73,8 @@ class Parrot(CountingModel):
         if self.assistant not in context:  # no conversation
             return tuple(logits)
         begin, turn = _last(context, self.user), _last(context, self.assistant)
-        said = context[begin + 1 : context.index(self.end, begin)]
+        asked = context[begin + 1 :]
+        said = asked[: asked.index(self.end)] if self.end in asked else ()
         place = len(context) - turn - 1
         right = said[place] if place < len(said) else self.end
         lot = _fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64

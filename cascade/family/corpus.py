@@ -20,6 +20,12 @@ Split = Literal["train", "held_out"]
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
+# Base models know no roles: contents follow each other with a blank line in between, and the model goes on behind the last one.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- "" if loop.first else "\\n\\n" }}{{ message.content }}
+{%- for call in message.tool_calls %}{{ "\\n" if message.content or not loop.first }}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}"""
 # Folders of generated tables, which would teach the tokenizer hexadecimal numbers, and of what is no standard library.
 EXCLUDED = ("encodings", "pydoc_data", "site-packages", "__pycache__")
 HELD_OUT_SHARE = 1 / 20
@@ -62,7 +68,11 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(documents(files), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -20,5 +20,6 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
         eos_token=tokenizer.eos_token,
         clean_up_tokenization_spaces=False,
         model_max_length=model.config.max_position_embeddings,
+        chat_template=tokenizer.chat_template,
     ).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner alone

@@ -6,7 +6,15 @@ from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from jsonschema_rs import ValidationError, Validator, validator_for
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from cascade.errors import InvalidRequest
 from cascade.params import LONE_SURROGATE, is_text
@@ -57,6 +65,25 @@ class Body(BaseModel):
         return value
 
 
+class Kept(Body):
+    """Keeps what the client sent beside what it means: chat templates get the former, down to the order of fields."""
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(value)
+        if isinstance(value, dict):
+            made._given = value
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The client's own object; not to be changed."""
+        return self._given
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -76,12 +103,6 @@ class CalledFunction(Body):
         parsed_object(value or "{}")
         return value
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """``arguments`` as chat templates take them."""
-        values: dict[str, Any] = json.loads(self.arguments or "{}")
-        return values
-
 
 class CallBody(Body):
     """A call that the assistant made earlier."""
@@ -92,7 +113,7 @@ class CallBody(Body):
     index: int | None = None  # of streamed answers that are sent back as they came
 
 
-class ChatMessage(Body):
+class ChatMessage(Kept):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -135,18 +156,10 @@ class ChatMessage(Body):
         return self.content or ""
 
     @property
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        said: dict[str, Any] = {"role": self.role, "content": self.text}
-        said |= {} if self.name is None else {"name": self.name}
-        said |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        said |= {} if self.thoughts is None else {"reasoning_content": self.thoughts, "reasoning": self.thoughts}
-        if self.tool_calls:
-            said["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": call.function.values}}
-                for call in self.tool_calls
-            ]
-        return said
+    def num_chars(self) -> int:
+        """Characters of what it says, thinks and calls."""
+        called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.thoughts or "") + called
 
 
 class FunctionBody(Body):
@@ -181,18 +194,11 @@ class FunctionBody(Body):
         return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
 
 
-class ToolBody(Body):
+class ToolBody(Kept):
     """A tool; there are only functions."""
 
     type: Literal["function"]
     function: FunctionBody
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        function = self.function
-        described = {"name": function.name, "description": function.description or ""}  # which templates count on
-        return {"type": "function", "function": {**described, "parameters": function.schema_of_object}}
 
 
 class FunctionChoice(Body):
@@ -283,14 +289,3 @@ def check_results(messages: Sequence[ChatMessage]) -> None:
             name = message.tool_call_id[:60]
             raise ValueError(f"messages.{index}.tool_call_id is {name!r}: no call before it has this id")
         asked |= {call.id for call in message.tool_calls or ()}
-
-
-def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it; what tools say bears their names."""
-    names: dict[str, str] = {}
-    plain = []
-    for message in messages:
-        named = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
-        plain.append(named | message.plain)
-        names |= {call.id: call.function.name for call in message.tool_calls or ()}
-    return plain

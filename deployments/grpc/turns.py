@@ -1,4 +1,4 @@
-"""Conversations over gRPC: in the words that HTTP has for them, and the answers back."""
+"""Conversations over gRPC: requests as OpenAI's JSON has them, and answers as messages of the protocol."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,9 +13,10 @@ from cascade.client.wire import encode_lane
 from cascade.errors import InvalidRequest
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.status import mistake
-from deployments.chat.assistant import Assistant, Task
-from deployments.chat.calls import Delta, Reader, read, reason
+from deployments.chat.assistant import Assistant, ChatTask
 from deployments.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
+from deployments.chat.delta import Delta
+from deployments.chat.reader import TurnReader, finish_reason, read
 from deployments.grpc.requests import all_tokens, ending, finish, parse_sampling, prompt, refuse_unknown, tokens
 
 T = TypeVar("T")
@@ -29,14 +30,14 @@ PLAIN = (  # the same in both protocols
 SAID = ("content", "name", "tool_call_id", "reasoning_content")  # of a message, likewise
 
 
-class Talk:
-    """One request; its `task` comes first, then the pieces of its answer."""
+class ChatTurn:
+    """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
 
     def __init__(self, request: pb.ChatRequest) -> None:
         self.request = request
-        self._reader: Reader | None = None
+        self._reader: TurnReader | None = None
 
-    async def task(self, assistant: Assistant) -> Task:
+    async def task(self, assistant: Assistant) -> ChatTask:
         """What the full tier is asked; raises `InvalidRequest`."""
         task = await assistant.task(conversation(self.request), partial(parse_sampling, self.request))
         self._reader = None if task.reader is None else task.reader()
@@ -50,7 +51,7 @@ class Talk:
             content=said.content,
             tool_calls=map(_called, said.calls.values()),
             tokens=tokens(chunk),
-            finish=None if end is None else _finish(end, reason(end, reader), reader),
+            finish=None if end is None else _finish(end, finish_reason(end, reader), reader),
             prompt=prompt(chunk),
             lanes=map(encode_lane, chunk.lanes),
             text=None if reader is None else chunk.text,
@@ -94,9 +95,9 @@ def conversation(request: pb.ChatRequest) -> Conversation:
         raise InvalidRequest(mistake(placed, "The request")[1]) from None
 
 
-def _listed(word: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
-    """Everything in other words; of a list that is too long only its length will be looked at."""
-    return [word(one) for one in given[:most]] + [None] * (len(given) - most)
+def _listed(form: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
+    """Each element in OpenAI's form; of a list that is too long only the length is of interest."""
+    return [form(one) for one in given[:most]] + [None] * (len(given) - most)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
@@ -104,7 +105,11 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     said |= {name: getattr(message, name) for name in SAID if message.HasField(name)}
     if message.tool_calls:
         said["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
             for call in message.tool_calls
         ]
     return said
@@ -113,9 +118,12 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 def _tool(numbered: tuple[int, pb.Tool]) -> dict[str, Any]:
     index, function = numbered[0], numbered[1].function
     said: dict[str, Any] = {"name": function.name}
-    said |= {name: getattr(function, name) for name in ("description", "strict") if function.HasField(name)}
+    if function.HasField("description"):
+        said["description"] = function.description
     if function.HasField("parameters"):
         said["parameters"] = _object(function.parameters, f"tools.{index}.function.parameters")
+    if function.HasField("strict"):
+        said["strict"] = function.strict
     return {"type": "function", "function": said}
 
 
@@ -133,7 +141,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}: {error}") from None
 
 
-def _finish(end: Completion, why: str, reader: Reader | None) -> pb.Finish:
+def _finish(end: Completion, why: str, reader: TurnReader | None) -> pb.Finish:
     """How the answer ended, with the tokens of its thoughts if they are told apart."""
     ended = finish(end, why)
     if reader is not None and (num_tokens := reader.num_thought_tokens) is not None:

@@ -24,7 +24,7 @@ from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.metrics import CONTENT_TYPE
 from deployments.admission.status import mistake, refusal
 from deployments.chat.assistant import LONG_PROMPT, Assistant
-from deployments.chat.calls import Reader
+from deployments.chat.reader import TurnReader
 from deployments.http.events import Events, attended
 from deployments.http.merge import gathered, merged, streamed
 from deployments.http.middleware import Middleware
@@ -209,7 +209,7 @@ class Api:
         echoes: Sequence[Echo],
         request: Request,
         timeout_s: float | None,
-        reader: Callable[[], Reader] | None = None,
+        reader: Callable[[], TurnReader] | None = None,
     ) -> Any:
         """Admit everything at once, then write it, whole or in pieces."""
         self._check_model(body.model)

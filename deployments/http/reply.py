@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
-from deployments.chat.calls import Reader, read, reason
+from deployments.chat.reader import TurnReader, finish_reason, read
 from deployments.http.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ class Form:
     history: bool = False
     usage: bool = False  # behind the last piece
     name: Name | None = None  # of a token, if log-probabilities are asked for
-    reader: Callable[[], Reader] | None = None  # of each answer, if it may call tools or think
+    reader: Callable[[], TurnReader] | None = None  # of each answer, if it may call tools or think
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, streamed: bool) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] 
     return _choice(form, index, {"text": echo.text}, extra={"logprobs": said})
 
 
-def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | None = None) -> dict[str, Any] | None:
+def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader | None = None) -> dict[str, Any] | None:
     """A piece of a choice, ``offset`` characters behind its begin; ``None`` if there is nothing to say yet."""
     end = chunk.completion
     if reader is not None:
@@ -87,12 +87,12 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: Reader | No
         form,
         index,
         text,
-        None if end is None else reason(end, reader),
+        None if end is None else finish_reason(end, reader),
         {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
     )
 
 
-def closing(form: Form, completions: Sequence[Completion], readers: Sequence[Reader | None] = ()) -> dict[str, Any]:
+def closing(form: Form, completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
     """What the whole answer took, behind the last piece."""
     return form.head(True) | {"choices": [], "usage": usage(completions, readers)}
 
@@ -102,7 +102,7 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(completions: Sequence[Completion], readers: Sequence[Reader | None] = ()) -> dict[str, Any]:
+def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
     """Tokens; a prompt with several answers counts once. With those of thoughts if the ``readers`` tell them apart."""
     prompt = sum(c.stats.prompt_tokens for c in {c.index: c for c in completions}.values())
     output = sum(c.stats.completion_tokens for c in completions)
@@ -132,7 +132,7 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return {"token_ids": ids, "ends": ends, "origins": origins}
 
 
-def _message(reader: Reader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
+def _message(reader: TurnReader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
     """Why a whole answer ended, and what it thinks, says and calls."""
     said, why = read(chunks, completion, reader)
     message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}

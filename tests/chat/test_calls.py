@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Chunk, Completion, Stats
-from deployments.chat.calls import Reader
-from deployments.chat.tools import FORMATS
+from deployments.chat.calls import CallParser
+from deployments.chat.formats import FORMATS
+from deployments.chat.reader import TurnReader
 from deployments.http.reply import Echo, Form, whole
 
 NAMES = frozenset({"get_weather", "add"})
@@ -100,8 +101,8 @@ def chunks(text: str, cuts: list[int]) -> list[Chunk]:
     return [Chunk(p, (), (), b"", END if i == len(pieces) - 1 else None) for i, p in enumerate(pieces)]
 
 
-def reader(name: str) -> Reader:
-    return Reader(FORMATS[name], NAMES, {})
+def reader(name: str, hidden: dict[int, str] | None = None) -> TurnReader:
+    return TurnReader(CallParser(FORMATS[name], NAMES), hidden or {})
 
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def test_hidden_marks_are_put_back() -> None:
     """Guards marks that are special tokens: decoding leaves them out of the text."""
     text = 'I see [{"name": "add", "arguments": {}}]'
     chunk = Chunk(text, (5, 9, 7), (5, 5, len(text)), b"\0\0\0", END)
-    delta = Reader(FORMATS["mistral"], NAMES, {9: "[TOOL_CALLS]"}).take(chunk)
+    delta = reader("mistral", {9: "[TOOL_CALLS]"}).take(chunk)
     assert (delta.content, delta.calls[0]["function"]) == ("I see", {"name": "add", "arguments": "{}"})
     assert len(delta.calls[0]["id"]) == 9
 

@@ -17,11 +17,12 @@ from cascade.client.chat import Turn
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import Speculation, Structured
-from deployments.chat.calls import Delta, Reader
-from deployments.chat.prompt import ChatTemplate
-from deployments.chat.template import Style
-from deployments.chat.thoughts import CLOSE, OPEN, Splitter
-from deployments.chat.tools import FORMATS
+from deployments.chat.calls import CallParser
+from deployments.chat.delta import Delta
+from deployments.chat.formats import FORMATS
+from deployments.chat.reader import TurnReader
+from deployments.chat.template import ChatTemplate
+from deployments.chat.thoughts import CLOSE, OPEN, ThoughtSplitter
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import params
 from tests.doors import House, house
@@ -38,7 +39,7 @@ WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }
 def split(text: str, within: bool, cuts: list[int]) -> tuple[str, str]:
     """Thoughts and words of a text that comes in pieces."""
     places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
-    splitter, thoughts, words = Splitter(within), "", ""
+    splitter, thoughts, words = ThoughtSplitter(within), "", ""
     for begin, end in [*pairwise(places), (len(text), len(text))]:
         more = splitter.take(text[begin:end], begin == len(text))
         thoughts, words = thoughts + more[0], words + more[1]
@@ -57,7 +58,7 @@ def test_nothing_is_lost(text: str, within: bool, cuts: list[int]) -> None:
     assert split(text, within, cuts) == (inside, before + behind)
 
 
-def heard(reader: Reader, chunks: list[Chunk]) -> Delta:
+def heard(reader: TurnReader, chunks: list[Chunk]) -> Delta:
     said = Delta()
     for chunk in chunks:
         said.add(reader.take(chunk))
@@ -72,7 +73,7 @@ def test_tags_that_are_special_tokens_are_seen() -> None:
         Chunk("so", (2, 8, 3), (0, 0, 2), b"\0\0\0"),
         Chunk("!", (4,), (1,), b"\0", END),
     ]
-    reader = Reader(None, frozenset(), hidden, Splitter(False))
+    reader = TurnReader(None, hidden, ThoughtSplitter(False))
     assert heard(reader, chunks) == Delta("so!", {}, "hm")
     assert reader.num_thought_tokens == 4
 
@@ -80,7 +81,7 @@ def test_tags_that_are_special_tokens_are_seen() -> None:
 def test_words_are_not_held_for_calls() -> None:
     """Guards answers without tools: text that looks like a call, or like the begin of one, is text."""
     text = '<think>{"name": "stop"}</think>' + SAID["llama3"] + SAID["hermes"] + "  <tool_"
-    reader = Reader(None, frozenset(), {}, Splitter(False))
+    reader = TurnReader(None, {}, ThoughtSplitter(False))
     delta = reader.take(Chunk(text, (1,), (len(text),), b"\0"))
     assert delta.body["content"] == text.removeprefix('<think>{"name": "stop"}</think>')
     assert (delta.thoughts, delta.calls) == ('{"name": "stop"}', {})
@@ -89,12 +90,15 @@ def test_words_are_not_held_for_calls() -> None:
 def test_calls_in_thoughts_are_thoughts() -> None:
     """Guards calls that the model only thinks of: nobody is called."""
     text = SAID["hermes"] + "</think>\n" + SAID["hermes"]
-    reader = Reader(FORMATS["hermes"], frozenset({"get_weather"}), {}, Splitter(True))
+    reader = TurnReader(CallParser(FORMATS["hermes"], frozenset({"get_weather"})), {}, ThoughtSplitter(True))
     delta = reader.take(Chunk(text, (1,), (len(text),), b"\0", END))
     assert (delta.thoughts, delta.content, len(delta.calls)) == (SAID["hermes"], "", 1)
 
 
-@pytest.fixture(scope="module", params=["token", "special", "spelled"])
+TAGS = ["special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("token", "spelled"))]
+
+
+@pytest.fixture(scope="module", params=TAGS)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """Parrots that think out loud, with tags that are tokens, special tokens, or spelled."""
     source = talker(tmp_path_factory.mktemp("thinks"), "hermes")
@@ -345,19 +349,6 @@ def test_thoughts_come_before_strict_calls(served: House) -> None:
     heard, turn = everywhere(served, THOUGHT + SAID["hermes"], {}, tools=[strict], **OPENED)
     assert (heard, turn.content, turn.finish_reason) == ("first one, then two\n", "\n\nHere it is.", "tool_calls")
     assert [json.loads(call.arguments) for call in turn.calls] == [{"city": "Rome", "days": 3}]
-
-
-def test_thoughts_of_split_turns_are_written_once() -> None:
-    """Guards templates of one call a turn: the thoughts before several calls came with each of them."""
-    tokenizer = Tokenizer.from_pretrained("cascade/family/weights/full")
-    tokenizer.backend.chat_template = (
-        "{% for message in messages %}<{{ message.role }}>{{ message.reasoning_content }}{{ message.content }}"
-        "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}{% endfor %}"
-    )
-    calls = [{"id": id, "type": "function", "function": {"name": f"f_{id}", "arguments": {}}} for id in "12"]
-    said = {"role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": "hm", "tool_calls": calls}
-    ids = ChatTemplate(tokenizer).encode([*says("Q"), said], None, Style(prompts=False))
-    assert tokenizer.decode(ids) == "<user>Q<assistant>hmf_1<assistant>f_2"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 
 from cascade.engine.tokenizer import Tokenizer
-from deployments.chat.prompt import ChatTemplate
-from deployments.chat.tools import FORMATS, Toolbox
+from deployments.chat.formats import FORMATS
+from deployments.chat.tools import Toolbox
 from tests.doors import House, house
 from tests.router.test_http import ask
 from tests.talkers import talker, talking
@@ -32,10 +32,16 @@ SAID = {
     "mistral11": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}',
     "llama3": '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}',
 }
-FAMILIES = [("hermes", True), ("hermes", False), ("mistral", True), ("mistral11", True), ("llama3", True)]
+FAMILIES = [  # format of calls, whether its marks are tokens
+    pytest.param(("hermes", True), id="hermes-tokens"),
+    pytest.param(("hermes", False), id="hermes-spelled", marks=pytest.mark.slow),
+    pytest.param(("mistral", True), id="mistral", marks=pytest.mark.slow),
+    pytest.param(("mistral11", True), id="mistral11", marks=pytest.mark.slow),
+    pytest.param(("llama3", True), id="llama3"),
+]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: f"{family[0]}-{'tokens' if family[1] else 'spelled'}")
+@pytest.fixture(scope="module", params=FAMILIES)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, str]]:
     """Parrots with the tokenizers of every family, and the format of their calls."""
     name, marks = request.param
@@ -183,7 +189,7 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}, json.loads(choice.message.model_dump_json()), messages[2]]}
     body["messages"][1] = {key: value for key, value in body["messages"][1].items() if value is not None}
     prompt = house.router.tokenizer.backend.decode(ask(house, "/tokenize", body)[2]["tokens"])
-    assert "get_weather: Sunny." in prompt
+    assert f"{call.id}: Sunny." in prompt
     assert '"city": "Rome"' in prompt
 
 
@@ -287,4 +293,3 @@ def test_formats_are_found_out(tmp_path: Path, name: str | None) -> None:
     assert toolbox.format == FORMATS.get(name or "")
     assert toolbox.template.shows_tools == (name is not None)
     assert Toolbox(tokenizer, "mistral").format == FORMATS["mistral"]
-    assert ChatTemplate(tokenizer).written_call == toolbox.template.written_call

@@ -16,6 +16,8 @@ from cascade.errors import InvalidRequest, Unavailable
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from deployments.chat.template import Style
+from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
 from tests.router.test_http import ask
@@ -108,6 +110,24 @@ def test_both_protocols_say_the_same(served: House, client: Client, name: str) -
         extra = body(messages, options, sampling)
         streamed = joined(list(openai.chat.completions.create(model=served.model, messages=[], stream=True, extra_body=extra)))
     assert (streamed[0], [tuple(call[1:]) for call in streamed[1]], streamed[2]) == (turn.content or "", *meaning(turn)[1:3])
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_both_protocols_ask_what_the_template_writes(served: House, client: Client, name: str) -> None:
+    """Guards the prompt on its way through both protocols: to the token it is what `apply_chat_template` gives."""
+    messages, options, _ = CONVERSATIONS[name]
+    goes_on = options.get("continue_final_message", False)
+    style = Style(prompts=options.get("add_generation_prompt", not goes_on), goes_on=goes_on)
+    tools = None if options.get("tool_choice") == "none" else options.get("tools")
+    family = Family(served.router.tokenizer.backend.chat_template)
+    ids = family.prompt(served.router.tokenizer.backend, messages, tools, style)
+    asked = {key: options[key] for key in ("add_generation_prompt", "continue_final_message") if key in options}
+    _, _, answer = ask(served, "/tokenize", {"messages": messages, "tools": tools, **asked})
+    assert answer["tokens"] == ids
+    status, _, answer = ask(served, "/v1/chat/completions", body(messages, options, {"max_tokens": 1}))
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, len(ids))
+    turn = client.chat(messages, params({"max_tokens": 1, "prompt_logprobs": 1}), **options)
+    assert [token.id for token in turn.completion.prompt] == ids
 
 
 def check_pieces(pieces: list[TurnPiece], turn: Turn) -> None:

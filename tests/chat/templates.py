@@ -1,0 +1,149 @@
+"""Chat templates in the manner of families, each with what it does to conversations, and what a direct call gives for them."""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from cascade.engine.tokenizer import Tokenizer
+from cascade.family.corpus import CHAT_TEMPLATE
+from deployments.chat.template import Style
+from tests.talkers import CALLS, template
+
+TURN = "<{{ message.role }}>{{ message.content }}<end>"
+JSON_CALL = '<call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</call>'
+BEGIN = (
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if thinking is defined and not thinking %}<think></think>{% endif %}{% endif %}"
+)
+SHOWN = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+
+
+def loop(body: str, *, before: str = SHOWN) -> str:
+    return before + "{% for message in messages %}" + body + "{% endfor %}" + BEGIN
+
+
+QWEN = (  # passes over roles that it does not know, writes thoughts behind the last question only, groups results
+    "{% if message.role in ('user', 'system') %}" + TURN + "{% elif message.role == 'assistant' %}<assistant>"
+    "{% if message.reasoning_content and loop.last %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls %}" + JSON_CALL + "{% endfor %}<end>"
+    "{% elif message.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<user>{% endif %}"
+    "<result>{{ message.content }}</result>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<end>{% endif %}{% endif %}"
+)
+LLAMA = (  # one call at a time, without the words beside it; results as JSON
+    "{% if message.tool_calls %}{% if message.tool_calls | length > 1 %}"
+    "{{ raise_exception('single tool-calls at once!') }}{% endif %}"
+    '{% set call = message.tool_calls[0].function %}<assistant>{"name": "{{ call.name }}", "parameters": '
+    "{{ call.arguments | tojson }}}<end>{% elif message.role == 'tool' %}"
+    "<ipython>{{ {'output': message.content} | tojson }}<end>"
+    "{% else %}<{{ message.role }}>{{ message.content | trim }}<end>{% endif %}"
+)
+MISTRAL = (  # functions as they came, ids of calls, only known roles
+    "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% elif message.role == 'system' and loop.first %}"
+    "[SYSTEM]{{ message.content }}[/SYSTEM]{% elif message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}"
+    '{{ call.function | tojson }}, "id": "{{ call.id }}"}{% endfor %}]{% elif message.role == \'assistant\' %}'
+    "{{ message.content }}{% elif message.role == 'tool' %}[RESULT]{{ message.tool_call_id }}: {{ message.content }}"
+    "{% else %}{{ raise_exception('Only user, system, assistant and tool roles are supported!') }}{% endif %}"
+)
+PHI = (  # roles that it knows, contents that must be texts
+    "{% if message.role in ('user', 'system', 'assistant') %}"
+    "{{ '<' + message.role + '>' + message.content + '<end>' }}{% endif %}"
+)
+GEMMA = (  # no system role, turns that alternate, contents as text or parts
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "<{{ message.role }}>{% if message.content is string %}{{ message.content | trim }}{% else %}"
+    "{% for part in message.content %}{{ part.text | trim }}{% endfor %}{% endif %}<end>"
+)
+DEEPSEEK = (  # arguments as text, thoughts in contents cut off
+    "{% if message.role == 'assistant' %}<assistant>{% for call in message.tool_calls %}"
+    "{{ '<call>' + call.function.name + '<sep>' + call.function.arguments + '</call>' }}{% endfor %}"
+    "{{ message.content.split('</think>') | last if message.content else '' }}<end>{% else %}" + TURN + "{% endif %}"
+)
+HERMES = (  # wants the names of functions with results
+    "{% if message.role == 'tool' %}{% if message.name is not defined %}"
+    "{{ raise_exception(\"a 'name' key is needed\") }}{% endif %}"
+    "<tool>{{ message.name }}: {{ message.content }}<end>{% elif message.tool_calls %}{% for call in message.tool_calls %}"
+    + JSON_CALL
+    + "{% endfor %}{% else %}"
+    + TURN
+    + "{% endif %}"
+)
+KIMI = (  # names in place of roles; of calls ids and arguments alone
+    "<{{ message.name or message.role }}>{{ message.content }}{% for call in message.tool_calls %}"
+    "<call>{{ call.id }}<args>{{ call.function.arguments | tojson }}{% endfor %}<end>"
+)
+GPT_OSS = (  # the first call alone, and a system turn at the begin alone
+    "{% if message.role in ('system', 'developer') %}{% if loop.first %}" + TURN + "{% endif %}{% elif message.tool_calls %}"
+    "{% set call = message.tool_calls[0] %}<assistant>{{ message.thinking }}" + JSON_CALL + "{% else %}" + TURN + "{% endif %}"
+)
+VISION = (  # contents as parts alone: letters of a text are no parts
+    "<{{ message.role }}>{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>"
+)
+FIRST_PART = (  # as newer Mistral templates: the first part of what the system says
+    "<{{ message.role }}>{% if message.content is string %}{{ message.content }}{% elif message.role == 'system' %}"
+    "{{ message.content[0].text }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<end>"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, and in which form it takes what OpenAI says in another way."""
+
+    template: Any  # text, or texts by name
+    objects: bool = True  # arguments of calls are objects, not JSON in a text
+    parts: frozenset[str] = frozenset()  # roles whose contents may be lists
+    texts: bool = True  # contents may be texts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The embedded one with this template."""
+        tokenizer = Tokenizer.from_pretrained("cascade/family/weights/full")
+        tokenizer.backend.chat_template = self.template
+        return tokenizer
+
+    def prompt(
+        self, backend: PreTrainedTokenizerBase, messages: Any, tools: Any, style: Style, *, tokenize: bool = True
+    ) -> Any:
+        """What `apply_chat_template` gives for a client's messages in Transformers' form; raises whatever the template does."""
+        return backend.apply_chat_template(
+            [self._plain(message) for message in deepcopy(messages)],
+            tools=tools,
+            tokenize=tokenize,
+            return_dict=False,
+            add_generation_prompt=style.prompts,
+            continue_final_message=style.goes_on,
+            **style.values,
+        )
+
+    def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        for call in (message.get("tool_calls") or ()) if self.objects else ():
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        if isinstance(message.get("content"), list) and message["role"] not in self.parts:
+            message["content"] = "".join(part["text"] for part in message["content"])
+        return message
+
+
+ALL = frozenset({"system", "developer", "user", "assistant", "tool"})
+FAMILIES = {
+    "embedded": Family(CHAT_TEMPLATE),
+    "chatml": Family(loop(TURN, before="")),
+    "qwen": Family(loop(QWEN)),
+    "llama": Family(loop(LLAMA)),
+    "mistral": Family(loop(MISTRAL)),
+    "phi": Family(loop(PHI, before="")),
+    "gemma": Family(loop(GEMMA, before=""), parts=frozenset({"user", "assistant"})),
+    "deepseek": Family(loop(DEEPSEEK, before=""), objects=False),
+    "hermes": Family(loop(HERMES)),
+    "kimi": Family(loop(KIMI)),
+    "gpt_oss": Family(loop(GPT_OSS)),
+    "vision": Family(loop(VISION, before=""), parts=ALL, texts=False),
+    "first part": Family(loop(FIRST_PART), parts=ALL),
+    "two by name": Family({"default": loop(TURN, before=""), "tool_use": loop(QWEN)}),
+    "broken": Family("{{ tools | length }}" + loop(TURN)),
+    **{f"talker {name}": Family(template(name)) for name in CALLS},
+}

@@ -1,0 +1,208 @@
+"""Prompts are to the token what `apply_chat_template` gives for the client's own messages, or they are refused."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import InvalidRequest
+from cascade.family.corpus import CHAT_TEMPLATE
+from deployments.chat.conversation import Conversation
+from deployments.chat.template import ChatTemplate, Style
+from tests.chat.templates import FAMILIES, TURN, Family, loop
+
+Messages = list[dict[str, Any]]
+ASKED: dict[str, Any] = {"role": "user", "content": "Q"}
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "f_0", "description": "Zero.", "parameters": PARAMETERS}},
+    {"function": {"strict": True, "parameters": PARAMETERS, "name": "f_1"}, "type": "function"},  # in another order
+]
+KINDS = st.sampled_from(["user", "user", "parts", "system", "developer", "assistant", "thinks", "call", "calls", "named"])
+
+
+def call(id: str, value: str, name: str = "f_0") -> dict[str, Any]:
+    """As OpenAI's client sends it, whose names come behind the arguments."""
+    return {"id": id, "function": {"arguments": json.dumps({"n": value}), "name": name}, "type": "function"}
+
+
+def said(kinds: list[str]) -> Messages:
+    """A conversation in which everything that is said is a word of its own."""
+    messages: Messages = []
+    for i, kind in enumerate(kinds):
+        words, id = f" word{i}x ", f"callid{i:02d}0"
+        if kind in ("call", "calls", "named"):
+            ids = [id, f"callid{i:02d}1"] if kind == "calls" else [id]
+            made = [call(id, f"argument{i}x{place}") for place, id in enumerate(ids)]
+            messages.append({"role": "assistant", "content": None, "tool_calls": made})
+            name = {"name": "f_0"} if kind == "named" else {}
+            messages += [{"tool_call_id": id, "role": "tool", "content": f"word{i}x{id}", **name} for id in ids]
+        elif kind == "parts":
+            parts = [{"type": "text", "text": f"word{i}x{place} "} for place in range(2)]
+            messages.append({"role": "user" if i % 2 else "system", "content": parts})
+        elif kind == "thinks":
+            messages.append({"role": "assistant", "content": words, "reasoning_content": "hm", "reasoning": "hm"})
+        else:
+            messages.append({"role": kind, "content": words})
+    return messages
+
+
+def words(messages: Messages) -> list[str]:
+    """What must be in a prompt: all but thoughts."""
+    contents = [message.get("content") or "" for message in messages]
+    texts = [part["text"] for one in contents if isinstance(one, list) for part in one]
+    texts += [one for one in contents if isinstance(one, str)]
+    calls = [made["function"]["arguments"] for message in messages for made in message.get("tool_calls", ())]
+    return [text.strip() for text in texts] + [json.loads(arguments)["n"] for arguments in calls]
+
+
+def sent(messages: Messages, tools: Any) -> tuple[Messages, Any]:
+    """Messages and tools as the assistant has them, once they were checked."""
+    body = Conversation.model_validate({"messages": messages} | ({"tools": tools} if tools else {}))
+    return [message.given for message in body.messages], [tool.given for tool in body.tools] if body.tools else None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_the_templates_own(name: str) -> None:
+    """Guards against prompts that the model was not made for: roles were renamed, calls of one turn split into several, fields
+    added and put in another order, so that the model read something else than `apply_chat_template` gives.
+
+    And what is served has all that was said, so that nothing is dropped without a word.
+    """
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer
+    template = ChatTemplate(tokenizer)
+
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @example(["developer"], False, "ends")  # of which nothing may be left, not even a word of the template's
+    @given(st.lists(KINDS, min_size=1, max_size=5), st.booleans(), st.sampled_from(["prompts", "ends", "goes on"]))
+    def run(kinds: list[str], shown: bool, ending: str) -> None:
+        messages, style = said(kinds), Style(prompts=ending == "prompts", goes_on=ending == "goes on")
+        given, tools = sent(messages, TOOLS if shown else None)
+        try:
+            ids = template.encode(given, tools, style)
+        except InvalidRequest:
+            return
+        assert ids == family.prompt(tokenizer.backend, messages, tools, style)
+        text = family.prompt(tokenizer.backend, messages, tools, style, tokenize=False)
+        assert not [word for word in words(messages) if word not in text]
+        assert not shown or ("f_0" in text and "f_1" in text)
+
+    run()
+
+
+SERVED: dict[str, list[str]] = {  # conversations that must not be refused, by the family
+    "qwen": ["system user assistant user", "user thinks user", "user call user", "user calls", "parts user"],
+    "llama": ["developer user assistant user", "user call call user"],
+    "mistral": ["system user assistant user", "user calls user"],
+    "phi": ["system parts user assistant"],
+    "gemma": ["user assistant user"],
+    "deepseek": ["system user thinks user", "user calls user"],
+    "hermes": ["system user", "user named user"],
+    "kimi": ["developer user calls named user"],
+    "gpt_oss": ["developer user call user thinks"],
+    "first part": ["system user assistant"],
+    "two by name": ["system developer user thinks"],
+    "embedded": ["system developer parts user calls thinks"],
+    "chatml": ["user system developer thinks"],
+    **{f"talker {name}": ["system user calls user"] for name in ("hermes", "mistral", "mistral11", "llama3", "json")},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_a_template_takes_is_served(name: str) -> None:
+    """Guards against refusals of conversations that the template writes in full."""
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer
+    template = ChatTemplate(tokenizer)
+    for kinds in SERVED[name]:
+        messages = said(kinds.split())
+        given, tools = sent(messages, TOOLS if template.shows_tools and "call" in kinds else None)
+        assert template.encode(given, tools) == family.prompt(tokenizer.backend, messages, tools, Style())
+
+
+REFUSED: dict[str, tuple[str, str, str]] = {  # family, conversation, words of the sentence
+    "a role": ("qwen", "developer user", "leaves out messages.0, where 'developer' says 'word0x': say it with another role"),
+    "a place": ("gpt_oss", "user system user", "leaves out messages.1, where 'system' says 'word1x'"),
+    "a part": ("first part", "parts user", "leaves out messages.0, where 'system' says 'word0x1'"),
+    "a text": ("vision", "user", "leaves out messages.0, where 'user' says 'word0x'"),
+    "calls": ("chatml", "user call", "leaves out messages.1.tool_calls.0: say it in words"),
+    "a second call": ("gpt_oss", "user calls", "leaves out messages.1.tool_calls.1: send each call in a message of its own"),
+    "two calls": ("llama", "user calls", "does not take these messages: single tool-calls at once!"),
+    "a result": ("hermes", "user call", "does not take these messages: a 'name' key is needed"),
+    "another template": ("two by name", "user call", "leaves out messages.1.tool_calls.0"),
+    "no content": ("phi", "user call", "does not take these messages: 'dict object' has no attribute 'content'"),
+    "what Python raises": ("broken", "user", "does not take these messages: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_template_cannot_carry_is_refused(name: str) -> None:
+    """Guards against words, calls and results that a template drops, and its errors, which were failures of the server."""
+    family, kinds, sentence = REFUSED[name]
+    template = ChatTemplate(FAMILIES[family].tokenizer)
+    with pytest.raises(InvalidRequest) as caught:
+        template.encode(sent(said(kinds.split()), None)[0])
+    assert sentence in str(caught.value)
+
+
+def test_tools_that_are_not_shown_are_refused() -> None:
+    """Guards /tokenize with tools, which said nothing of them where the template shows none."""
+    with pytest.raises(InvalidRequest, match=r"leaves out tools\.0: give no tools"):
+        ChatTemplate(FAMILIES["chatml"].tokenizer).encode([ASKED], TOOLS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forms_are_found_out(name: str) -> None:
+    """Guards templates that print lists and objects as Python does: arguments and contents come in the form that they take."""
+    family = FAMILIES[name]
+    template = ChatTemplate(family.tokenizer)
+    assert template._roles_in_parts == family.parts
+    assert template._takes_objects == family.objects
+
+
+def test_models_without_a_template_hold_no_conversations() -> None:
+    """Guards base models: contents were joined, which is a template that nobody chose."""
+    template = ChatTemplate(Family(None).tokenizer)
+    assert (template.shows_tools, template.thinks, template.written_call, template.variables) == (False, False, "", ())
+    with pytest.raises(InvalidRequest, match=r"The model has no chat template: ask it to complete a text, or save"):
+        template.encode([ASKED])
+
+
+def test_the_embedded_family_has_its_recipes_template() -> None:
+    """Guards the files against the recipe: contents with a blank line in between, calls as JSON."""
+    for tier in ("tiny", "medium", "full"):
+        tokenizer = Tokenizer.from_pretrained(f"cascade/family/weights/{tier}")
+        assert tokenizer.backend.chat_template == CHAT_TEMPLATE
+    ids = ChatTemplate(tokenizer).encode([ASKED, {"role": "assistant", "content": "A", "tool_calls": [call("1", "x")]}, ASKED])
+    assert tokenizer.decode(ids) == 'Q\n\nA\n{"arguments": {"n": "x"}, "name": "f_0"}\n\nQ'
+
+
+def test_variables_of_templates_are_for_clients() -> None:
+    """Guards `chat_template_kwargs`: honoured if the template reads it, else refused; the library's own are not for clients."""
+    family = FAMILIES["qwen"]
+    template = ChatTemplate(family.tokenizer)
+    for style in (Style({"thinking": False}), Style({"thinking": True})):
+        assert template.encode([ASKED], None, style) == family.prompt(template._backend, [ASKED], None, style)
+    assert template.encode([ASKED], None, Style({"thinking": False})) != template.encode([ASKED])
+    for name in ("thinks", "chat_template", "messages", "tools", "tokenize", "bos_token", "range", "raise_exception"):
+        with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}': of these .* reads thinking"):
+            template.encode([ASKED], None, Style({name: "x"}))
+
+
+def test_whatever_a_template_stumbles_over_is_told() -> None:
+    """Guards values of variables that a template computes with: one divided by nought, and that was a failure of the server."""
+    template = ChatTemplate(Family(loop("{{ 1 // think }}" + TURN)).tokenizer)
+    with pytest.raises(InvalidRequest, match=r"chat template does not take these messages: .*zero"):
+        template.encode([ASKED], None, Style({"think": 0}))
+
+
+def test_named_templates_are_tried_too() -> None:
+    """Guards tokenizers with a template for tools beside the default one: variables of both are known, each is used."""
+    family = FAMILIES["two by name"]
+    template = ChatTemplate(family.tokenizer)
+    assert template.shows_tools
+    assert template.variables == ("thinking",)

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +47,9 @@ class ToyReplica:
 
     pass_s = 0.0
 
-    async def __init__(self, config: Mapping[str, Any], level: int, lower: Mapping[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: Mapping[str, Any], level: int, lower: Mapping[str, Any], drafters: Sequence[str]
+    ) -> None:
         self._model = ToyModel(VOCAB, pass_s=self.pass_s)
         self._tier = Tier(config["name"], level, self._model)
         self._tier.start()

@@ -255,7 +255,7 @@ def _overlap(text: str, stop: str) -> int:
 class Capabilities:
     """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
 
-    names: tuple[str, ...]  # of the tiers, bottom to top
+    names: tuple[str, ...]  # of the drafters without a model and the tiers, bottom to top
     vocab_size: int
     context_len: int  # positions of prompt and output together
     end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
 from cascade.answer import Answer, Capabilities, Chunk, Completion
-from cascade.chain.local_links import join
+from cascade.chain.local_links import Drafter, join
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
@@ -55,18 +55,23 @@ class Cascade:
         names: Sequence[str] | None = None,
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
+        drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
         """Start a thread for each tier.
 
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
+        - ``drafters``: without a model, by name, bottom to top; such as ``{"lookup": Lookup()}``, see `cascade.drafters`.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
         _check_models(models, names)
-        self.names = tuple(names or TIER_NAMES[len(models)])
+        drafters = drafters or {}
+        self.names = (*drafters, *(names or TIER_NAMES[len(models)]))  # of drafters and tiers, bottom to top
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError(f"drafters is {list(drafters)}: give them other names than the tiers {', '.join(self.names)}")
         self.tokenizer = tokenizer
         self.window = window
         self.context_len = min(model.context_len for model in models)
@@ -84,9 +89,9 @@ class Cascade:
         new_state = state_maker(grammars.matcher)
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, new_state=new_state)
-            for level, (name, model) in enumerate(zip(self.names, models, strict=True))
+            for level, (name, model) in enumerate(zip(self.names[-len(models) :], models, strict=True), start=len(drafters))
         )
-        join(self.tiers)
+        join(self.tiers, drafters)
         for tier in self.tiers:
             tier.start()
 
@@ -102,12 +107,13 @@ class Cascade:
         policy: Policy = Policy(),
         trust_remote_code: bool = False,
         quantization: str | Sequence[str | None] | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top.
+        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafters`` are those of `Cascade`.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
@@ -125,14 +131,16 @@ class Cascade:
         ]
         room = common_room(models, networks[-1].device, dtype=dtype, trust_remote_code=trust_remote_code)
         loaded = [apart(partial(Model, network, cache_tokens=room)) for network in networks]
-        return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy)
+        return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy, drafters=drafters)
 
     @classmethod
-    def demo(cls, *, dtype: str | None = "float32", device: str | None = None) -> Self:
+    def demo(
+        cls, *, dtype: str | None = "float32", device: str | None = None, drafters: Mapping[str, Drafter] | None = None
+    ) -> Self:
         """The embedded family: three small models that complete Python code."""
         from cascade import family
 
-        return cls.from_pretrained(family.paths(), dtype=dtype, device=device)
+        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafters=drafters)
 
     # requests
 

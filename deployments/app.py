@@ -46,9 +46,9 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
         verify(config)
     handles: dict[str, Any] = {}
     tls = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
-    for level, tier in enumerate(config.tiers):
+    for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         deployment = _deployment(TierReplica, tier_options(tier), f"tier {tier.name}")
-        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), **tls)
+        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **tls)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
     deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router}, "router")

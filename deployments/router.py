@@ -77,7 +77,7 @@ class Router:
         tiers = await self._wait_for_tiers()
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._capabilities = Capabilities(
-            self.names,
+            self._config.chain_names,
             vocab_size=min(tier["vocab_size"] for tier in tiers),
             context_len=self.max_model_len,
             end_ids=self.tokenizer.end_ids,
@@ -166,7 +166,10 @@ class Router:
             replicas = await self._replica_status.replicas()
             states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
             response = pb.DescribeResponse(
-                max_model_len=self.max_model_len, window=self._config.window, version=version("cascade-serve")
+                max_model_len=self.max_model_len,
+                window=self._config.window,
+                version=version("cascade-serve"),
+                drafters=self._config.drafters,
             )
             for tier, state in zip(self._config.tiers, states, strict=True):
                 state = state or {"name": tier.name, "model": tier.model_loading_config.model_id}
@@ -214,6 +217,11 @@ class Router:
     def model(self) -> str:
         """Name of the model whose text clients get."""
         return self._config.tiers[-1].model_loading_config.model_id
+
+    @property
+    def chain_names(self) -> tuple[str, ...]:
+        """Of the drafters without a model and the tiers, bottom to top."""
+        return self._config.chain_names
 
     @property
     def names(self) -> tuple[str, ...]:

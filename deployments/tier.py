@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
+from cascade.chain.local_links import LocalDownlink
 from cascade.chain.profile import measure
 from cascade.chain.tier import Tier
+from cascade.drafters import KINDS
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
@@ -35,13 +37,14 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name; ``link_tls`` is the configuration's."""
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name; the rest is the configuration's."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: Mapping[str, Any],
         level: int,
         lower: Mapping[str, DeploymentHandle],
+        drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = TierConfig.model_validate(config)
@@ -65,7 +68,8 @@ class TierReplica:
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
-        self._tier.below = self._downlink if lower else None
+        below = {kind: KINDS[kind](kind, level) for level, kind in enumerate(drafters)}
+        self._tier.below = LocalDownlink(self._tier, below, self._downlink) if below else self._downlink if lower else None
         self._server = LinkServer(self._tier, tls)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, local
+from cascade.drafters import Lookup
 from cascade.engine.kv import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
@@ -301,3 +302,20 @@ def test_lists_of_models_are_checked_first(models: Sequence[str], names: list[st
     """Guards the first call of a new user: a name that is no list was taken letter by letter, none at all was an IndexError."""
     with pytest.raises(ConfigError, match=words):
         Cascade.from_pretrained(models, names=names)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_without_a_model_joins_the_library(cascade: Cascade, temperature: float) -> None:
+    """Guards prompt lookup below real tiers: the text is the full model's, and some guesses of it are right."""
+    params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
+    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    with Cascade.demo(drafters={"lookup": Lookup()}) as looking:
+        assert looking.names == ("lookup", "tiny", "medium", "full")
+        for tiers in (("lookup",), ("lookup", "tiny"), None):
+            completion = complete(looking, PROMPT, params, Speculation(tiers=tiers))
+            assert completion.token_ids == expected
+        if temperature == 0:
+            edges = complete(looking, PROMPT, params, Speculation(tiers=("lookup",))).stats.edges
+            assert any(edge.drafter == "lookup" and edge.accepted for edge in edges)
+    with pytest.raises(ConfigError, match="other names"):
+        Cascade.demo(drafters={"tiny": Lookup()})

@@ -65,7 +65,8 @@ class connected:
             from cascade.client import Client
 
             self._open: Any = Client(self._address, api_key=os.environ.get("CASCADE_API_KEY"))
-            return self._open.stream, tuple(tier.name for tier in self._open.describe().tiers)
+            served = self._open.describe()
+            return self._open.stream, (*served.drafters, *(tier.name for tier in served.tiers))
         if not self._models:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time
         from cascade.local import Cascade

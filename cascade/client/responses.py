@@ -37,6 +37,7 @@ class ServerInfo:
     max_model_len: int  # longest prompt and output together, tokens
     window: int  # tokens a tier may run ahead unless a request says otherwise
     version: str  # of cascade
+    drafters: tuple[str, ...] = ()  # without a model, below all tiers
 
 
 class CompletionBuilder:
@@ -113,7 +114,7 @@ def _likeliest(tokens: Sequence[pb.TopToken]) -> tuple[tuple[int, float], ...]:
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     """What a server says of itself."""
     tiers = tuple(map(_tier_info, response.tiers))
-    return ServerInfo(tiers, response.max_model_len, response.window, response.version)
+    return ServerInfo(tiers, response.max_model_len, response.window, response.version, tuple(response.drafters))
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

@@ -214,6 +214,7 @@ class CascadeConfig(Section):
     """A whole cascade."""
 
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
+    drafters: tuple[Literal["lookup"], ...] = ()  # without a model, below all tiers: see `cascade.drafters`
     router: RouterConfig = RouterConfig()
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
@@ -231,6 +232,10 @@ class CascadeConfig(Section):
             raise ValueError(
                 f"lora_modules of tier {lower.name!r}: only the full tier, the last one, takes adapters; remove them"
             )
+        if common := {*names} & {*self.drafters}:
+            raise ValueError(f"a tier and a drafter are named {common.pop()!r}; give the tier another name")
+        if len(set(self.drafters)) < len(self.drafters):
+            raise ValueError(f"drafters is {list(self.drafters)}: name each of them once")
         if "router" in names:
             raise ValueError("no tier can be named 'router'; that is the name of the ingress")
         return self
@@ -239,6 +244,11 @@ class CascadeConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Of the tiers, bottom to top."""
         return tuple(tier.name for tier in self.tiers)
+
+    @property
+    def chain_names(self) -> tuple[str, ...]:
+        """Of the drafters without a model and the tiers, bottom to top."""
+        return (*self.drafters, *self.names)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], origin: str = "The configuration") -> Self:

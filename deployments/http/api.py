@@ -98,7 +98,7 @@ class Backend(Protocol):
     def model(self) -> str: ...
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def chain_names(self) -> tuple[str, ...]: ...
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
@@ -276,7 +276,7 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         backend = self._backend
-        tiers = {"tiers": backend.names, "max_model_len": backend.max_model_len}
+        tiers = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len}
         return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
 
     # errors

@@ -83,3 +83,15 @@ def test_what_cannot_be_shared_is_refused(values: dict[str, Any], words: str) ->
     """Guards the start: before anything runs, in one sentence."""
     with pytest.raises(ConfigError, match=words):
         build(values)
+
+
+@pytest.mark.parametrize("tiers", [("lookup",), ("lookup", "tiny")])
+def test_a_drafter_without_a_model_drafts_in_a_replica(secure: Secure, tiers: tuple[str, ...]) -> None:
+    """Guards `drafters` of a configuration: they sit beside the tier above them, and change no text."""
+    with secure.client() as client:
+        assert client.describe().drafters == ("lookup",)
+        completion = client.generate(PROMPT, PARAMS, Speculation(tiers=tiers))
+    assert completion.token_ids == expected()
+    edge = next(edge for edge in completion.stats.edges if edge.drafter == "lookup")
+    assert edge.verifier == ("tiny" if "tiny" in tiers else "full")
+    assert edge.accepted

@@ -27,6 +27,8 @@ class TierInfo:
     device: str
     pass_cost: tuple[tuple[int, float], ...] = ()  # tokens, seconds; the points of a `cascade.simulation.scenario.PassCost`
     context_s: float = 0.0  # added to a pass for each position that its sessions hold
+    dtype: str = ""  # of its weights
+    same_bits: bool | None = None  # of a text's logits in every pass; None if the server does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ def server_info(response: pb.DescribeResponse) -> ServerInfo:
             t.device,
             tuple((point.tokens, point.seconds) for point in t.pass_cost),
             t.context_s,
+            t.dtype,
+            t.same_bits if t.HasField("same_bits") else None,
         )
         for t in response.tiers
     )

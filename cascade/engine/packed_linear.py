@@ -142,6 +142,29 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     return len(ordered)
 
 
+def mixes(network: nn.Module) -> bool:
+    """Whether it is a mixture of experts: the weights of all experts of a layer are one tensor of three dimensions."""
+    return any(weight.dim() > 2 for weight in network.parameters())
+
+
+def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a row's logits can be expected to have the same bits in every pass on this processor, told without weights.
+
+    In float32 kernels for one to three rows add up in another order. Experts are given as few, and small networks are not put
+    in oneDNN's order, which passes are filled up for.
+    """
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+    if dtype is torch.float32 and (mixes(network) or sum(layer.weight.numel() for layer in layers) < LARGE):
+        return False
+    noise = torch.Generator().manual_seed(0)
+    layer = nn.Linear(384, 1024, bias=False, dtype=dtype)  # a size for which oneDNN is known to have had kernels of both kinds
+    with torch.inference_mode():
+        layer.weight.copy_(torch.randn(1024, 384, generator=noise))
+        product = Product([layer], bool(_orderly([layer], small=0)))
+        rows = torch.randn(16, 384, generator=noise).to(dtype)
+        return all(torch.equal(product.part(0, rows[:n]), product.part(0, rows)[:n]) for n in (1, 4))
+
+
 def _join(group: Sequence[nn.Linear], ordered: bool) -> None:
     product = Product(group, ordered)
     for place, layer in enumerate(group):
@@ -151,13 +174,13 @@ def _join(group: Sequence[nn.Linear], ordered: bool) -> None:
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 
 
-def _orderly(layers: Sequence[nn.Linear]) -> list[nn.Linear]:
-    """Those to be put in oneDNN's order."""
+def _orderly(layers: Sequence[nn.Linear], small: int | None = None) -> list[nn.Linear]:
+    """Those to be put in oneDNN's order; none of a network in float32 with fewer weights than ``small``, by default `LARGE`."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return []
     found = [layer for layer in layers if _gains(layer)]
-    small = sum(layer.weight.numel() for layer in found if layer.weight.dtype is torch.float32) in range(1, LARGE)
-    return [] if small else found
+    weights = sum(layer.weight.numel() for layer in found if layer.weight.dtype is torch.float32)
+    return [] if 0 < weights < (LARGE if small is None else small) else found
 
 
 def _alike(group: Sequence[nn.Linear]) -> bool:

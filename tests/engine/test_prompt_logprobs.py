@@ -56,7 +56,7 @@ def served() -> Iterator[House]:
 def test_they_equal_a_plain_forward(cascade: Cascade, prompt: str, chosen: dict[str, Any]) -> None:
     """Guards the numbers: those of Transformers for the same prompt, read in one or several passes; the text stays."""
     full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
-    ids = cascade.engine.tokenizer.encode(prompt)
+    ids = cascade.tokenizer.encode(prompt)
     assert prompt is PROMPT or len(ids) > 2 * MAX_PROMPT_SCORED
     with torch.inference_mode():
         logs = full(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -78,7 +78,7 @@ def test_pieces_bring_them_once(cascade: Cascade) -> None:
     """Guards streams: the first piece has them; a prompt of one token has nothing to tell."""
     params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
     first, *others = cascade.stream(PROMPT, params)
-    assert len(first.prompt) == len(cascade.engine.tokenizer.encode(PROMPT))
+    assert len(first.prompt) == len(cascade.tokenizer.encode(PROMPT))
     assert all(token.top == () for token in first.prompt)
     assert others
     assert not any(chunk.prompt for chunk in others)

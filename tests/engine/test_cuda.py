@@ -31,7 +31,7 @@ from cascade.errors import ModelError
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, Row
-from tests.architectures import SERVED, VOCAB, build, config
+from tests.architectures import SERVED, VOCAB, build, config, each
 from tests.engine.test_graphs import _sealed
 from tests.engine.test_pass import NOT_FOR_KERNELS
 from tests.fakes import faked, guarded
@@ -160,7 +160,7 @@ def test_shaped_rows_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(reads) == 2 * (1 + 3)  # own tokens; log-probabilities, and the likeliest with theirs
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVED) - LOOKING - COPYING))
+@pytest.mark.parametrize("name", each(sorted(set(SERVED) - LOOKING - COPYING), default=("qwen2-sliding", "gpt_oss", "deepseek_v3")))
 def test_architectures_stay_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards architectures whose own code would mix devices, or copy between them, in a pass or while they are looked at."""
     seen: list[torch.device] = []
@@ -199,7 +199,8 @@ def test_the_host_cannot_be_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(lambda ids: ids[:, : int(ids.sum())], "local_scalar_dense")
 
 
-@pytest.mark.parametrize(("name", "way"), [(n, w) for n in SERVED for w in ("varlen", "gathered")])
+@pytest.mark.parametrize("name", each())
+@pytest.mark.parametrize("way", ["varlen", "gathered"])
 def test_what_can_be_captured_is_known(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guards capture, and the docs: a model that looks at numbers is told before a capture that it would spoil."""
     if way == "varlen" and name in NOT_FOR_KERNELS:

@@ -26,7 +26,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
-from tests.architectures import REFUSED, SERVED, build, config
+from tests.architectures import REFUSED, SERVED, build, config, each
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple(range(3, 33))
@@ -98,7 +98,7 @@ def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name != "jetmoe"])  # whose attention chooses heads by content
+@pytest.mark.parametrize("name", each(name for name in SERVED if name != "jetmoe"))  # whose attention chooses heads by content
 def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     """Guards `cascade check` and the planner: what is told before loading must be what is held afterwards."""
     config(name).save_pretrained(tmp_path)

@@ -50,7 +50,6 @@ def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert model.num_parameters == plain.num_parameters
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16")
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool) -> None:
@@ -59,7 +58,7 @@ def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool) -> None:
     network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()
     input = torch.randn(1, rows, 512, dtype=torch.bfloat16)
     expected = nn.functional.linear(input.float(), network[0].weight.float(), network[0].bias.float() if bias else None)
-    assert pack(network) == 1
+    assert pack(network) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     with torch.inference_mode():
         found = network(input)
     torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
@@ -186,4 +185,5 @@ def test_small_networks_in_float32_are_left_alone(monkeypatch: pytest.MonkeyPatc
     """Guards small drafters, whose weights stay in the caches: one row is quicker there as PyTorch multiplies it."""
     monkeypatch.undo()
     assert pack(build("llama")) == 0
-    assert pack(build("llama").to(torch.bfloat16)) > 0
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert pack(build("llama").to(torch.bfloat16)) > 0

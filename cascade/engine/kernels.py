@@ -24,7 +24,7 @@ TOLERANCE = 0.02  # of what it says in 16 bits
 Kernel = Callable[..., Any]
 
 
-def sight(window: int | None, longest: int) -> tuple[int, int]:
+def window_size_of(window: int | None, longest: int) -> tuple[int, int]:
     """Positions that the kernel shows a query before its own and behind it; -1 is all.
 
     Behind the only token of a row there is nothing to hide, and the kernel is faster where it need not.
@@ -34,7 +34,7 @@ def sight(window: int | None, longest: int) -> tuple[int, int]:
     return window - 1, 0
 
 
-def padded(
+def gather_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -156,7 +156,7 @@ def agrees(
                 longest,
                 max(lengths),
                 scale=None,
-                window_size=sight(window, longest),
+                window_size=window_size_of(window, longest),
                 enable_gqa=num != kv_heads,
                 seqused_k=used,
                 block_table=blocks,

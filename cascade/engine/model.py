@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous, Paged, choose
+from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.kv import SURVEY, Span, Survey
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
-from cascade.engine.packed_linear import ROWS, mixes, pack, watch
+from cascade.engine.packed_linear import MIN_ROWS, mixes, pack, watch
 from cascade.engine.quantization import nbytes
 from cascade.engine.sampling import own_tokens
 from cascade.engine.threads import Threads
@@ -61,7 +61,7 @@ class Model:
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.kv.Survey`
         self._fewest = 1  # tokens of a pass
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
-        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose`
+        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
         self._chosen = attention is not None
         try:
             self._take_path()
@@ -234,7 +234,7 @@ class Model:
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
         if pack(network, together):
-            self._fewest = ROWS
+            self._fewest = MIN_ROWS
         try:
             found = self._packed(texts)
             routed = self.dtype is torch.float32 and mixes(network)  # the probe may miss what experts with few tokens do
@@ -249,7 +249,7 @@ class Model:
         seen = self._survey()
         self._windows = seen.windows
         if not self._chosen:
-            self._attention, self._chosen = choose(self.device, self.dtype, seen), True
+            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
         self._network.set_attn_implementation(self._attention.name)
         return self._replay(texts)
 

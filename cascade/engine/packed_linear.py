@@ -22,9 +22,9 @@ from cascade.engine.devices import host_memory
 from cascade.engine.huge_pages import collapse
 
 LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
-ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
+MIN_ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
 EXPECTED_ROWS = 8  # for which the order is chosen
-SPARE = 4  # times the copies' size that must be free
+FREE_FACTOR = 4  # times the copies' size that must be free
 
 
 Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -73,9 +73,9 @@ class Product:
 def _ordered(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` for a weight in oneDNN's order."""
     rows = input.numel() // input.shape[-1]
-    if rows >= ROWS:
+    if rows >= MIN_ROWS:
         return _multiply(input, weight, bias)
-    filled = F.pad(input.reshape(rows, -1), (0, 0, 0, ROWS - rows))
+    filled = F.pad(input.reshape(rows, -1), (0, 0, 0, MIN_ROWS - rows))
     return _multiply(filled, weight, bias)[:rows].view(*input.shape[:-1], -1)
 
 
@@ -128,7 +128,7 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     Returns how many are in oneDNN's order: all where there is a kernel and memory for the copies, else none.
     """
     layers = [module for module in network.modules() if _plain(module)]
-    if host_memory() < SPARE * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
+    if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
         return 0
     ordered = dict.fromkeys(_orderly(layers))
     left = dict.fromkeys(layers)

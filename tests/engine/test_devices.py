@@ -1,4 +1,4 @@
-"""The dtype that a device is fast with, told from its processor: nobody rounds weights, and nobody changes what was asked for."""
+"""The dtype that a device is fast with, told from its processor: no weight is rounded, and what was asked for is honoured."""
 
 import logging
 from pathlib import Path

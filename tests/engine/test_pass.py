@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 from cascade import ModelError, SamplingParams
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.kernels import takes
-from cascade.engine.kv import Cache, Pass, Span, attend, sight
+from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
 from cascade.engine.model import Model
 from cascade.scorer import BLOCK, TILE, Row
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
@@ -400,7 +400,7 @@ def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) -> None:
     """Guards the survey: chunked, dilated or two-sided attention must not pass for a window."""
-    assert int(sight(mask_function=mask, local_size=size)) == window
+    assert int(window_of_mask(mask_function=mask, local_size=size)) == window
 
 
 def test_cache_holds_and_frees() -> None:

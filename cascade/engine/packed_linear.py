@@ -12,6 +12,7 @@ are.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.engine.devices import host_memory
-from cascade.engine.huge_pages import collapse
 
 LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
 MIN_ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
@@ -47,7 +47,6 @@ class Product:
         self._times: Times = F.linear
         if ordered:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, EXPECTED_ROWS)
-            collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
             self._times = _ordered
         else:
             for layer, part in zip(layers, self._weight.split(sizes), strict=True):
@@ -58,6 +57,8 @@ class Product:
 
     def part(self, place: int, input: Tensor) -> Tensor:
         """What the layer at ``place`` makes of ``input``, ``[..., out_features]``; keeps no input once all have had theirs."""
+        if not input.numel():  # oneDNN takes no empty ones
+            return input.new_empty(*input.shape[:-1], self._parts[place][1])
         if len(self._parts) == 1:
             return self._times(input, self._weight, self._bias)
         if input is not self._input or self._out is None:
@@ -82,18 +83,6 @@ def _ordered(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
     return out
-
-
-class PackedLinear(nn.Linear):
-    """A linear layer that is at ``place`` of a product."""
-
-    product: Product
-    place: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not input.numel():
-            return F.linear(input, self.weight, self.bias)
-        return self.product.part(self.place, input)
 
 
 @contextmanager
@@ -168,8 +157,8 @@ def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
 def _join(group: Sequence[nn.Linear], ordered: bool) -> None:
     product = Product(group, ordered)
     for place, layer in enumerate(group):
-        layer.__class__ = PackedLinear
-        layer.product, layer.place = product, place  # type: ignore[assignment]
+        # the layer stays what it is to all who look at it: hooks, adapters, plans of ranks, tied weights
+        layer.forward = partial(product.part, place)  # type: ignore[method-assign]
     if group[0].weight.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 
@@ -190,8 +179,8 @@ def _alike(group: Sequence[nn.Linear]) -> bool:
 
 
 def _plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Not a quantised or an adapted layer."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+    """Not a quantised, an adapted or a packed layer."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and "forward" not in vars(module)
 
 
 def _gains(layer: nn.Linear) -> bool:

@@ -3,7 +3,7 @@
     make bench-cascade
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
-itself (one thread, pinned, bf16); the lower tiers, the router and everything else share core 1. The modes take turns on every
+itself (one thread, pinned, bfloat16 where the processor has it); the lower tiers, the router and everything else share core 1. The modes take turns on every
 prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers, which leaves out
 those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted generation on
 core 0. The full model alone with both cores is a server of its own, measured after.
@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -38,6 +37,7 @@ from cascade.bench.measure import PROMPTS, Measured, Mode, measure
 from cascade.chain.profile import PassCost
 from cascade.cli import screen
 from cascade.client import Client
+from cascade.engine.devices import has_bfloat16, processor
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.simulation.forecast import Bench, TierCost, Trace
 from deployments.app import HUGE_PAGES
@@ -46,6 +46,7 @@ from deployments.server import Server
 WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"
 FULL_CORE, OTHER_CORE = 0, 1
+FULL_DTYPE = "bfloat16" if has_bfloat16() else "float32"  # what this processor is fast with
 MAX_TOKENS = 128
 CONTEXT = 100  # positions before a pass, on average
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
@@ -80,7 +81,7 @@ def cascade_config(full: str) -> dict[str, Any]:
         "tiers": [
             tier("tiny", tiny, "float32", [OTHER_CORE]),
             tier("medium", medium, "float32", [OTHER_CORE]),
-            tier("full", full, "bfloat16", [FULL_CORE]),
+            tier("full", full, FULL_DTYPE, [FULL_CORE]),
         ]
     }
 
@@ -155,8 +156,8 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
         for prompt in PROMPTS:
             for result, again in zip(results, measure(client.stream, modes, PARAMS, prompts=[prompt]), strict=True):
                 result.merge(again)
-            for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, "bfloat16"))):
-                own[name].append(worker.submit(reference.generate, full, "bfloat16", prompt, MAX_TOKENS, assistant).result())
+            for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, FULL_DTYPE))):
+                own[name].append(worker.submit(reference.generate, full, FULL_DTYPE, prompt, MAX_TOKENS, assistant).result())
             console.print(f"  {len(results[0].texts)}/{len(PROMPTS)} prompts")
         timed_full = client.describe().tiers[-1]
     points = tuple((tokens, seconds + timed_full.context_s * CONTEXT) for tokens, seconds in timed_full.pass_cost)
@@ -166,7 +167,7 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
 
 def measure_both_cores(full: str) -> float:
     """Tokens per second of the full model alone with both cores."""
-    config = {"tiers": [tier("full", full, "bfloat16", [FULL_CORE, OTHER_CORE])]}
+    config = {"tiers": [tier("full", full, FULL_DTYPE, [FULL_CORE, OTHER_CORE])]}
     with Server.start(config, port=0) as server, Client(server.address) as client:
         [result] = measure(client.stream, [Mode("alone_both_cores", Speculation("off"))], PARAMS)
     return result.tokens_per_second
@@ -192,7 +193,7 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
     prices: dict[tuple[Company, str], Price] = {}
     tiny, medium, _ = family.paths()
     spawn = get_context("spawn")
-    worker.submit(reference.verify, full, "bfloat16").result()
+    worker.submit(reference.verify, full, FULL_DTYPE).result()
     for name, source, other in (("tiny", tiny, medium), ("medium", medium, tiny)):
         with (
             ProcessPoolExecutor(1, spawn, reference.pin, ([OTHER_CORE],)) as lower,
@@ -203,10 +204,10 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
             await price.price(lower, ticket, "0", DEFAULT_WINDOW)  # the first passes of a process are no measure
 
             def verify() -> "asyncio.Future[None]":
-                return asyncio.wrap_future(worker.submit(reference.verify, full, "bfloat16"))
+                return asyncio.wrap_future(worker.submit(reference.verify, full, FULL_DTYPE))
 
             prices["lockstep", name] = await price.price(lower, ticket, "1", LOCKSTEP_WINDOWS[-1], verify)
-            with busy(worker, full, "bfloat16"):
+            with busy(worker, full, FULL_DTYPE):
                 curves[name] = tuple(lower.submit(reference.pass_costs, source, "float32").result())
                 prices["pair", name] = await price.price(lower, ticket, "2", DEFAULT_WINDOW)
                 with busy(beside, other, "float32"):
@@ -233,7 +234,7 @@ def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCo
 def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], known: Costs) -> dict[str, float]:
     """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
     tiny, medium, _ = family.paths()
-    tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
+    tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, FULL_DTYPE)}
     names = list(tiers)
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
@@ -332,8 +333,9 @@ def report(
         "front_ms": round(costs.front_s * 1e3, 3),
         "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
         "full_parameters": parameters,
+        "full_dtype": FULL_DTYPE,
         "max_tokens": MAX_TOKENS,
-        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cascade.json").write_text(json.dumps(document, indent=2) + "\n")

@@ -226,7 +226,7 @@ def test_distribution_of_texts_is_exact() -> None:
                 yield from ((text, chance * rest) for text, rest in chances((*output, token)))
 
     law = dict(chances(()))
-    num_texts = 6000
+    num_texts = 3000
     seen: Counter[tuple[int, ...]] = Counter()
     for seed in range(num_texts):
         seeded = Open("s", opening.tokens, 2, SamplingParams(**{**_options(params), "seed": seed}), ends=opening.ends)
@@ -315,7 +315,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_pretrained(family.paths()[-1])
 
 
-@pytest.fixture(scope="module", params=each(["llama", "qwen3", "gpt2"]))
+@pytest.fixture(scope="module", params=each(["llama", "qwen3", "gpt2"], default=["llama"]))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -3,10 +3,10 @@
     make bench-cascade
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
-itself (one thread, pinned, bfloat16 where the processor has it); the lower tiers, the router and everything else share core 1. The modes take turns on every
-prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers, which leaves out
-those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted generation on
-core 0. The full model alone with both cores is a server of its own, measured after.
+itself (one thread, pinned, bfloat16 where the processor has it); the lower tiers, the router and everything else share core 1.
+The modes take turns on every prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers,
+which leaves out those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted
+generation on core 0. The full model alone with both cores is a server of its own, measured after.
 
 What each mode should give is predicted from the recorded agreement of the tiers along the texts that were written, and from
 prices of passes, hops and messages, each measured by itself beside what it runs beside in that mode. The last line is one JSON
@@ -289,6 +289,20 @@ def main() -> None:
     report(results, rates, both, predicted, parameters, costs)
 
 
+def measured_costs(costs: Costs) -> dict[str, Any]:
+    """What the simulator was told, for the JSON document."""
+    return {
+        "hop_ms": round(costs.hop_s * 1e3, 3),
+        "lower_prices_ms": {
+            f"{name}, {company}": {"pass": round(one.pass_s * 1e3, 2), "message": round(one.message_s * 1e3, 3)}
+            for (company, name), one in costs.prices.items()
+        },
+        "taken_by_ray": round(costs.taken, 3),
+        "front_ms": round(costs.front_s * 1e3, 3),
+        "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
+    }
+
+
 def report(
     results: list[Measured],
     rates: dict[str, float],
@@ -324,14 +338,7 @@ def report(
         "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / max(1, passes) * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
-        "hop_ms": round(costs.hop_s * 1e3, 3),
-        "lower_prices_ms": {
-            f"{name}, {company}": {"pass": round(one.pass_s * 1e3, 2), "message": round(one.message_s * 1e3, 3)}
-            for (company, name), one in costs.prices.items()
-        },
-        "taken_by_ray": round(costs.taken, 3),
-        "front_ms": round(costs.front_s * 1e3, 3),
-        "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
+        **measured_costs(costs),
         "full_parameters": parameters,
         "full_dtype": FULL_DTYPE,
         "max_tokens": MAX_TOKENS,

@@ -4,9 +4,9 @@
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
 itself (one thread, pinned, bfloat16 where the processor has it); the lower tiers, the router and everything else share core 1.
-The modes take turns on every prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers,
-which leaves out those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted
-generation on core 0. The full model alone with both cores is a server of its own, measured after.
+The modes take turns on every prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers
+(which leaves out those that do not pay), and all three always; beside them Transformers' ``generate`` and assisted generation
+on core 0. The full model alone with both cores is a server of its own, measured after.
 
 What each mode should give is predicted from the recorded agreement of the tiers along the texts that were written, and from
 prices of passes, hops and messages, each measured by itself beside what it runs beside in that mode. The last line is one JSON
@@ -52,16 +52,14 @@ CONTEXT = 100  # positions before a pass, on average
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
 DRAFTERS = ("tiny", "medium")
 LOCKSTEP_WINDOWS = (4, 8, 12, 16)
-IDLE_S = 5.0
-STEADY = 6
+IDLE_S, STEADY = 5.0, 6
 SETTLE_S = 0.3  # until those who work beside do
 MODES = ("alone", "lockstep_pair", "async_pair", "async_three", "async_three_always")
 console = Console(stderr=True)
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
-Company: TypeAlias = Literal[
-    "lockstep", "pair", "three"
-]  # in turns with the full tier, beside it, beside it and the other lower one
+# of a lower tier: in turns with the full one, beside it, beside it and the other lower one
+Company: TypeAlias = Literal["lockstep", "pair", "three"]
 
 
 def tier(name: str, source: str, dtype: str, cores: list[int]) -> dict[str, Any]:
@@ -139,7 +137,7 @@ class Costs:
 
 
 def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], Costs]:
-    """Modes of the server, Transformers' own speeds in tokens per second, all in alternation; and what passes cost there."""
+    """The server's modes and Transformers' own tokens per second, measured in turns; and what the server's passes cost."""
     medium = family.paths()[1]
     own: dict[str, list[tuple[int, float]]] = {"transformers_generate": [], "transformers_assisted": []}
     with Server.start(cascade_config(full), port=0) as server, Client(server.address) as client:
@@ -317,8 +315,7 @@ def report(
     served = dict(zip(MODES, results, strict=True))
     speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
     top = [edge for edge in three.edges.values() if edge.verifier == "full"]
-    passes = sum(edge.passes for edge in top)
-    off = {name: speeds[name] / predicted[name] for name in predicted}
+    passes = max(1, sum(edge.passes for edge in top))
     document = {
         "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
         "predicted": {name: round(speed, 2) for name, speed in predicted.items()},
@@ -329,13 +326,13 @@ def report(
             "three_vs_async_pair": round(speeds["async_three"] / speeds["async_pair"], 3),
             "alone_vs_transformers_generate": round(speeds["alone"] / speeds["transformers_generate"], 3),
         },
-        "measured_vs_predicted": {name: round(share, 3) for name, share in off.items()},
+        "measured_vs_predicted": {name: round(speeds[name] / expected, 3) for name, expected in predicted.items()},
         "lockstep_pair": locked.mode.name,
         "async_pair": pair.mode.name,
         "tokens_per_full_pass": round(three.tokens_per_full_pass, 3),
         "full_passes_by_drafter": {edge.drafter or "none": edge.passes for edge in top},
         "accepted_share": round(sum(edge.accepted for edge in top) / max(1, sum(edge.proposed for edge in top)), 3),
-        "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / max(1, passes) * 1e3, 2),
+        "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / passes * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
         **measured_costs(costs),

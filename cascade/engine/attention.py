@@ -28,10 +28,10 @@ Windows = dict[int, int | None]  # by layer, see `cascade.engine.kv.Survey`
 
 
 class Attention(Protocol):
-    """What a model asks of it."""
+    """A way to hold keys and values, as `cascade.engine.model.Model` uses it."""
 
     name: str  # of its attention function, at Transformers
-    fills: bool  # passes may have tokens of no row, see `cascade.engine.model.fill`
+    fills: bool  # passes may be filled up with tokens of no row, see `cascade.engine.model.fill`
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -60,7 +60,7 @@ class Contiguous:
 
 
 class Paged:
-    """In blocks. Passes whose rows are equally long can be captured: see `over`."""
+    """Keys and values in blocks. Passes whose rows are equally long can be captured: see `over`."""
 
     fills = False
     most = 0  # tokens of a pass that is worth capturing
@@ -77,7 +77,7 @@ class Paged:
         return PagedPass(self.blocks, tables, windows, self._kernel)
 
     def widths(self, most: int) -> tuple[int, ...]:
-        """How wide tables are told to be, in blocks, for sessions of up to ``most``."""
+        """Widths of tables that passes are captured for, in blocks; ``most`` is that of the longest session."""
         return (most,)
 
     def hold(self, tokens: int) -> int:
@@ -109,7 +109,7 @@ class PagedPass:
 
 
 class Gathered(Paged):
-    """A session's blocks are gathered for every layer: for all kinds of layers, on any device."""
+    """Gathers a session's blocks for every layer: works with all kinds of layers, on any device."""
 
     name = GATHERED
     most = 32
@@ -125,7 +125,7 @@ class Gathered(Paged):
 
 
 class Varlen(Paged):
-    """``kernel`` reads blocks in place."""
+    """Lets ``kernel`` read blocks in place."""
 
     name = PAGED
     most = 256
@@ -206,7 +206,7 @@ def attend_gathered(
     cascade_pass: Pass | PagedPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The same where a session's keys and values are gathered: row by row, or all at once in a pass that is captured."""
+    """Attention that gathers a session's blocks: row by row, or for all rows at once in a pass that is captured."""
     way = attend if isinstance(cascade_pass, PagedPass) else kv.attend
     return way(module, query, key, value, attention_mask, cascade_pass=cascade_pass, **options)  # type: ignore[arg-type]
 
@@ -216,7 +216,7 @@ AttentionInterface.register(GATHERED, attend_gathered)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
-    """The best way on ``device`` for a model that was looked at."""
+    """The best strategy on ``device`` for a model with the layers that were found."""
     if device.type != "cuda":
         return Contiguous()
     kernel = find_kernel(device, dtype, found)

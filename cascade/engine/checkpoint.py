@@ -89,7 +89,7 @@ def anatomy(
 
 
 def unlike_attention(config: PreTrainedConfig) -> str | None:
-    """What in a model's layers a short text would not betray: selections and compressions that begin far from its start."""
+    """Why layers are no attention in a way that short texts cannot show: they select or compress what is far back."""
     text = config.get_text_config()
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"

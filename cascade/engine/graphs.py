@@ -38,19 +38,19 @@ _capturing = threading.Lock()  # CUDA takes one capture at a time in a process
 
 Task = Callable[[], None]
 Capture = Callable[[Task], Task]
-"""Given work on static tensors, returns what does it again. It may do the work, with whatever the tensors hold."""
+"""Takes a task on static tensors and returns one that repeats it. It may run the task, whatever the tensors hold."""
 
 
 def eager(work: Task) -> Task:
-    """A capture that captures nothing: calls again. For tests on devices without graphs."""
+    """A capture that only calls the task again. For tests on devices without graphs."""
     work()
     return work
 
 
 class Watch(TorchDispatchMode):
-    """Raises `RuntimeError` at an operation of its thread that cannot be captured, for the host waits for what it finds.
+    """Raises `RuntimeError` at operations that cannot be captured because the host waits for their result.
 
-    A capture that fails half-way leaves PyTorch's memory in disorder. This tells before, and on every device.
+    Finds them on every device before a capture begins: one that fails half-way leaves PyTorch's memory in disorder.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode):
 
 
 def _reads(func: Any, args: Any) -> bool:
-    """Whether it has to know numbers to know what it returns."""
+    """Whether an operation has to look at numbers before it can return."""
     if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
         masks = any(leaf is not None and leaf.dtype in (torch.bool, torch.uint8) for leaf in args[1])
         return masks and (len(args) == 2 or args[2].numel() > 1)  # one number is put where a mask says, without counting
@@ -303,7 +303,7 @@ class Graphs:
 
 
 def _captured(capture: Capture, work: Task) -> Task:
-    """The work itself where it cannot be captured: it waits for nothing either way."""
+    """The captured task, or the task itself where it cannot be captured: neither makes the host wait."""
     try:
         return capture(work)
     except RuntimeError as error:

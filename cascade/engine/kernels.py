@@ -18,8 +18,8 @@ from cascade.engine.kv import Survey
 log = logging.getLogger(__name__)
 
 PAGE = 256  # positions of a block: the kernel of PyTorch takes multiples of these alone
-LARGEST_HEAD = 256  # that it takes, in multiples of 8
-TOLERANCE = 0.02  # of what it says in 16 bits
+LARGEST_HEAD = 256  # that the kernel takes; sizes of heads are multiples of 8
+TOLERANCE = 0.02  # of the kernel's results in 16 bits
 
 Kernel = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def gather_attention(
 ) -> Tensor:
     """What the kernel computes, for rows of ``longest`` tokens each, by operations that every device has and can capture.
 
-    All blocks of the tables are gathered. Of positions that nothing was written to nothing is taken, not even infinities.
+    All blocks of the tables are gathered. Positions that were never written add nothing, even where they hold infinities.
     """
     rows, (kv_heads, size) = len(block_table), key.shape[2:]
     heads, group = query.shape[1], query.shape[1] // kv_heads
@@ -93,7 +93,7 @@ def _written_out(
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype, found: Survey) -> Kernel | None:
-    """PyTorch's kernel if it says what it should, for a model with such heads on ``device``."""
+    """PyTorch's kernel, if it computes what it should on ``device`` for a model with such heads; else ``None``."""
     if not takes(found) or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
@@ -116,7 +116,7 @@ def takes(found: Survey) -> bool:
 
 
 class Summed:
-    """The same for implementations that ask for sums of lengths beside block tables; others refuse them."""
+    """A kernel that is also given sums of lengths: some ask for them beside block tables, and others refuse them."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel

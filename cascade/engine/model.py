@@ -27,7 +27,7 @@ from cascade.scorer import Row
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
-SCORED = 16  # own tokens of a pass that is timed, at most
+SCORED = 16  # own tokens of a timed pass, at most
 
 
 class Model:
@@ -117,7 +117,7 @@ class Model:
 
     @property
     def path(self) -> str:
-        """How it holds keys and values, for people."""
+        """How keys and values are held and whether passes are captured, for people."""
         return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
 
     @property
@@ -142,7 +142,7 @@ class Model:
         return True
 
     def close(self) -> None:
-        """Free what is not this process's own."""
+        """End what runs outside this process, such as other ranks."""
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -254,7 +254,7 @@ class Model:
         return self._replay(texts)
 
     def _survey(self) -> Survey:
-        """What kind of layers it has."""
+        """The kinds of its layers; raises `ModelError` if some are no attention that can be served."""
         self._network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         found = Survey()
@@ -288,7 +288,7 @@ class Model:
 
 
 def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) -> None:
-    """Let a pass have at least so many tokens and logits: what is added belongs to no row, and nobody looks at it."""
+    """Bring a pass to at least ``rows`` tokens and logits; those that are added belong to no row, and nobody reads them."""
     missing = rows - len(tokens)
     if missing > 0:
         tokens += [0] * missing

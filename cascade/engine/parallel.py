@@ -92,7 +92,7 @@ class LeadingModel(Model):
         self._num_caches = 0
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
-        # the ranks repeat what the leader does with its stores, and time nothing: that would be no common number of passes
+        # all ranks must run the same passes, so threads are not timed: each rank would time another number of them
         super().__init__(network, attention=Contiguous(), num_threads=torch.get_num_threads(), **options)
         self._changes.clear()
         self._wire = Wire()

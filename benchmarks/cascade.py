@@ -219,8 +219,7 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
 def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCost, ...]:
     """Of all tiers, in such company."""
     left = 1 - known.taken
-    dearest = max(known.prices[company, name].message_s for name in names[:-1])
-    costs = []
+    dearest, costs = max(known.prices[company, name].message_s for name in names[:-1]), []
     for name in names[:-1]:
         one, curve = known.prices[company, name], known.curves[name]
         points = tuple((tokens, (one.pass_s + seconds - curve[0][1]) / left) for tokens, seconds in curve)
@@ -312,8 +311,8 @@ def report(
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
     alone, locked, pair, three, always = results
     console.print(screen.speeds(results, "alone"), screen.acceptance(always.edges.values()))
-    served = dict(zip(MODES, results, strict=True))
-    speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
+    served = {name: result.tokens_per_second for name, result in zip(MODES, results, strict=True)}
+    speeds = served | {"alone_both_cores": both} | rates
     top = [edge for edge in three.edges.values() if edge.verifier == "full"]
     passes = max(1, sum(edge.passes for edge in top))
     document = {

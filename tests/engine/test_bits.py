@@ -4,8 +4,9 @@ What a model promises on the machine of the tests (`Model.same_bits`) is held; w
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from cascade.engine import packed_linear
 from cascade.engine.model import Model
 from cascade.engine.packed_linear import keeps_bits
 from cascade.scorer import TILE, Row
-from tests.architectures import SERVED, VOCAB, build, each
+from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 LENGTH = 100  # of a text, more than a tile
@@ -48,6 +49,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+def with_threads(names: Iterable[str], default: Iterable[str] = DEFAULT) -> list[Any]:
+    """Names and threads: all with one thread, and for `make test-all` the default ones with two as well."""
+    chosen, two = list(names), {"marks": pytest.mark.slow}
+    alone = [pytest.param(one.values[0], 1, id=one.id, marks=one.marks) for one in each(chosen, default)]
+    return alone + [pytest.param(name, 2, id=f"{name}, 2 threads", **two) for name in chosen if name in default]
 
 
 def promising(model: Model) -> Model:
@@ -86,7 +94,11 @@ def in_pieces(model: Model, tokens: list[int], rng: random.Random) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", each(name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")))
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    with_threads(name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")),
+    indirect=["threads"],
+)
 def test_bfloat16_logits_are_those_of_the_text_alone(name: str) -> None:
     """Guards texts in the dtype of real models: rounding that depends on companions makes them part at near-ties."""
     model = promising(Model(build(name).to(torch.bfloat16), cache_tokens=4096))
@@ -100,7 +112,7 @@ def large(name: str) -> Model:
     return Model(build(name, **sizes), cache_tokens=4096)
 
 
-@pytest.mark.parametrize("name", each(DENSE, default=("llama", "gemma2", "gpt2")))
+@pytest.mark.parametrize(("name", "threads"), with_threads(DENSE, ("llama", "gemma2", "gpt2")), indirect=["threads"])
 def test_float32_logits_are_those_of_the_text_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the same in float32."""
     monkeypatch.setattr(packed_linear, "LARGE", 1)

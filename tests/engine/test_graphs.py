@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn) -> list[list[tuple[int, float, int, int, SamplingPara
 
 
 @pytest.mark.parametrize(("name", "attention"), NAMES)
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=20)
 @given(plan=plans(), seed=st.integers(0, 99))
 def test_captured_passes_say_the_same(name: str, attention: str, plan: list[Any], seed: int) -> None:
     """Guards buckets: padding, places, positions, tables, noise and filters, over rollbacks and whatever companions."""
@@ -91,7 +91,7 @@ def test_captured_passes_say_the_same(name: str, attention: str, plan: list[Any]
 
 
 @pytest.mark.parametrize(("name", "attention"), NAMES)
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=12)
 @given(params=st.lists(PARAMS, min_size=1, max_size=5), ahead=st.lists(st.integers(0, 6), min_size=5, max_size=5))
 def test_own_tokens_fed_back_are_those_of_single_passes(
     name: str, attention: str, params: list[SamplingParams], ahead: list[int]
@@ -257,7 +257,7 @@ def test_full_memory_leaves_passes_as_they_were() -> None:
     assert model.run([Row(caches[3], 0, [4, 5], 1, greedy)]) == plain.run([Row(plain.new_cache(), 0, [4, 5], 1, greedy)])
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(params=st.lists(PARAMS, min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_choices_in_tensors_are_the_same(params: Sequence[SamplingParams], seed: int) -> None:
     """Guards the second way to choose tokens against the first, ties and limits included."""

@@ -86,7 +86,7 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
         dtype="bfloat16",
     ).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"take 75\d\.\d\d GiB and cpu has .* GiB free: take a larger device") as caught:
-        Model.from_pretrained(str(tmp_path), device="cpu")
+        Model.from_pretrained(str(tmp_path), dtype="bfloat16", device="cpu")
     assert "\n" not in str(caught.value)
     assert anatomy(str(tmp_path)).cache_bytes_per_token == 126 * 8 * 128 * 2 * 2
 

@@ -37,7 +37,7 @@ bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the la
 	$(BIN)/python -m benchmarks.cascade
 
 bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
-	$(BIN)/python -m benchmarks.engine
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m benchmarks.engine
 
 bench-gpu: $(VENV)/.installed      ## the same on a GPU, with weights made on the spot; the last line is JSON
 	$(BIN)/python -m benchmarks.gpu

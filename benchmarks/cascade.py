@@ -3,10 +3,10 @@
     make bench-cascade
 
 A core is a device here. The embedded full model is *grown* to 200 M parameters: same function, real cost. It has core 0 to
-itself (one thread, pinned, bf16); the lower tiers, the router and everything else share core 1. The modes take turns on every
-prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers, which leaves out
-those that do not pay, and the same with all three always; beside them Transformers' ``generate`` and assisted generation on
-core 0. The full model alone with both cores is a server of its own, measured after.
+itself (one thread, pinned, bfloat16 where the processor has it); the lower tiers, the router and everything else share core 1.
+The modes take turns on every prompt: full alone, the best lockstep pair, the best asynchronous pair, the cascade of three tiers
+(which leaves out those that do not pay), and all three always; beside them Transformers' ``generate`` and assisted generation
+on core 0. The full model alone with both cores is a server of its own, measured after.
 
 What each mode should give is predicted from the recorded agreement of the tiers along the texts that were written, and from
 prices of passes, hops and messages, each measured by itself beside what it runs beside in that mode. The last line is one JSON
@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -38,6 +37,7 @@ from cascade.bench.measure import PROMPTS, Measured, Mode, measure
 from cascade.chain.profile import PassCost
 from cascade.cli import screen
 from cascade.client import Client
+from cascade.engine.devices import has_bfloat16, processor
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.simulation.forecast import Bench, TierCost, Trace
 from deployments.app import HUGE_PAGES
@@ -46,21 +46,20 @@ from deployments.launch.server import Server
 WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"
 FULL_CORE, OTHER_CORE = 0, 1
+FULL_DTYPE = "bfloat16" if has_bfloat16() else "float32"  # what this processor is fast with
 MAX_TOKENS = 128
 CONTEXT = 100  # positions before a pass, on average
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=0, ignore_eos=True)
 DRAFTERS = ("tiny", "medium")
 LOCKSTEP_WINDOWS = (4, 8, 12, 16)
-IDLE_S = 5.0
-STEADY = 6
+IDLE_S, STEADY = 5.0, 6
 SETTLE_S = 0.3  # until those who work beside do
 MODES = ("alone", "lockstep_pair", "async_pair", "async_three", "async_three_always")
 console = Console(stderr=True)
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
-Company: TypeAlias = Literal[
-    "lockstep", "pair", "three"
-]  # in turns with the full tier, beside it, beside it and the other lower one
+# of a lower tier: in turns with the full one, beside it, beside it and the other lower one
+Company: TypeAlias = Literal["lockstep", "pair", "three"]
 
 
 def tier(name: str, source: str, dtype: str, cores: list[int]) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def cascade_config(full: str) -> dict[str, Any]:
         "tiers": [
             tier("tiny", tiny, "float32", [OTHER_CORE]),
             tier("medium", medium, "float32", [OTHER_CORE]),
-            tier("full", full, "bfloat16", [FULL_CORE]),
+            tier("full", full, FULL_DTYPE, [FULL_CORE]),
         ]
     }
 
@@ -138,7 +137,7 @@ class Costs:
 
 
 def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measured], dict[str, float], Costs]:
-    """Modes of the server, Transformers' own speeds in tokens per second, all in alternation; and what passes cost there."""
+    """The server's modes and Transformers' own tokens per second, measured in turns; and what the server's passes cost."""
     medium = family.paths()[1]
     own: dict[str, list[tuple[int, float]]] = {"transformers_generate": [], "transformers_assisted": []}
     with Server.start(cascade_config(full), port=0) as server, Client(server.address) as client:
@@ -155,8 +154,8 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
         for prompt in PROMPTS:
             for result, again in zip(results, measure(client.stream, modes, PARAMS, prompts=[prompt]), strict=True):
                 result.merge(again)
-            for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, "bfloat16"))):
-                own[name].append(worker.submit(reference.generate, full, "bfloat16", prompt, MAX_TOKENS, assistant).result())
+            for name, assistant in (("transformers_generate", None), ("transformers_assisted", (medium, FULL_DTYPE))):
+                own[name].append(worker.submit(reference.generate, full, FULL_DTYPE, prompt, MAX_TOKENS, assistant).result())
             console.print(f"  {len(results[0].texts)}/{len(PROMPTS)} prompts")
         timed_full = client.describe().tiers[-1]
     points = tuple((tokens, seconds + timed_full.context_s * CONTEXT) for tokens, seconds in timed_full.pass_cost)
@@ -166,7 +165,7 @@ def measure_cascade(full: str, worker: ProcessPoolExecutor) -> tuple[list[Measur
 
 def measure_both_cores(full: str) -> float:
     """Tokens per second of the full model alone with both cores."""
-    config = {"tiers": [tier("full", full, "bfloat16", [FULL_CORE, OTHER_CORE])]}
+    config = {"tiers": [tier("full", full, FULL_DTYPE, [FULL_CORE, OTHER_CORE])]}
     with Server.start(config, port=0) as server, Client(server.address) as client:
         [result] = measure(client.stream, [Mode("alone_both_cores", Speculation("off"))], PARAMS)
     return result.tokens_per_second
@@ -192,7 +191,7 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
     prices: dict[tuple[Company, str], Price] = {}
     tiny, medium, _ = family.paths()
     spawn = get_context("spawn")
-    worker.submit(reference.verify, full, "bfloat16").result()
+    worker.submit(reference.verify, full, FULL_DTYPE).result()
     for name, source, other in (("tiny", tiny, medium), ("medium", medium, tiny)):
         with (
             ProcessPoolExecutor(1, spawn, reference.pin, ([OTHER_CORE],)) as lower,
@@ -203,10 +202,10 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
             await price.price(lower, ticket, "0", DEFAULT_WINDOW)  # the first passes of a process are no measure
 
             def verify() -> "asyncio.Future[None]":
-                return asyncio.wrap_future(worker.submit(reference.verify, full, "bfloat16"))
+                return asyncio.wrap_future(worker.submit(reference.verify, full, FULL_DTYPE))
 
             prices["lockstep", name] = await price.price(lower, ticket, "1", LOCKSTEP_WINDOWS[-1], verify)
-            with busy(worker, full, "bfloat16"):
+            with busy(worker, full, FULL_DTYPE):
                 curves[name] = tuple(lower.submit(reference.pass_costs, source, "float32").result())
                 prices["pair", name] = await price.price(lower, ticket, "2", DEFAULT_WINDOW)
                 with busy(beside, other, "float32"):
@@ -220,8 +219,7 @@ async def add_prices(full: str, worker: ProcessPoolExecutor, known: Costs) -> Co
 def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCost, ...]:
     """Of all tiers, in such company."""
     left = 1 - known.taken
-    dearest = max(known.prices[company, name].message_s for name in names[:-1])
-    costs = []
+    dearest, costs = max(known.prices[company, name].message_s for name in names[:-1]), []
     for name in names[:-1]:
         one, curve = known.prices[company, name], known.curves[name]
         points = tuple((tokens, (one.pass_s + seconds - curve[0][1]) / left) for tokens, seconds in curve)
@@ -233,7 +231,7 @@ def tier_costs(known: Costs, company: Company, names: list[str]) -> tuple[TierCo
 def predict(full: str, worker: ProcessPoolExecutor, results: list[Measured], known: Costs) -> dict[str, float]:
     """Tokens per second that the simulator expects of each mode, from costs and agreement measured on this machine."""
     tiny, medium, _ = family.paths()
-    tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, "bfloat16")}
+    tiers = {"tiny": (tiny, "float32"), "medium": (medium, "float32"), "full": (full, FULL_DTYPE)}
     names = list(tiers)
     said: list[list[int]] = [[] for _ in tiers]
     for prompt, text in zip(PROMPTS, results[0].texts, strict=True):
@@ -288,6 +286,20 @@ def main() -> None:
     report(results, rates, both, predicted, parameters, costs)
 
 
+def measured_costs(costs: Costs) -> dict[str, Any]:
+    """What the simulator was told, for the JSON document."""
+    return {
+        "hop_ms": round(costs.hop_s * 1e3, 3),
+        "lower_prices_ms": {
+            f"{name}, {company}": {"pass": round(one.pass_s * 1e3, 2), "message": round(one.message_s * 1e3, 3)}
+            for (company, name), one in costs.prices.items()
+        },
+        "taken_by_ray": round(costs.taken, 3),
+        "front_ms": round(costs.front_s * 1e3, 3),
+        "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
+    }
+
+
 def report(
     results: list[Measured],
     rates: dict[str, float],
@@ -299,11 +311,10 @@ def report(
     """Tables to standard error, the JSON document to a file and to the last line of standard output."""
     alone, locked, pair, three, always = results
     console.print(screen.speeds(results, "alone"), screen.acceptance(always.edges.values()))
-    served = dict(zip(MODES, results, strict=True))
-    speeds = {name: result.tokens_per_second for name, result in served.items()} | {"alone_both_cores": both} | rates
+    served = {name: result.tokens_per_second for name, result in zip(MODES, results, strict=True)}
+    speeds = served | {"alone_both_cores": both} | rates
     top = [edge for edge in three.edges.values() if edge.verifier == "full"]
-    passes = sum(edge.passes for edge in top)
-    off = {name: speeds[name] / predicted[name] for name in predicted}
+    passes = max(1, sum(edge.passes for edge in top))
     document = {
         "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
         "predicted": {name: round(speed, 2) for name, speed in predicted.items()},
@@ -314,26 +325,20 @@ def report(
             "three_vs_async_pair": round(speeds["async_three"] / speeds["async_pair"], 3),
             "alone_vs_transformers_generate": round(speeds["alone"] / speeds["transformers_generate"], 3),
         },
-        "measured_vs_predicted": {name: round(share, 3) for name, share in off.items()},
+        "measured_vs_predicted": {name: round(speeds[name] / expected, 3) for name, expected in predicted.items()},
         "lockstep_pair": locked.mode.name,
         "async_pair": pair.mode.name,
         "tokens_per_full_pass": round(three.tokens_per_full_pass, 3),
         "full_passes_by_drafter": {edge.drafter or "none": edge.passes for edge in top},
         "accepted_share": round(sum(edge.accepted for edge in top) / max(1, sum(edge.proposed for edge in top)), 3),
-        "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / max(1, passes) * 1e3, 2),
+        "mean_wait_before_a_full_pass_ms": round(sum(edge.waited_s for edge in top) / passes * 1e3, 2),
         "first_token_ms": round(statistics.median(three.first_token_s) * 1e3, 1),
         "same_text": all(result.texts == alone.texts for result in results),
-        "hop_ms": round(costs.hop_s * 1e3, 3),
-        "lower_prices_ms": {
-            f"{name}, {company}": {"pass": round(one.pass_s * 1e3, 2), "message": round(one.message_s * 1e3, 3)}
-            for (company, name), one in costs.prices.items()
-        },
-        "taken_by_ray": round(costs.taken, 3),
-        "front_ms": round(costs.front_s * 1e3, 3),
-        "full_pass_ms": {tokens: round(seconds * 1e3, 1) for tokens, seconds in costs.full},
+        **measured_costs(costs),
         "full_parameters": parameters,
+        "full_dtype": FULL_DTYPE,
         "max_tokens": MAX_TOKENS,
-        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cascade.json").write_text(json.dumps(document, indent=2) + "\n")

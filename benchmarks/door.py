@@ -9,7 +9,6 @@ JSON document.
 import http.client
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ray import serve
 from cascade import family
 from cascade.chain.tier import Tier
 from cascade.client import Client
+from cascade.engine.devices import processor
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.params import SamplingParams
@@ -162,7 +162,7 @@ def main() -> None:
     runs = [measure(pass_s) for pass_s in PASS_S]
     grpc, http_ = runs[0]["grpc"], runs[0]["http"]
     document = {
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
+        "machine": {"cores": os.cpu_count(), "processor": processor()},
         "rounds": ROUNDS,
         "max_tokens": PARAMS.max_tokens,
         "runs": runs,

@@ -16,7 +16,6 @@ The last line is one JSON document, also in benchmarks/results/gpu.json, which i
 import argparse
 import gc
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from benchmarks.device_metrics import decode, differing, gaps, passes, same_text
 from benchmarks.scale import SMALL, Scale, bandwidth, params, tokens
 from benchmarks.shapes import SHAPES, Shape, build, copied, words
 from benchmarks.vs_transformers import batching, single
-from cascade.engine.devices import GIB, free_bytes
+from cascade.engine.devices import GIB, free_bytes, processor
 from cascade.engine.model import Model
 from cascade.local import Cascade
 
@@ -93,7 +92,7 @@ def measure(names: Sequence[str], device: torch.device, scale: Scale, results: P
         "shapes": {},
         "float32_exactness": {},
         "bfloat16_cascade": {},
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
     }
     for name in names:

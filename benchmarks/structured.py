@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 
 from cascade.client import Client
+from cascade.engine.devices import processor
 from cascade.params import SamplingParams, Speculation, Structured
 from deployments.launch.server import Server
 
@@ -77,7 +78,8 @@ def _valid(text: str) -> bool:
 
 def main() -> None:
     with Server.start(None, port=0, http_port=0) as server, Client(server.address) as client:
-        document = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.8)}
+        document: dict[str, Any] = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.8)}
+    document["hardware"] = processor()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "structured.json").write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))

@@ -55,6 +55,7 @@ class TierReplica:
         bind_threads(engine)
         self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
         self._model = await _start(self._config, self._ranks)
+        log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         self._tier = Tier(
@@ -89,6 +90,8 @@ class TierReplica:
             "vocab_size": self._model.vocab_size,
             "parameters": self._model.num_parameters,
             "device": str(self._model.device),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "same_bits": self._model.same_bits,
             "pid": os.getpid(),
             "rank_pids": [] if self._ranks is None else self._ranks.pids,
             "sessions": self._tier.num_sessions,

@@ -1,7 +1,9 @@
 """Small random models of many architectures, for tests of the packed pass."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -276,6 +278,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rwkv": {},
     "xglm": {},
 }
+
+
+# one of each kind: plain, windows in some layers, soft caps, sinks, latent attention, experts, learned positions, long RoPE
+DEFAULT = ("llama", "qwen2-sliding", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "phi3-longrope")
+
+
+def each(names: Iterable[str] = SERVED, default: Iterable[str] = DEFAULT) -> list[Any]:
+    """``names`` as parameters of a test; those that are not in ``default`` are for `make test-all` alone."""
+    return [pytest.param(name, id=name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
 def config(name: str, **overrides: Any) -> PreTrainedConfig:

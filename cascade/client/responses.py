@@ -25,8 +25,10 @@ class TierInfo:
     vocab_size: int
     parameters: int
     device: str
-    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.simulation.scenario.PassCost`
+    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.chain.profile.PassCost`
     context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
+    dtype: str = ""  # of its weights
+    same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if the server does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +121,6 @@ def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
 
 def _tier_info(tier: pb.Tier) -> TierInfo:
     same: dict[str, Any] = {field.name: getattr(tier, field.name) for field in fields(TierInfo)}
-    return TierInfo(**same | {"pass_cost": tuple((point.tokens, point.seconds) for point in tier.pass_cost)})
+    cost = tuple((point.tokens, point.seconds) for point in tier.pass_cost)
+    bits = tier.same_bits if tier.HasField("same_bits") else None
+    return TierInfo(**same | {"pass_cost": cost, "same_bits": bits})

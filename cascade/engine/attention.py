@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cascade.engine import kv
-from cascade.engine.kernels import PAGE, Kernel, find_kernel, padded, sight
+from cascade.engine.kernels import PAGE, Kernel, find_kernel, gather_attention, window_size_of
 from cascade.engine.kv import ATTENTION, Cache, Pass, Span, Survey
-from cascade.engine.paged_cache import SPARE, Blocks, PagedCache
+from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ Windows = dict[int, int | None]  # by layer, see `cascade.engine.kv.Survey`
 
 
 class Attention(Protocol):
-    """What a model asks of it."""
+    """A way to hold keys and values, as `cascade.engine.model.Model` uses it."""
 
     name: str  # of its attention function, at Transformers
-    fills: bool  # passes may have tokens of no row, see `cascade.engine.model.fill`
+    fills: bool  # passes may be filled up with tokens of no row, see `cascade.engine.model.fill`
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -60,7 +60,7 @@ class Contiguous:
 
 
 class Paged:
-    """In blocks. Passes whose rows are equally long can be captured: see `over`."""
+    """Keys and values in blocks. Passes whose rows are equally long can be captured: see `over`."""
 
     fills = False
     most = 0  # tokens of a pass that is worth capturing
@@ -72,25 +72,25 @@ class Paged:
     def new_cache(self) -> PagedCache:
         return PagedCache(self.blocks)
 
-    def over(self, tables: "Tables", windows: Windows) -> "PagedPass":
+    def over(self, tables: "BlockTables", windows: Windows) -> "PagedPass":
         """A pass over rows whose blocks are ready to be written; those of `Gathered` must be equally long."""
         return PagedPass(self.blocks, tables, windows, self._kernel)
 
     def widths(self, most: int) -> tuple[int, ...]:
-        """How wide tables are told to be, in blocks, for sessions of up to ``most``."""
+        """Widths of tables that passes are captured for, in blocks; ``most`` is that of the longest session."""
         return (most,)
 
     def hold(self, tokens: int) -> int:
         number = max(1, tokens // self.blocks.block)
-        self.blocks = self.blocks.resized(number + SPARE)
+        self.blocks = self.blocks.resized(number + RESERVED)
         return number * self.blocks.block
 
 
 @dataclass(slots=True)
-class Tables:
+class BlockTables:
     """The rows of one pass as the kernel wants them. Query ``i`` of a row's ``n`` sees ``length - n + i + 1`` positions."""
 
-    slots: Tensor  # int64 [total_tokens], where keys and values are written among the positions of all blocks
+    slot_mapping: Tensor  # int64 [total_tokens], where keys and values are written among the positions of all blocks
     ends: Tensor  # int32 [rows + 1], from 0 on: tokens before the end of each row
     lengths: Tensor  # int32 [rows], positions in use, this pass's included
     blocks: Tensor  # int32 [rows, width]
@@ -103,19 +103,19 @@ class PagedPass:
     """What `attend` needs, for all layers of a pass."""
 
     memory: Blocks
-    tables: Tables
+    tables: BlockTables
     windows: Windows
     kernel: Kernel
 
 
 class Gathered(Paged):
-    """A session's blocks are gathered for every layer: for all kinds of layers, on any device."""
+    """Gathers a session's blocks for every layer: works with all kinds of layers, on any device."""
 
     name = GATHERED
     most = 32
 
     def __init__(self, block: int = PAGE) -> None:
-        super().__init__(padded, block)
+        super().__init__(gather_attention, block)
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
         return Pass(spans, windows)
@@ -125,7 +125,7 @@ class Gathered(Paged):
 
 
 class Varlen(Paged):
-    """``kernel`` reads blocks in place."""
+    """Lets ``kernel`` read blocks in place."""
 
     name = PAGED
     most = 256
@@ -142,7 +142,7 @@ class Varlen(Paged):
             assert isinstance(cache, PagedCache)
             length = span.start + span.end - span.begin
             cache.prepare(span.start, length)
-            slots += cache.slots(span.start, length)
+            slots += cache.slot_mapping(span.start, length)
             ends.append(span.end)
             lengths.append(length)
             tables.append(cache.table[: -(-length // self.blocks.block)])
@@ -152,7 +152,7 @@ class Varlen(Paged):
         where, *rest = packed.split([len(slots), len(ends), len(lengths), len(flat)])
         cut, used, blocks = (part.int() for part in rest)
         longest = max(span.end - span.begin for span in spans)
-        tables_ = Tables(where, cut, used, blocks.view(len(spans), width), longest, max(lengths))
+        tables_ = BlockTables(where, cut, used, blocks.view(len(spans), width), longest, max(lengths))
         return self.over(tables_, windows)
 
 
@@ -176,8 +176,9 @@ def attend(
     tables, window = cascade_pass.tables, cascade_pass.windows[layer]
     held = cascade_pass.memory.layer(layer, key[0], value[0])
     for blocks, new in zip(held, (key, value), strict=True):
-        blocks.flatten(0, 1).index_copy_(0, tables.slots, new[0].transpose(0, 1))
-    special = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}  # for `padded`, see `takes`
+        blocks.flatten(0, 1).index_copy_(0, tables.slot_mapping, new[0].transpose(0, 1))
+    # PyTorch's kernel is not chosen for layers that have these, see `takes`
+    special = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}
     out = cascade_pass.kernel(
         query[0].transpose(0, 1),
         *held,
@@ -186,7 +187,7 @@ def attend(
         tables.longest,
         tables.farthest,
         scale=scaling,
-        window_size=sight(window, tables.longest),
+        window_size=window_size_of(window, tables.longest),
         enable_gqa=query.shape[1] != key.shape[1],
         seqused_k=tables.lengths,
         block_table=tables.blocks,
@@ -205,7 +206,7 @@ def attend_gathered(
     cascade_pass: Pass | PagedPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The same where a session's keys and values are gathered: row by row, or all at once in a pass that is captured."""
+    """Attention that gathers a session's blocks: row by row, or for all rows at once in a pass that is captured."""
     way = attend if isinstance(cascade_pass, PagedPass) else kv.attend
     return way(module, query, key, value, attention_mask, cascade_pass=cascade_pass, **options)  # type: ignore[arg-type]
 
@@ -214,8 +215,8 @@ AttentionInterface.register(PAGED, attend)
 AttentionInterface.register(GATHERED, attend_gathered)
 
 
-def choose(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
-    """The best way on ``device`` for a model that was looked at."""
+def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
+    """The best strategy on ``device`` for a model with the layers that were found."""
     if device.type != "cuda":
         return Contiguous()
     kernel = find_kernel(device, dtype, found)

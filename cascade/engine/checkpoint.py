@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from cascade.engine.devices import wider_dtype
+from cascade.engine.packed_linear import keeps_bits
 from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError
@@ -29,12 +31,14 @@ class Anatomy:
 
     architecture: str
     parameters: int
-    weight_bytes: int  # in the dtype and quantisation asked for
+    weight_bytes: int  # in this dtype and the quantisation asked for
     dtype: torch.dtype
+    widened: torch.dtype | None  # the checkpoint's dtype where the device is faster with a wider one, and none was asked for
     cache_bytes_per_token: int  # keys and values of all layers
     context_len: int
     vocab_size: int  # rows of the output embedding, padding included
     heads: tuple[int, int]  # of queries, of keys and values
+    same_bits: bool  # logits can be expected to have in every pass on the device
 
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -50,34 +54,42 @@ def anatomy(
     source: str,
     *,
     dtype: str | None = None,
+    device: torch.device | None = None,
     quantization: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Anatomy:
-    """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served."""
+    """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served.
+
+    Without a ``dtype`` it is the checkpoint's, or a wider one if ``device`` is faster with it, see `wider_dtype`.
+    """
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
     if Path(source).is_dir():
         check_files(Path(source))
     text = config.get_text_config()
-    chosen = DTYPES[dtype] if dtype else _dtype(text)
+    saved = _saved_dtype(text)
+    chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device)
     network = _skeleton(config, source, trust_remote_code)
     if problem := unlike_attention(config):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
     heads = int(text.num_attention_heads)
+    exact = device is not None and device.type == "cpu" and quantization is None
     return Anatomy(
         architecture=type(network).__name__,
         parameters=sum(weight.numel() for weight in network.parameters()),
         weight_bytes=_weight_bytes(network, chosen, quantization),
         dtype=chosen,
+        widened=saved if dtype is None and chosen is not saved else None,
         cache_bytes_per_token=_cache_size(network, text) * chosen.itemsize,
         context_len=context_len(config),
         vocab_size=int(text.vocab_size),
         heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
+        same_bits=exact and keeps_bits(network, chosen),
     )
 
 
 def unlike_attention(config: PreTrainedConfig) -> str | None:
-    """What in a model's layers a short text would not betray: selections and compressions that begin far from its start."""
+    """Why layers are no attention in a way that short texts cannot show: they select or compress what is far back."""
     text = config.get_text_config()
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"
@@ -155,9 +167,15 @@ def _damage(file: Path) -> str | None:
     return f"it has {size} bytes and should have {expected}" if size != expected else None
 
 
-def _dtype(text: PreTrainedConfig) -> torch.dtype:
-    chosen = getattr(text, "dtype", None)
-    return chosen if isinstance(chosen, torch.dtype) else torch.float32
+def _saved_dtype(text: PreTrainedConfig) -> torch.dtype:
+    saved = getattr(text, "dtype", None)
+    return saved if isinstance(saved, torch.dtype) else torch.float32
+
+
+def _held_dtype(config: PreTrainedConfig, saved: torch.dtype, device: torch.device | None) -> torch.dtype:
+    if device is None or getattr(config, "quantization_config", None) is not None:  # which needs the dtype it was made with
+        return saved
+    return wider_dtype(saved, device) or saved
 
 
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:

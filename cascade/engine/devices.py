@@ -1,7 +1,8 @@
-"""How much memory devices have."""
+"""What devices are like: how much memory they have, and what processors do with 16 bits."""
 
 import contextlib
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -35,6 +36,39 @@ def free_bytes(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return host_memory()
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor has instructions for products in bfloat16, and oneDNN takes them.
+
+    oneDNN also takes AVX-512 without such instructions, and is half as fast there as in float32.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    emulates = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return not emulates or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def wider_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype in which weights of ``saved`` are to be held on ``device`` if that is another one.
+
+    float32 on processors that multiply 16 bits slowly: it holds the same numbers in twice the memory, and passes of several
+    tokens, which drafts are made for, take half the time. Told from the processor and not timed, so that all replicas on
+    machines of one kind write the same text.
+    """
+    if device.type != "cpu" or saved is torch.float32 or (saved is torch.bfloat16 and has_bfloat16()):
+        return None
+    return torch.float32
+
+
+def processor() -> str:
+    """Name and instructions of this machine's processor, such as ``AMD EPYC 7763, AVX2``."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):  # not Linux, or a processor without a name
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bfloat16() else "")
+    return f"{name}, {instructions}"
 
 
 def add_exactly(device: torch.device) -> None:

@@ -77,7 +77,7 @@ class Grammars:
         return list(islice((token for token in allowed if token not in ends), 1))
 
     def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
-        """One that shares nothing with others, in place of a ``broken`` one, which nobody shall get again."""
+        """A new matcher that shares nothing with others; forgets the ``broken`` one, so that nobody gets it again."""
         with self._lock:
             if structured in self._compiled and self._compiled[structured][0] is broken:
                 del self._compiled[structured]
@@ -112,9 +112,9 @@ class Grammars:
 class Matcher:
     """Follows one text; see `cascade.engine.sequence_state.Constraint`.
 
-    Guesses are tried on a copy, so that what breaks behind a wrong one breaks nothing else. Only the lexer is common to all
-    copies of what was compiled: where one of them breaks it, each goes on with a lexer of its own, and without guesses. Then
-    what breaks does so at this text, in any process, with and without drafts.
+    Guesses are tried on a copy, so that an error behind a wrong guess harms nothing else. But all copies of a compiled grammar
+    share one lexer. Once a copy has exhausted it, every matcher goes on with a lexer of its own and tries no guesses any more:
+    then a text fails where it would fail in any process, with and without drafts.
     """
 
     def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
@@ -133,8 +133,8 @@ class Matcher:
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
         """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
 
-        Behind a guess that is not allowed everything is: nobody will ask for it. There are fewer rows if the grammar takes
-        more work behind a guess than a step may. Raises `InvalidRequest` if it does so behind the output.
+        Everything is allowed behind a guess that is itself forbidden: nobody will read that row. There are fewer rows if the
+        grammar takes more work behind a guess than one step may. Raises `InvalidRequest` if it does so behind the output.
         """
         mask = self._follow(output)
         if mask is None:  # the tier above does not follow the grammar: guess what it likes
@@ -147,7 +147,7 @@ class Matcher:
         return _unpack(masks, num_rows, vocab_size)
 
     def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
-        """Masks behind the output and behind each guess, and for how many of these positions there is something to say."""
+        """Masks behind the output and behind each guess, and how many of these positions are known."""
         masks, scout = [mask], self._machine.deep_copy()
         for guess in guesses:
             if scout.is_stopped() or not _has(masks[-1], guess):

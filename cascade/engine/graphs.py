@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from cascade.engine.attention import Paged, Tables, Windows
+from cascade.engine.attention import BlockTables, Paged, Windows
 from cascade.engine.checkpoint import reason
 from cascade.engine.paged_cache import SCRATCH
 from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens_of
@@ -28,30 +28,30 @@ from cascade.scorer import Row, Scored
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-TOKENS = (1, 2, 4, 8, 16, 24)  # of a row
-MOST = 256  # tokens of a bucket
-CHOSEN = 32  # tokens up to which sampling is captured, too: its memory is some times their logits
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 24)  # of a row
+MAX_TOKENS = 256  # tokens of a bucket
+MAX_SAMPLED = 32  # tokens up to which sampling is captured, too: its memory is some times their logits
 STEPS = 4  # own tokens of one launch, at most
 WARM_UPS = 2
 
 _capturing = threading.Lock()  # CUDA takes one capture at a time in a process
 
-Work = Callable[[], None]
-Capture = Callable[[Work], Work]
-"""Given work on static tensors, returns what does it again. It may do the work, with whatever the tensors hold."""
+Task = Callable[[], None]
+Capture = Callable[[Task], Task]
+"""Takes a task on static tensors and returns one that repeats it. It may run the task, whatever the tensors hold."""
 
 
-def eager(work: Work) -> Work:
-    """A capture that captures nothing: calls again. For tests on devices without graphs."""
+def eager(work: Task) -> Task:
+    """A capture that only calls the task again. For tests on devices without graphs."""
     work()
     return work
 
 
 class Watch(TorchDispatchMode):
-    """Raises `RuntimeError` at an operation of its thread that cannot be captured, for the host waits for what it finds.
+    """Raises `RuntimeError` at operations that cannot be captured because the host waits for their result.
 
-    A capture that fails half-way leaves PyTorch's memory in disorder. This tells before, and on every device.
+    Finds them on every device before a capture begins: one that fails half-way leaves PyTorch's memory in disorder.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ class Watch(TorchDispatchMode):
 
 
 def _reads(func: Any, args: Any) -> bool:
-    """Whether it has to know numbers to know what it returns."""
+    """Whether an operation has to look at numbers before it can return."""
     if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
         masks = any(leaf is not None and leaf.dtype in (torch.bool, torch.uint8) for leaf in args[1])
         return masks and (len(args) == 2 or args[2].numel() > 1)  # one number is put where a mask says, without counting
@@ -90,12 +90,12 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._warming, self._stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Task) -> Task:
         current = torch.cuda.current_stream(self._device)
         with _capturing, torch.cuda.stream(current):  # which a capture that fails does not put back
             return self._capture(work, current)
 
-    def _capture(self, work: Work, current: torch.cuda.Stream) -> Work:
+    def _capture(self, work: Task, current: torch.cuda.Stream) -> Task:
         self._warming.wait_stream(current)
         with torch.cuda.stream(self._warming):
             with Watch():  # type: ignore[no-untyped-call]  # as PyTorch has it
@@ -107,7 +107,7 @@ class Recorder:
         # other tiers of the process may run meanwhile, in threads of their own
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
-        replay: Work = graph.replay
+        replay: Task = graph.replay
         return replay
 
 
@@ -123,7 +123,7 @@ class Bucket:
         return self.rows * self.tokens
 
 
-BUCKETS = tuple(bucket for rows in ROWS for tokens in TOKENS if (bucket := Bucket(rows, tokens)).size <= MOST)
+BUCKETS = tuple(bucket for rows in ROW_COUNTS for tokens in TOKEN_COUNTS if (bucket := Bucket(rows, tokens)).size <= MAX_TOKENS)
 
 
 def bucket_for(rows: int, tokens: int, buckets: Sequence[Bucket] = BUCKETS) -> Bucket | None:
@@ -136,8 +136,8 @@ class Inputs:
     """Static tensors that a pass reads, and their counterparts on the host: one copy for the integers, one for the others."""
 
     def __init__(self, device: torch.device) -> None:
-        rows = ROWS[-1]
-        whole = {"ids": MOST, "starts": rows, "counts": rows, "seeds": rows, "top_k": rows, "step": 1}
+        rows = ROW_COUNTS[-1]
+        whole = {"ids": MAX_TOKENS, "starts": rows, "counts": rows, "seeds": rows, "top_k": rows, "step": 1}
         real = dict.fromkeys(("temperature", "top_p", "least"), rows)
         pinned = device.type == "cuda"
         self._pairs = [
@@ -187,16 +187,15 @@ class Graphs:
         self._widths = attention.widths(-(-context_len // self._block) + 1)  # of tables, in blocks
         self._width = self._widths[-1]
         self._inputs = Inputs(device)
-        self._tables = torch.full((ROWS[-1], self._width), SCRATCH, dtype=torch.int32, device=device)
-        self._held = [0] * ROWS[-1]  # versions of the tables that are there
-        self._logits = torch.zeros(MOST, vocab_size, dtype=dtype, device=device)
-        self._own = torch.zeros(STEPS, MOST, dtype=torch.int64, device=device)
-        self._places = torch.arange(MOST, device=device)
-        self._ends = {
-            tokens: torch.arange(0, (ROWS[-1] + 1) * tokens, tokens, dtype=torch.int32, device=device) for tokens in TOKENS
-        }
-        self._forwards: dict[tuple[Bucket, int], Work] = {}
-        self._choices: dict[tuple[Bucket, int], Work] = {}
+        self._tables = torch.full((ROW_COUNTS[-1], self._width), SCRATCH, dtype=torch.int32, device=device)
+        self._held = [0] * ROW_COUNTS[-1]  # versions of the tables that are there
+        self._logits = torch.zeros(MAX_TOKENS, vocab_size, dtype=dtype, device=device)
+        self._own = torch.zeros(STEPS, MAX_TOKENS, dtype=torch.int64, device=device)
+        self._places = torch.arange(MAX_TOKENS, device=device)
+        ends = ROW_COUNTS[-1] + 1
+        self._ends = {n: torch.arange(0, ends * n, n, dtype=torch.int32, device=device) for n in TOKEN_COUNTS}
+        self._forwards: dict[tuple[Bucket, int], Task] = {}
+        self._samplers: dict[tuple[Bucket, int], Task] = {}
 
     @torch.inference_mode()
     def record(self, capture: Capture) -> bool:
@@ -207,8 +206,8 @@ class Graphs:
                     self._forwards[bucket, width] = capture(partial(self._score, bucket, width))
                 for kind in (GREEDY, NOISY, FILTERED):
                     self._inputs.upload(FILTERED)  # it has counted steps
-                    work = partial(self._choose, bucket, kind)
-                    self._choices[bucket, kind] = _captured(capture, work) if bucket.size <= CHOSEN else work
+                    work = partial(self._sample, bucket, kind)
+                    self._samplers[bucket, kind] = _captured(capture, work) if bucket.size <= MAX_SAMPLED else work
         except RuntimeError as error:  # some models look at numbers on the host; or memory is short
             log.warning("Passes are not captured: %s", reason(error))
             return False
@@ -226,7 +225,7 @@ class Graphs:
         self._inputs.upload(kind)
         needed = max(row.start + len(row.fed) for row in rows) + steps - 1  # positions
         width = next((width for width in self._widths if needed <= width * self._block), self._width)
-        forward, choose = self._forwards[bucket, width], self._choices[bucket, kind]
+        forward, choose = self._forwards[bucket, width], self._samplers[bucket, kind]
         for _ in range(steps):
             forward()
             choose()
@@ -279,7 +278,7 @@ class Graphs:
         slots = torch.where(real, blocks * self._block + positions % self._block, self._places[: bucket.tokens] % self._block)
         lengths = positions[:, -1].int() + 1
         ends = self._ends[bucket.tokens][: bucket.rows + 1]
-        rows = Tables(slots.flatten(), ends, lengths, tables, bucket.tokens, width * self._block)
+        rows = BlockTables(slots.flatten(), ends, lengths, tables, bucket.tokens, width * self._block)
         logits = self._forward(
             self._inputs.device["ids"][None, : bucket.size],
             positions.view(1, -1),
@@ -288,7 +287,7 @@ class Graphs:
         )
         self._logits[: bucket.size].copy_(logits)
 
-    def _choose(self, bucket: Bucket, kind: int) -> None:
+    def _sample(self, bucket: Bucket, kind: int) -> None:
         inputs, logits = self._inputs.device, self._logits[: bucket.size]
         if kind == GREEDY:
             own = logits.argmax(-1)
@@ -304,8 +303,8 @@ class Graphs:
             inputs["step"].add_(1)
 
 
-def _captured(capture: Capture, work: Work) -> Work:
-    """The work itself where it cannot be captured: it waits for nothing either way."""
+def _captured(capture: Capture, work: Task) -> Task:
+    """The captured task, or the task itself where it cannot be captured: neither makes the host wait."""
     try:
         return capture(work)
     except RuntimeError as error:

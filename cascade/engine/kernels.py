@@ -18,13 +18,13 @@ from cascade.engine.kv import Survey
 log = logging.getLogger(__name__)
 
 PAGE = 256  # positions of a block: the kernel of PyTorch takes multiples of these alone
-LARGEST_HEAD = 256  # that it takes, in multiples of 8
-TOLERANCE = 0.02  # of what it says in 16 bits
+LARGEST_HEAD = 256  # that the kernel takes; sizes of heads are multiples of 8
+TOLERANCE = 0.02  # of the kernel's results in 16 bits
 
 Kernel = Callable[..., Any]
 
 
-def sight(window: int | None, longest: int) -> tuple[int, int]:
+def window_size_of(window: int | None, longest: int) -> tuple[int, int]:
     """Positions that the kernel shows a query before its own and behind it; -1 is all.
 
     Behind the only token of a row there is nothing to hide, and the kernel is faster where it need not.
@@ -34,7 +34,7 @@ def sight(window: int | None, longest: int) -> tuple[int, int]:
     return window - 1, 0
 
 
-def padded(
+def gather_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +53,7 @@ def padded(
 ) -> Tensor:
     """What the kernel computes, for rows of ``longest`` tokens each, by operations that every device has and can capture.
 
-    All blocks of the tables are gathered. Of positions that nothing was written to nothing is taken, not even infinities.
+    All blocks of the tables are gathered. Positions that were never written add nothing, even where they hold infinities.
     """
     rows, (kv_heads, size) = len(block_table), key.shape[2:]
     heads, group = query.shape[1], query.shape[1] // kv_heads
@@ -93,7 +93,7 @@ def _written_out(
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype, found: Survey) -> Kernel | None:
-    """PyTorch's kernel if it says what it should, for a model with such heads on ``device``."""
+    """PyTorch's kernel, if it computes what it should on ``device`` for a model with such heads; else ``None``."""
     if not takes(found) or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
@@ -116,7 +116,7 @@ def takes(found: Survey) -> bool:
 
 
 class Summed:
-    """The same for implementations that ask for sums of lengths beside block tables; others refuse them."""
+    """A kernel that is also given sums of lengths: some ask for them beside block tables, and others refuse them."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -156,7 +156,7 @@ def agrees(
                 longest,
                 max(lengths),
                 scale=None,
-                window_size=sight(window, longest),
+                window_size=window_size_of(window, longest),
                 enable_gqa=num != kv_heads,
                 seqused_k=used,
                 block_table=blocks,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from cascade.engine.packed_linear import ROWS
+from cascade.engine.packed_linear import MIN_ROWS
 from cascade.scorer import TILE, room, tiled
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
@@ -143,7 +143,7 @@ class Span:
             hidden = mask.triu(at + 1)
             mask = hidden if window is None else hidden + mask.tril(at - window)
             if n > 1:
-                mask = F.pad(mask.repeat_interleave(group, dim=0), (0, 0, 0, -n * group % ROWS))
+                mask = F.pad(mask.repeat_interleave(group, dim=0), (0, 0, 0, -n * group % MIN_ROWS))
             if mask.numel() <= SHARED:
                 self._masks[key] = mask
         return mask
@@ -217,7 +217,7 @@ def attend(
 def _by_row(queries: Tensor, sizes: list[int]) -> list[Tensor]:
     """``[total_tokens, kv_heads, group, head_dim]``, cut. Groups of rows of one token are filled up, see `_tile`."""
     rows = list(queries.split(sizes))
-    missing = -queries.shape[2] % ROWS
+    missing = -queries.shape[2] % MIN_ROWS
     if missing and 1 in sizes:
         single = F.pad(queries, (0, 0, 0, missing)).split(sizes)  # all at once
         rows = [one if len(one) == 1 else row for one, row in zip(single, rows, strict=True)]
@@ -243,7 +243,7 @@ def _tile(span: Span, tile: Tile, query: Tensor, keys: Tensor, values: Tensor, s
     n, group = len(query), scoring.group
     # heads that share keys become queries of one head: nothing is copied for them
     folded = query if n == 1 else query.transpose(0, 1).flatten(1, 2)[None]
-    if missing := -folded.shape[2] % ROWS:  # kernels take the last one to three of many in another order, too
+    if missing := -folded.shape[2] % MIN_ROWS:  # kernels take the last one to three of many in another order, too
         folded = F.pad(folded, (0, 0, 0, missing))
     key, value = (part.narrow(2, tile.first, tile.last - tile.first) for part in (keys, values))
     mask = span.mask(tile, scoring.window, group, query)
@@ -303,7 +303,7 @@ def survey(
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def sight(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
+def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
     """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
 
     Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
@@ -322,4 +322,4 @@ def sight(*, mask_function: Callable[..., Tensor], local_size: int | None = None
 # No mask function is registered for ATTENTION: for a name without one Transformers builds no masks, and none are wanted.
 AttentionInterface.register(ATTENTION, attend)
 AttentionInterface.register(SURVEY, survey)
-AttentionMaskInterface.register(SURVEY, sight)
+AttentionMaskInterface.register(SURVEY, window_of_mask)

@@ -1,5 +1,6 @@
 """From a path or hub id to a network on its device."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +9,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from cascade.engine import budget
-from cascade.engine.checkpoint import DTYPES, anatomy, reason
-from cascade.engine.devices import GIB, default_device, free_bytes
+from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy, reason
+from cascade.engine.devices import GIB, default_device, free_bytes, processor
 from cascade.engine.quantization import quantize_shares, quantizer
 from cascade.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -24,11 +27,12 @@ def load(
     quantization: str | None = None,
     ranks: int = 1,
 ) -> PreTrainedModel:
-    """Load weights shard by shard to the device, in the checkpoint's dtype unless one is named, with a progress bar.
+    """Load weights shard by shard to the device, with a progress bar.
 
-    ``device`` is the GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no
-    causal language model, or has more weights than the device has memory. With more than one of ``ranks`` the process must have
-    joined them, see `cascade.engine.parallel`, and loads its share to its own device.
+    ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
+    GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
+    or has more weights than the device has memory. With more than one of ``ranks`` the process must have joined them, see
+    `cascade.engine.parallel`, and loads its share to its own device.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
@@ -36,25 +40,32 @@ def load(
     chosen = DTYPES[dtype] if dtype else None
     config = quantizer(quantization, place, chosen) if quantization else None
     options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
-    known = {"revision": revision, "trust_remote_code": trust_remote_code}
-    _check_room(source, place, ranks, dtype=dtype, quantization=quantization if ranks == 1 else None, **known)
+    known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    told = anatomy(source, dtype=dtype, device=place, quantization=quantization if ranks == 1 else None, **known)
+    _check_room(source, told, place, ranks)
+    if told.widened is not None:
+        chosen = told.dtype
+        log.info(_WIDENED, source, told.widened, processor(), chosen)
     if ranks > 1:
         _check_rank(source, place)
         options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
     else:
         options["device_map"] = {"": place}
-    try:
-        network, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=chosen or "auto", output_loading_info=True, **known, **options
-        )
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
-    except Exception as error:  # of any library or downloaded code
-        raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
-    if missing := sorted(report["missing_keys"]):  # Transformers made them up
-        raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    network = _loaded(source, place, dtype=chosen or "auto", **known, **options)
     if quantization and ranks > 1:
         quantize_shares(network, quantization)
+    return network
+
+
+def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"The weights of {source!r} do not fit into the memory of {device}: {_ADVICE}") from error
+    except Exception as error:  # of any library or downloaded code
+        raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
+    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+        raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     return network
 
 
@@ -69,6 +80,9 @@ def common_room(sources: Sequence[str], device: torch.device, **options: Any) ->
     return budget.cache_tokens(device, sum(sizes), budget.UTILIZATION)
 
 
+_WIDENED = (  # checkpoint, its dtype, processor, dtype
+    "%s was saved in %s, which is slow on this processor (%s): it is held in %s, in twice the memory; set dtype to choose"
+)
 _ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
 
 
@@ -91,8 +105,8 @@ def _check_rank(source: str, device: torch.device) -> None:
         )
 
 
-def _check_room(source: str, device: torch.device, ranks: int, **options: Any) -> None:
-    need, free = anatomy(source, **options).weight_bytes // ranks, free_bytes(device)
+def _check_room(source: str, told: Anatomy, device: torch.device, ranks: int) -> None:
+    need, free = told.weight_bytes // ranks, free_bytes(device)
     if need > free:
         raise ModelError(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous, Paged, choose
+from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
-from cascade.engine.devices import add_exactly
+from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.kv import SURVEY, Span, Survey
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
-from cascade.engine.packed_linear import ROWS, pack, watch
+from cascade.engine.packed_linear import MIN_ROWS, mixes, pack, watch
 from cascade.engine.quantization import nbytes
 from cascade.engine.sampling import own_tokens
 from cascade.engine.threads import Threads
@@ -27,7 +27,7 @@ from cascade.scorer import Row, Scored
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
-SCORED = 16  # own tokens of a pass that is timed, at most
+SCORED = 16  # own tokens of a timed pass, at most
 
 
 class Model:
@@ -60,7 +60,8 @@ class Model:
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.kv.Survey`
         self._fewest = 1  # tokens of a pass
-        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose`
+        self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
+        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
         self._chosen = attention is not None
         try:
             self._take_path()
@@ -88,9 +89,10 @@ class Model:
         gpu_memory_utilization: float = budget.UTILIZATION,
         num_threads: int | None = None,
     ) -> Self:
-        """Load from a path or the hub, in the checkpoint's dtype, to the GPU if there is one; raises `ModelError`.
+        """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
-        ``quantization`` is one of `cascade.engine.quantization.METHODS`, see `load`; the rest is for the model itself.
+        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
+        `cascade.engine.quantization.METHODS`, see `load`; the rest is for the model itself.
         """
         network = load(
             source,
@@ -115,8 +117,15 @@ class Model:
 
     @property
     def path(self) -> str:
-        """How it holds keys and values, for people."""
+        """How keys and values are held and whether passes are captured, for people."""
         return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
+
+    @property
+    def summary(self) -> str:
+        """One line about it, for a log."""
+        place = processor() if self.device.type == "cpu" else str(self.device)
+        bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
+        return f"{str(self.dtype).removeprefix('torch.')} on {place}, {self.path}; logits {bits}"
 
     @property
     def num_parameters(self) -> int:
@@ -133,7 +142,7 @@ class Model:
         return True
 
     def close(self) -> None:
-        """Free what is not this process's own."""
+        """End what runs outside this process, such as other ranks."""
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -224,21 +233,28 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        self._fewest = ROWS if pack(network, together) else 1
+        if pack(network, together):
+            self._fewest = MIN_ROWS
         try:
-            seen = self._survey()
-            self._windows = seen.windows
-            if not self._chosen:
-                self._attention, self._chosen = choose(self.device, self.dtype, seen), True
-            network.set_attn_implementation(self._attention.name)
-            found = self._replay(texts)
+            found = self._packed(texts)
+            routed = self.dtype is torch.float32 and mixes(network)  # the probe may miss what experts with few tokens do
+            self.same_bits &= self.device.type == "cpu" and not routed and self._repeats(texts)
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
-        if not _close(found, expected[:, -found.shape[1] :], TOLERANCE.get(self.dtype, COARSE)):
+        if not _close(found, expected[:, -found.shape[1] :], _tolerance(network)):
             raise ModelError("its logits change when rows are packed into one input")
 
+    def _packed(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """What `_replay` finds, once the attention that suits the layers is chosen."""
+        seen = self._survey()
+        self._windows = seen.windows
+        if not self._chosen:
+            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
+        self._network.set_attn_implementation(self._attention.name)
+        return self._replay(texts)
+
     def _survey(self) -> Survey:
-        """What kind of layers it has."""
+        """The kinds of its layers; raises `ModelError` if some are no attention that can be served."""
         self._network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         found = Survey()
@@ -261,9 +277,18 @@ class Model:
         self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
         return logits
 
+    def _repeats(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether the last token of a text gets the same bits among the others and alone."""
+        caches, params, n = [self.new_cache() for _ in texts], SamplingParams(), len(texts[0]) - 1
+        together = self.logits([Row(cache, 0, text, len(text), params) for cache, text in zip(caches, texts, strict=True)])
+        alone = self.logits([Row(caches[0], n, texts[0][n:], 1, params)])
+        for cache in caches:
+            cache.free()
+        return torch.equal(together[n], alone[0])
+
 
 def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) -> None:
-    """Let a pass have at least so many tokens and logits: what is added belongs to no row, and nobody looks at it."""
+    """Bring a pass to at least ``rows`` tokens and logits; those that are added belong to no row, and nobody reads them."""
     missing = rows - len(tokens)
     if missing > 0:
         tokens += [0] * missing
@@ -274,6 +299,11 @@ def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) ->
 def _probe_texts(vocab_size: int) -> list[list[int]]:
     """Two texts of 10 tokens, scored at load to see that the model takes the path."""
     return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
+
+
+def _tolerance(network: PreTrainedModel) -> float:
+    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
+    return COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

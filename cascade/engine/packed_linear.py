@@ -12,6 +12,7 @@ are.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -19,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.engine.devices import host_memory
-from cascade.engine.huge_pages import collapse
 
 LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
-ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
+MIN_ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
 EXPECTED_ROWS = 8  # for which the order is chosen
-SPARE = 4  # times the copies' size that must be free
+FREE_FACTOR = 4  # times the copies' size that must be free
 
 
 Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -47,7 +47,6 @@ class Product:
         self._times: Times = F.linear
         if ordered:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, EXPECTED_ROWS)
-            collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
             self._times = _ordered
         else:
             for layer, part in zip(layers, self._weight.split(sizes), strict=True):
@@ -58,6 +57,8 @@ class Product:
 
     def part(self, place: int, input: Tensor) -> Tensor:
         """What the layer at ``place`` makes of ``input``, ``[..., out_features]``; keeps no input once all have had theirs."""
+        if not input.numel():  # oneDNN takes no empty ones
+            return input.new_empty(*input.shape[:-1], self._parts[place][1])
         if len(self._parts) == 1:
             return self._times(input, self._weight, self._bias)
         if input is not self._input or self._out is None:
@@ -73,27 +74,15 @@ class Product:
 def _ordered(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` for a weight in oneDNN's order."""
     rows = input.numel() // input.shape[-1]
-    if rows >= ROWS:
+    if rows >= MIN_ROWS:
         return _multiply(input, weight, bias)
-    filled = F.pad(input.reshape(rows, -1), (0, 0, 0, ROWS - rows))
+    filled = F.pad(input.reshape(rows, -1), (0, 0, 0, MIN_ROWS - rows))
     return _multiply(filled, weight, bias)[:rows].view(*input.shape[:-1], -1)
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
     return out
-
-
-class PackedLinear(nn.Linear):
-    """A linear layer that is at ``place`` of a product."""
-
-    product: Product
-    place: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not input.numel():
-            return F.linear(input, self.weight, self.bias)
-        return self.product.part(self.place, input)
 
 
 @contextmanager
@@ -128,7 +117,7 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     Returns how many are in oneDNN's order: all where there is a kernel and memory for the copies, else none.
     """
     layers = [module for module in network.modules() if _plain(module)]
-    if host_memory() < SPARE * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
+    if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
         return 0
     ordered = dict.fromkeys(_orderly(layers))
     left = dict.fromkeys(layers)
@@ -142,22 +131,45 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     return len(ordered)
 
 
+def mixes(network: nn.Module) -> bool:
+    """Whether it is a mixture of experts: the weights of all experts of a layer are one tensor of three dimensions."""
+    return any(weight.dim() > 2 for weight in network.parameters())
+
+
+def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a row's logits can be expected to have the same bits in every pass on this processor, told without weights.
+
+    In float32 kernels for one to three rows add up in another order. Experts are given as few, and small networks are not put
+    in oneDNN's order, which passes are filled up for.
+    """
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+    if dtype is torch.float32 and (mixes(network) or sum(layer.weight.numel() for layer in layers) < LARGE):
+        return False
+    noise = torch.Generator().manual_seed(0)
+    layer = nn.Linear(384, 1024, bias=False, dtype=dtype)  # a size for which oneDNN is known to have had kernels of both kinds
+    with torch.inference_mode():
+        layer.weight.copy_(torch.randn(1024, 384, generator=noise))
+        product = Product([layer], bool(_orderly([layer], small=0)))
+        rows = torch.randn(16, 384, generator=noise).to(dtype)
+        return all(torch.equal(product.part(0, rows[:n]), product.part(0, rows)[:n]) for n in (1, 4))
+
+
 def _join(group: Sequence[nn.Linear], ordered: bool) -> None:
     product = Product(group, ordered)
     for place, layer in enumerate(group):
-        layer.__class__ = PackedLinear
-        layer.product, layer.place = product, place  # type: ignore[assignment]
+        # the layer stays what it is to all who look at it: hooks, adapters, plans of ranks, tied weights
+        layer.forward = partial(product.part, place)  # type: ignore[method-assign]
     if group[0].weight.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 
 
-def _orderly(layers: Sequence[nn.Linear]) -> list[nn.Linear]:
-    """Those to be put in oneDNN's order."""
+def _orderly(layers: Sequence[nn.Linear], small: int | None = None) -> list[nn.Linear]:
+    """Those to be put in oneDNN's order; none of a network in float32 with fewer weights than ``small``, by default `LARGE`."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return []
     found = [layer for layer in layers if _gains(layer)]
-    small = sum(layer.weight.numel() for layer in found if layer.weight.dtype is torch.float32) in range(1, LARGE)
-    return [] if small else found
+    weights = sum(layer.weight.numel() for layer in found if layer.weight.dtype is torch.float32)
+    return [] if 0 < weights < (LARGE if small is None else small) else found
 
 
 def _alike(group: Sequence[nn.Linear]) -> bool:
@@ -167,8 +179,8 @@ def _alike(group: Sequence[nn.Linear]) -> bool:
 
 
 def _plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Not a quantised or an adapted layer."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+    """Not a quantised, an adapted or a packed layer."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and "forward" not in vars(module)
 
 
 def _gains(layer: nn.Linear) -> bool:

@@ -15,7 +15,7 @@ from cascade.errors import ModelError
 from cascade.scorer import tiled
 
 SCRATCH = 0  # the block that tokens without a session write to
-SPARE = 2  # blocks that no session of a tier can have: the scratch one, and one for the probe of a model that failed
+RESERVED = 2  # blocks that no session of a tier can have: the scratch one, and one for the probe of a model that failed
 _versions = count(1)
 
 
@@ -105,11 +105,11 @@ class Blocks:
 class PagedCache:
     """Keys and values of one session: a table of blocks. See `cascade.scorer.Store`."""
 
-    __slots__ = ("__weakref__", "_blocks", "_slots", "table", "version")
+    __slots__ = ("__weakref__", "_blocks", "_slot_mapping", "table", "version")
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._slots: Tensor | None = None  # int64 [tiled(capacity)], where each position lies among all blocks'
+        self._slot_mapping: Tensor | None = None  # int64 [tiled(capacity)], where each position lies among all blocks'
         self.table: list[int] = []
         self.version = 0  # another one whenever the table is, different from those of all other caches
 
@@ -161,7 +161,7 @@ class PagedCache:
                 self.table[index] = own
                 self._changed()
 
-    def slots(self, start: int, end: int) -> list[int]:
+    def slot_mapping(self, start: int, end: int) -> list[int]:
         """Where positions lie among those of all blocks."""
         size = self._blocks.block
         return [self.table[position // size] * size + position % size for position in range(start, end)]
@@ -170,14 +170,14 @@ class PagedCache:
         """Store ``[kv_heads, n, head_dim]`` at ``start``; copies ``[1, kv_heads, m, head_dim]``, up to the end of the tile."""
         end = start + key.shape[1]
         self.prepare(start, end)
-        if self._slots is None:
-            slots = self.slots(0, self.capacity) + [SCRATCH] * (tiled(self.capacity) - self.capacity)
-            self._slots = torch.tensor(slots).to(key.device, non_blocking=True)
+        if self._slot_mapping is None:
+            slots = self.slot_mapping(0, self.capacity) + [SCRATCH] * (tiled(self.capacity) - self.capacity)
+            self._slot_mapping = torch.tensor(slots).to(key.device, non_blocking=True)
         found = []
         for part, new in zip(self._blocks.layer(layer, key, value), (key, value), strict=True):
             positions = part.flatten(0, 1)
-            positions.index_copy_(0, self._slots[start:end], new.transpose(0, 1))
-            found.append(positions.index_select(0, self._slots[: tiled(end)]).transpose(0, 1)[None])
+            positions.index_copy_(0, self._slot_mapping[start:end], new.transpose(0, 1))
+            found.append(positions.index_select(0, self._slot_mapping[: tiled(end)]).transpose(0, 1)[None])
         return found[0], found[1]
 
     def free(self) -> None:
@@ -190,5 +190,5 @@ class PagedCache:
         self._blocks.drop(self.table)
 
     def _changed(self) -> None:
-        self._slots = None
+        self._slot_mapping = None
         self.version = next(_versions)

@@ -35,6 +35,7 @@ from cascade.scorer import Row
 LOCAL_RANK = "LOCAL_RANK"  # which of the GPUs that it sees is a process's own, as Transformers asks, too; the first by default
 START_TIMEOUT = timedelta(minutes=30)  # ranks load at different speeds
 PARAMS = SamplingParams(temperature=0, seed=0)  # logits do not depend on them
+END_S = 30.0  # for a process to end by itself: on a busy machine the interpreter alone takes some
 IDLE_TIMEOUT = timedelta(days=3650)  # without requests the others wait for the leader; that one is gone, they hear at once
 
 
@@ -91,7 +92,7 @@ class LeadingModel(Model):
         self._num_caches = 0
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
-        # the ranks repeat what the leader does with its stores, and time nothing: that would be no common number of passes
+        # all ranks must run the same passes, so threads are not timed: each rank would time another number of them
         super().__init__(network, attention=Contiguous(), num_threads=torch.get_num_threads(), **options)
         self._changes.clear()
         self._wire = Wire()
@@ -239,7 +240,7 @@ def _join(store: Store, rank: int, ranks: int) -> None:
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         try:
-            process.wait(timeout=5)
+            process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

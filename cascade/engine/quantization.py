@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from cascade.engine.devices import has_bfloat16
 from cascade.errors import ModelError
 
 
@@ -102,7 +103,8 @@ def _fp8(device: torch.device) -> Any:
 def _nf4(device: torch.device) -> Any:
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    computed = torch.bfloat16 if device.type == "cuda" or has_bfloat16() else torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
 
 
 def _int8_rows() -> Any:

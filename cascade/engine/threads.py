@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def apart(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, done in a thread that ends with it.
+    """Return or raise what ``work`` does, run in a thread that ends with it.
 
     OpenMP keeps helpers for each thread that has computed. Where these are more than the cores, all of them sleep whenever they
     wait for each other, and every pass of the tier's own thread pays for helpers that a thread which loaded its model has left.
@@ -102,7 +102,7 @@ def _set(count: int) -> Iterator[None]:
 
 
 def _suffices(count: int, found: Mapping[int, Sequence[float]]) -> bool:
-    """More threads than ``count`` are not worth it, by the seconds of passes."""
+    """Whether more threads than ``count`` are not worth it, by the seconds of passes."""
     return all(min(found[count]) <= GAIN * median(seconds) for more, seconds in found.items() if more > count)
 
 

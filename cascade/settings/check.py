@@ -1,5 +1,6 @@
 """Whether the tiers of a configuration belong together and fit on their devices, told before any weight is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,27 @@ def needs(config: CascadeConfig) -> list[Need]:
     return [_need(tier) for tier in config.tiers]
 
 
+def remarks(found: Sequence[Need]) -> list[str]:
+    """What is worth knowing of tiers that fit: sentences."""
+    said = [
+        f"Tier {need.tier} was saved in {_name(need.anatomy.widened)}, which is slow on this processor: it will be held in "
+        f"{_name(need.anatomy.dtype)}, in twice the memory; set dtype to choose."
+        for need in found
+        if need.anatomy.widened is not None
+    ]
+    full = found[-1]
+    if not full.anatomy.same_bits:
+        said.append(
+            f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are as near as "
+            "that, texts may part (docs/algorithm.md)."
+        )
+    return said
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def verify(config: CascadeConfig) -> None:
     """Compare tokenizers, contexts and vocabularies of all tiers; raises `ConfigError`."""
     full = config.tiers[-1]
@@ -83,17 +105,18 @@ def verify(config: CascadeConfig) -> None:
 def _need(tier: TierConfig) -> Need:
     engine = tier.engine_kwargs
     ranks = engine.tensor_parallel_size
+    device, size = _device(tier)
     try:
         found = anatomy(
             tier.model_loading_config.source,
             dtype=engine.dtype,
+            device=None if device in ACCELERATORS else torch.device(device),
             quantization=engine.quantization if ranks == 1 else None,  # ranks quantise their shares once they hold them
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
     except ModelError as error:
         raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
-    device, size = _device(tier)
     return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, device, size)
 
 

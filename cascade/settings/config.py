@@ -26,7 +26,7 @@ from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 
 MAX_PROMPTS = 4096  # of one request, whatever a server's limits
 MAX_ANSWERS = 1024  # for each prompt
-KINDS_OF_VALUES = ("constrained-", "literal[")  # that pydantic puts into the place of a value that may be of several
+KINDS_OF_VALUES = ("constrained-", "literal[")  # begin the names that pydantic adds to the places of values of several kinds
 EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
@@ -64,7 +64,8 @@ class ModelLoadingConfig(Section):
 class EngineKwargs(Section):
     """How a replica runs its model."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # the checkpoint's if not given
+    # the checkpoint's if not given, or float32 on processors that are slow with 16 bits
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # the GPU if there is one
     revision: str | None = None
     trust_remote_code: bool = False

@@ -378,7 +378,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "pass_cost", "context_s")
+    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "pass_cost", "context_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +387,8 @@ class Tier(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SAME_BITS_FIELD_NUMBER: _ClassVar[int]
     PASS_COST_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -397,9 +399,11 @@ class Tier(_message.Message):
     vocab_size: int
     parameters: int
     device: str
+    dtype: str
+    same_bits: bool
     pass_cost: _containers.RepeatedCompositeFieldContainer[PassPoint]
     context_s: float
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., same_bits: _Optional[bool] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class PassPoint(_message.Message):
     __slots__ = ("tokens", "seconds")

@@ -148,7 +148,7 @@ def test_adapters_travel() -> None:
 # quantised
 
 
-@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
+@pytest.mark.parametrize("method", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantised_middle_tier_of_the_full_model(method: str) -> None:
     """Guards a middle tier made of the full model itself: smaller, nearly always right, and never heard in the text."""
     source = family.paths()[-1]

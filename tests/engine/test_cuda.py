@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from cascade.engine.attention import Gathered, Paged, Varlen
 from cascade.engine.devices import add_exactly
-from cascade.engine.graphs import Bucket, Recorder, Watch, Work
+from cascade.engine.graphs import Bucket, Recorder, Task, Watch
 from cascade.engine.kernels import Summed
 from cascade.engine.kv import SURVEY, Span
 from cascade.engine.model import Model
@@ -31,7 +31,7 @@ from cascade.errors import ModelError
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, Row
-from tests.architectures import SERVED, VOCAB, build, config
+from tests.architectures import SERVED, VOCAB, build, config, each
 from tests.engine.test_graphs import _sealed
 from tests.engine.test_pass import NOT_FOR_KERNELS
 from tests.fakes import faked, guarded
@@ -48,7 +48,7 @@ LOOKING = {"gpt2", "gpt2-scaled", "llama-dynamic", "longcat_flash"}  # at number
 COPYING = {"jetmoe", "phimoe"}  # to the host or from it, in their passes; a CPU does without
 
 
-def watched(work: Work) -> Work:
+def watched(work: Task) -> Task:
     """As far as a capture can be had without a GPU: what could not be captured raises."""
     with Watch():
         work()
@@ -104,7 +104,7 @@ def ways() -> list[tuple[Paged, Paged]]:
 
 @pytest.mark.parametrize("way", [0, 1, 2], ids=["varlen", "summed", "gathered"])
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding"])
+@pytest.mark.parametrize("name", each(["llama", "qwen2-sliding"], default=["qwen2-sliding"]))
 def test_passes_stay_on_their_device(name: str, captured: bool, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the first pass on a GPU: no tensor of the host in it, none that must be looked at, and one read at its end."""
     attention, like = ways()[way]
@@ -160,7 +160,7 @@ def test_shaped_rows_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(reads) == 2 * (1 + 3)  # own tokens; log-probabilities, and the likeliest with theirs
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVED) - LOOKING - COPYING))
+@pytest.mark.parametrize("name", each(sorted(set(SERVED) - LOOKING - COPYING), default=("gpt_oss", "deepseek_v3")))
 def test_architectures_stay_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards architectures whose own code would mix devices, or copy between them, in a pass or while they are looked at."""
     seen: list[torch.device] = []
@@ -199,7 +199,8 @@ def test_the_host_cannot_be_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(lambda ids: ids[:, : int(ids.sum())], "local_scalar_dense")
 
 
-@pytest.mark.parametrize(("name", "way"), [(n, w) for n in SERVED for w in ("varlen", "gathered")])
+@pytest.mark.parametrize("name", each())
+@pytest.mark.parametrize("way", ["varlen", "gathered"])
 def test_what_can_be_captured_is_known(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guards capture, and the docs: a model that looks at numbers is told before a capture that it would spoil."""
     if way == "varlen" and name in NOT_FOR_KERNELS:

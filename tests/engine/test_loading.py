@@ -27,7 +27,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
-from tests.architectures import REFUSED, SERVED, build, config
+from tests.architectures import REFUSED, SERVED, build, config, each
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple(range(3, 33))
@@ -87,7 +87,7 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
         dtype="bfloat16",
     ).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"take 75\d\.\d\d GiB and cpu has .* GiB free: take a larger device") as caught:
-        Model.from_pretrained(str(tmp_path), device="cpu")
+        Model.from_pretrained(str(tmp_path), dtype="bfloat16", device="cpu")
     assert "\n" not in str(caught.value)
     assert anatomy(str(tmp_path)).cache_bytes_per_token == 126 * 8 * 128 * 2 * 2
 
@@ -99,7 +99,7 @@ def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name != "jetmoe"])  # whose attention chooses heads by content
+@pytest.mark.parametrize("name", each(name for name in SERVED if name != "jetmoe"))  # whose attention chooses heads by content
 def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     """Guards `cascade check` and the planner: what is told before loading must be what is held afterwards."""
     config(name).save_pretrained(tmp_path)

@@ -23,10 +23,10 @@ from transformers.masking_utils import (
 from cascade import ModelError, SamplingParams
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.kernels import takes
-from cascade.engine.kv import Cache, Pass, Span, attend, sight
+from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
 from cascade.engine.model import Model
 from cascade.scorer import BLOCK, TILE, Row
-from tests.architectures import CONTEXT, REFUSED, SERVED, VOCAB, WINDOW, build
+from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
 from tests.kernels import varlen
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -69,7 +69,12 @@ SINKS = {"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 CAPPED = {"gemma2", "vaultgemma"}
 NOT_FOR_KERNELS = LATENT | SINKS | CAPPED
 WAYS = [
-    pytest.param(name, attention, id=name if attention == "contiguous" else f"{name}-{attention}")
+    pytest.param(
+        name,
+        attention,
+        id=name if attention == "contiguous" else f"{name}-{attention}",
+        marks=() if name in DEFAULT else pytest.mark.slow,
+    )
     for name in SERVED
     for attention in ("contiguous", "gathered", "varlen")
     if attention != "varlen" or name not in NOT_FOR_KERNELS
@@ -153,7 +158,7 @@ def test_rollback_equals_recompute(name: str, attention: str) -> None:
     assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", each())
 def test_kernels_are_given_what_they_take(name: str) -> None:
     """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
     assert takes(Model(build(name))._survey()) == (name not in NOT_FOR_KERNELS)
@@ -172,7 +177,7 @@ def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatc
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", each())
 def test_vocabulary_is_not_for_prompts(name: str) -> None:
     """Guards memory: 128 thousand tokens of a prompt times a vocabulary of 256 thousand would be 128 GiB of logits."""
     model, _ = served(name)
@@ -197,7 +202,7 @@ def test_companions_change_nothing(name: str, attention: str) -> None:
     torch.testing.assert_close(_logits(model, *companions)[2 : 2 + len(PREFIX)], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if "longrope" not in name])
+@pytest.mark.parametrize("name", each(name for name in SERVED if "longrope" not in name))
 def test_network_is_the_reference_at_every_position(name: str) -> None:
     """Guards the logits behind the greedy tokens: a small error would show only in sampled texts."""
     model, _ = served(name)
@@ -208,7 +213,7 @@ def test_network_is_the_reference_at_every_position(name: str) -> None:
     torch.testing.assert_close(_logits(model, (model.new_cache(), 0, PREFIX)), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if "sliding_window" in SERVED[name]])
+@pytest.mark.parametrize("name", each(name for name in SERVED if "sliding_window" in SERVED[name]))
 def test_window_hides_what_is_behind_it(name: str) -> None:
     """Guards sliding windows that models apply by their mask alone (Qwen2-MoE): attention would see too much."""
     model, _ = served(name)
@@ -258,7 +263,7 @@ def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
     assert model.run([chunk]) == [[]]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", each(REFUSED, default=("falcon", "mamba", "qwen3_next", "llama4_text", "deepseek_v32")))
 def test_refused_architectures_are_named(name: str) -> None:
     """Guards against serving a model whose layers bypass the cache: its text would be nonsense."""
     network = build(name)
@@ -328,7 +333,7 @@ def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], wor
 def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards long RoPE (Phi 3): one long text in a pass changes the frequencies of all rows, and of their past."""
     assert served("phi3-longrope")[0].context_len == 64
-    assert served("llama-dynamic")[0].context_len == CONTEXT
+    assert Model(build("llama-dynamic")).context_len == CONTEXT
     assert served("gpt2")[0].context_len == CONTEXT
     model = Model(build("llama"))
     monkeypatch.setitem(vars(model._network.config), "max_position_embeddings", None)
@@ -336,7 +341,7 @@ def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", each())
 def test_rounding_is_no_reason_to_refuse(name: str, dtype: torch.dtype) -> None:
     """Guards against a probe so strict that good models in 16 bits are refused, such as mixtures of experts."""
     assert Model(build(name).to(dtype)).dtype is dtype
@@ -395,7 +400,7 @@ def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_windows_are_read_off_masks(mask: Any, size: int | None, window: int) -> None:
     """Guards the survey: chunked, dilated or two-sided attention must not pass for a window."""
-    assert int(sight(mask_function=mask, local_size=size)) == window
+    assert int(window_of_mask(mask_function=mask, local_size=size)) == window
 
 
 def test_cache_holds_and_frees() -> None:

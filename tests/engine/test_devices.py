@@ -1,0 +1,101 @@
+"""The dtype that a device is fast with, told from its processor: no weight is rounded, and what was asked for is honoured."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from cascade.engine import devices
+from cascade.engine.checkpoint import anatomy
+from cascade.engine.devices import has_bfloat16, processor, wider_dtype
+from cascade.engine.model import Model
+from cascade.settings.check import needs, remarks
+from cascade.settings.config import CascadeConfig
+from tests.architectures import build
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def slow_with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_bfloat16", lambda: False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_dtype_rounds_the_weights_that_were_saved(dtype: torch.dtype) -> None:
+    """Guards against another model than was asked for: a dtype is only ever replaced by one that holds its numbers."""
+    held = wider_dtype(dtype, CPU) or dtype
+    assert held in (dtype, torch.float32)
+    assert (held is dtype) == (dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16()))
+    assert wider_dtype(dtype, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("taken", "capability", "instructions", "fast"),
+    [
+        (True, "AVX512", True, True),
+        (True, "AVX512", False, False),  # oneDNN emulates it there: half as fast as float32
+        (True, "DEFAULT", False, True),  # AVX-NE-CONVERT, or Arm
+        (False, "AVX2", True, False),  # a processor that is told to hide its instructions
+    ],
+)
+def test_bfloat16_is_fast_with_instructions_for_it(
+    taken: bool, capability: str, instructions: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards processors with AVX-512 and no bfloat16, which oneDNN takes without being fast."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: taken)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert has_bfloat16() == fast
+
+
+def test_models_are_held_in_what_is_fast(folder: Path, slow_with_16_bits: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards processors without bfloat16, where a pass of eight tokens would cost five of one, and the line that says so."""
+    with caplog.at_level(logging.INFO, "cascade"):
+        model = Model.from_pretrained(str(folder), device="cpu", cache_tokens=1024)
+    assert model.dtype is torch.float32
+    assert "was saved in torch.bfloat16, which is slow on this processor" in caplog.text
+    assert model.summary.startswith("float32 on ")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cascade"):
+        asked = Model.from_pretrained(str(folder), dtype="bfloat16", device="cpu", cache_tokens=1024)
+    assert asked.dtype is torch.bfloat16, "what is asked for is honoured"
+    assert caplog.text == ""
+
+
+def test_check_counts_the_memory_of_what_is_held(folder: Path, slow_with_16_bits: None) -> None:
+    """Guards `cascade check`: float32 takes twice the memory of the checkpoint, for weights and for keys and values."""
+    model = {"model_id": "m", "model_source": str(folder)}
+    tiers = [
+        {"name": "small", "model_loading_config": model, "engine_kwargs": {"dtype": "bfloat16", "device": "cpu"}},
+        {"name": "full", "model_loading_config": model, "engine_kwargs": {"device": "cpu"}},
+    ]
+    small, full = needs(CascadeConfig.parse({"tiers": tiers}))
+    assert full.weight_bytes == 2 * small.weight_bytes
+    assert full.anatomy.cache_bytes_per_token == 2 * small.anatomy.cache_bytes_per_token
+    assert (small.anatomy.widened, full.anatomy.widened) == (None, torch.bfloat16)
+    said = " ".join(remarks([small, full]))
+    assert "Tier full was saved in bfloat16" in said
+    assert "Tier small" not in said
+    assert anatomy(str(folder), device=CUDA).dtype is torch.bfloat16
+
+
+def test_check_says_where_texts_may_part(folder: Path) -> None:
+    """Guards small models in float32, whose passes may differ in their last bits: nobody is told otherwise."""
+    tier = {"name": "full", "model_loading_config": {"model_id": "m", "model_source": str(folder)}}
+    config = CascadeConfig.parse({"tiers": [tier | {"engine_kwargs": {"device": "cpu", "dtype": "float32"}}]})
+    assert remarks(needs(config))[-1].startswith("Logits of tier full may differ in their last bits")
+
+
+def test_the_processor_is_named() -> None:
+    """Guards figures of benchmarks, which mean nothing without the instructions that they were made with."""
+    assert processor().endswith(torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bfloat16() else ""))

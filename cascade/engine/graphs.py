@@ -316,4 +316,4 @@ def _split(rows: Sequence[Row], bucket: Bucket, said: list[list[int]]) -> Iterat
     for place, row in enumerate(rows):
         end = (place + 1) * bucket.tokens
         own = said[0][end - row.num_scored : end] if row.num_scored else []
-        yield Scored(own, [step[place] for step in said[1:]])
+        yield Scored(own, tuple(step[place] for step in said[1:]))

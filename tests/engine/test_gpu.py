@@ -37,8 +37,8 @@ def compare(model: Model, rounds: int = 30) -> tuple[int, int]:
             rows.append(Row(caches[place], start, tokens, rng.randint(1, n), rng.choice(PARAMS)))
             held[place] = start + n
         for own, other in zip(model.run(rows), model._score(rows), strict=True):
-            chosen += len(own)
-            same += sum(one == two for one, two in zip(own, other, strict=True))
+            chosen += len(own.own)
+            same += sum(one == two for one, two in zip(own.own, other.own, strict=True))
     return chosen, same
 
 

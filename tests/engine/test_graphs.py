@@ -24,7 +24,7 @@ from cascade.engine.sequence_state import SequenceState
 from cascade.errors import ModelError
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.scorer import BLOCK, Row
+from cascade.scorer import BLOCK, Row, Scored
 from tests.architectures import VOCAB, build
 from tests.chain.test_tier import PROMPT, Inbox, Silent, finish, opening, settle
 from tests.kernels import varlen
@@ -103,20 +103,21 @@ def test_own_tokens_fed_back_are_those_of_single_passes(
         prompt = [(7 * place + session) % VOCAB for place in range(11 + session)]
         stores.append((captured.new_cache(), plain.new_cache()))
         own = [
-            model.run([Row(store, 0, prompt, 1, one)])[0] for model, store in zip((captured, plain), stores[-1], strict=True)
+            model.run([Row(store, 0, prompt, 1, one)])[0].own
+            for model, store in zip((captured, plain), stores[-1], strict=True)
         ]
         assert own[0] == own[1]
-        texts.append(prompt + own[0])
+        texts.append([*prompt, *own[0]])
     for _ in range(3):
         rows = [
             Row(store, len(text) - 1, text[-1:], 1, one, ahead=more)
             for (store, _), text, one, more in zip(stores, texts, params, ahead, strict=False)
         ]
         steps = min(STEPS, 1 + min(ahead[: len(params)]))
-        for text, own, (_, store), one in zip(texts, captured.run(rows), stores, params, strict=True):
-            assert len(own) == steps
-            for token in own:
-                assert plain.run([Row(store, len(text) - 1, text[-1:], 1, one)]) == [[token]]
+        for text, scored, (_, store), one in zip(texts, captured.run(rows), stores, params, strict=True):
+            assert len(scored.own) + len(scored.ahead) == steps
+            for token in (*scored.own, *scored.ahead):
+                assert plain.run([Row(store, len(text) - 1, text[-1:], 1, one)]) == [Scored([token])]
                 text.append(token)
 
 
@@ -226,8 +227,8 @@ def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, mon
         ahead = captured.run([Row(s[0], known, [7], 1, p, ahead=2) for s, p in zip(stores, sampling, strict=True)])
         for session, (_, store) in enumerate(stores):
             token = 7
-            for step, own in enumerate(ahead[session]):
-                assert plain.run([Row(store, known + step, [token], 1, sampling[session])]) == [[own]]
+            for step, own in enumerate((*ahead[session].own, *ahead[session].ahead)):
+                assert plain.run([Row(store, known + step, [token], 1, sampling[session])]) == [Scored([own])]
                 token = own
 
 
@@ -291,7 +292,7 @@ def test_cascades_of_captured_models_keep_the_promise(temperature: float) -> Non
         text, store = list(request.tokens), plain.new_cache()
         while len(text) < request.prompt_len + 24:
             known = len(text) - 1 if len(text) > request.prompt_len else 0
-            text += plain.run([Row(store, known, text[known:], 1, request.params)])[0]
+            text += plain.run([Row(store, known, text[known:], 1, request.params)])[0].own
         expected.append(text)
     tiers = []
     for level, network in enumerate((build("mistral", seed=1), build("llama", seed=3), build("llama", seed=3))):

@@ -260,7 +260,7 @@ from cascade import SamplingParams
 told = anatomy("some/model", revision=sys.argv[1])
 model = Model.from_pretrained("some/model", revision=sys.argv[1], device="cpu")
 params = SamplingParams(temperature=0, seed=0)
-print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0]]))
+print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0].own]))
 """
 
 
@@ -281,4 +281,4 @@ def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path, revisi
     model = Model(build("llama", seed=seed))
     parameters, own = json.loads(done.stdout.splitlines()[-1])
     assert parameters == model.num_parameters
-    assert own == model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0]
+    assert own == model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0].own

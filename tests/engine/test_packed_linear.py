@@ -8,7 +8,7 @@ from cascade.engine import packed_linear
 from cascade.engine.model import Model
 from cascade.engine.packed_linear import Product, pack, watch
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from tests.architectures import build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -42,7 +42,7 @@ def test_packed_models_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
     """Guards the order of weights, biases, tied heads, and a prompt of which no row is scored against the vocabulary."""
     model = Model(build(name))
     assert any(map(product_of, model._network.modules()))
-    assert model.run([Row(model.new_cache(), 0, TEXT, 0, GREEDY)]) == [[]]
+    assert model.run([Row(model.new_cache(), 0, TEXT, 0, GREEDY)]) == [Scored([])]
     found = _logits(model)
     monkeypatch.setattr(packed_linear, "host_memory", lambda: 0)
     plain = Model(build(name))

@@ -3,7 +3,7 @@
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,8 @@ from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.kernels import takes
 from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
 from cascade.engine.model import Model
-from cascade.scorer import BLOCK, TILE, Row
+from cascade.messages import Draft
+from cascade.scorer import BLOCK, TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
 from tests.kernels import varlen
 
@@ -111,17 +112,16 @@ class Writer:
             return Row(self.cache, start, unread[: self.rng.randint(1, len(unread) - 1)], 0, GREEDY)
         right = list(self.goal[len(self.text) :][: self.rng.randint(0, 6)])
         draft = right + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, 3))]
-        return Row(self.cache, start, unread + draft, len(draft) + 1, GREEDY)
+        return Row(self.cache, start, unread, 1, GREEDY, draft=Draft(tuple(draft), bytes(len(draft))))
 
-    def take(self, row: Row, own: list[int]) -> None:
+    def take(self, row: Row, own: Sequence[int]) -> None:
         """Accept the draft up to its first wrong token, and the own token there."""
         if not row.num_own:
             self.held = row.start + len(row.tokens)
             return
-        draft = list(row.tokens[len(row.tokens) - row.num_own + 1 :])
-        agreed = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
-        self.held = len(self.text) + agreed
-        self.text += own[: agreed + 1]
+        new, _ = row.draft.walk(own)
+        self.text += new
+        self.held = len(self.text) - 1
 
 
 def _logits(model: Model, *rows: tuple[Any, int, tuple[int, ...]]) -> Tensor:
@@ -138,9 +138,9 @@ def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> N
         while unfinished := [writer for writer in writers if not writer.done]:
             chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
             rows = [writer.row() for writer in chosen]
-            for writer, row, own in zip(chosen, rows, model.run(rows), strict=True):
-                assert len(own) == row.num_own
-                writer.take(row, own)
+            for writer, row, scored in zip(chosen, rows, model.run(rows), strict=True):
+                assert len(scored.own) == row.num_scored
+                writer.take(row, scored.own)
         for writer in writers:
             assert tuple(writer.text[: len(writer.goal)]) == writer.goal
 
@@ -260,7 +260,7 @@ def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
     torch.testing.assert_close(wanted, torch.cat([everything[28:30], everything[-3:]]))
     chunk = Row(model.new_cache(), 0, PREFIX, 0, GREEDY)
     assert model.logits([chunk]).shape == (0, VOCAB)
-    assert model.run([chunk]) == [[]]
+    assert model.run([chunk]) == [Scored([])]
 
 
 @pytest.mark.parametrize("name", each(REFUSED, default=("falcon", "mamba", "qwen3_next", "llama4_text", "deepseek_v32")))

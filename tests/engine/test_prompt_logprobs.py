@@ -26,7 +26,7 @@ class Watched(CountingModel):
     scored: ClassVar[list[int]] = []
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        self.scored += [row.num_own for row in rows]
+        self.scored += [row.num_scored for row in rows]
         return super().run(rows)
 
 

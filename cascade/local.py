@@ -69,31 +69,35 @@ class Cascade:
         """
         _check_models(models, names)
         drafters = drafters or {}
-        self.names = (*drafters, *(names or TIER_NAMES[len(models)]))  # of drafters and tiers, bottom to top
-        if len(set(self.names)) < len(self.names):
-            raise ConfigError(f"drafters is {list(drafters)}: give them other names than the tiers {', '.join(self.names)}")
+        tier_names = tuple(names or TIER_NAMES[len(models)])
+        if common := {*drafters} & {*tier_names}:
+            raise ConfigError(f"drafters has {common.pop()!r}, as a tier is named: give it another name")
+        self.names = (*drafters, *tier_names)  # bottom to top
         self.tokenizer = tokenizer
         self.window = window
         self.context_len = min(model.context_len for model in models)
         grammars = Grammars(tokenizer)
-        self._capabilities = Capabilities(
-            self.names,
-            vocab_size=min(model.vocab_size for model in models),
-            context_len=self.context_len,
-            end_ids=tokenizer.end_ids,
-            adapters=getattr(models[-1], "adapters", ()),
-            check_grammar=grammars.check,
-            window=window,
-            answer_window=ANSWER_WINDOW,
-        )
+        self._capabilities = self._capable(models, grammars)
         new_state = state_maker(grammars.matcher)
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, new_state=new_state)
-            for level, (name, model) in enumerate(zip(self.names[-len(models) :], models, strict=True), start=len(drafters))
+            for level, (name, model) in enumerate(zip(tier_names, models, strict=True), start=len(drafters))
         )
         join(self.tiers, drafters)
         for tier in self.tiers:
             tier.start()
+
+    def _capable(self, models: Sequence[Scorer], grammars: Grammars) -> Capabilities:
+        return Capabilities(
+            self.names,
+            vocab_size=min(model.vocab_size for model in models),
+            context_len=self.context_len,
+            end_ids=self.tokenizer.end_ids,
+            adapters=getattr(models[-1], "adapters", ()),
+            check_grammar=grammars.check,
+            window=self.window,
+            answer_window=ANSWER_WINDOW,
+        )
 
     @classmethod
     def from_pretrained(

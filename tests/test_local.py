@@ -317,5 +317,5 @@ def test_a_drafter_without_a_model_joins_the_library(cascade: Cascade, temperatu
         if temperature == 0:
             edges = complete(looking, PROMPT, params, Speculation(tiers=("lookup",))).stats.edges
             assert any(edge.drafter == "lookup" and edge.accepted for edge in edges)
-    with pytest.raises(ConfigError, match="other names"):
+    with pytest.raises(ConfigError, match="give it another name"):
         Cascade.demo(drafters={"tiny": Lookup()})

@@ -196,12 +196,17 @@ def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
     assert "Traceback" not in output
 
 
+async def _begun() -> None:
+    """Have the thread of gRPC's own, which stays, whoever comes first."""
+    grpc.aio.init_grpc_aio()
+
+
 @pytest.mark.parametrize("num_tokens", [8, rare(24)])
 def test_many_streams_at_once(num_tokens: int) -> None:
     """Guards against errors, mixed-up texts and leaks under 64 concurrent streams."""
     prompts = tuple(Prompt(f"prompt {number}") for number in range(64))
     params = SamplingParams(max_tokens=num_tokens, temperature=0.8, seed=5, ignore_eos=True)
-    grpc.aio.init_grpc_aio()  # whose own thread stays, whoever comes first
+    asyncio.run(_begun())
     threads = threading.active_count()
     with house() as served:
         cells = loaded(served, Workload(modes(TIERS, False), prompts, (64,), params))

@@ -193,7 +193,7 @@ def test_library_quantises_each_model_or_all() -> None:
             texts[method] = cascade.generate("def read(path):\n", params).token_ids, alone.weight_bytes
     for asked, held in ((["int8", None], ("int8", None)), ("int8", ("int8", "int8"))):
         with Cascade.from_pretrained([source] * 2, dtype="float32", device="cpu", quantization=asked) as cascade:
-            assert [tier._model.weight_bytes for tier in cascade.tiers] == [texts[method][1] for method in held]
+            assert [tier._runner._model.weight_bytes for tier in cascade.tiers] == [texts[method][1] for method in held]
             assert cascade.generate("def read(path):\n", params).token_ids == texts[held[-1]][0]
     with pytest.raises(ConfigError, match="quantization has 1 entries for 2 models: give one for each"):
         Cascade.from_pretrained([source] * 2, quantization=["int8"])
@@ -215,4 +215,4 @@ def test_rows_of_an_adapter_are_scored_as_alone(folder: Path) -> None:
     alone = [model.run([Row(model.new_cache(), 0, PROMPT, 3, p)])[0] for p in params]
     assert together == alone
     assert together[0] == plain.run([Row(plain.new_cache(), 0, PROMPT, 3, params[0])])[0]
-    assert all(0 <= token < VOCAB for own in together for token in own)
+    assert all(0 <= token < VOCAB for scored in together for token in scored.own)

@@ -28,7 +28,7 @@ from cascade.engine.model import Model
 from cascade.engine.sampling import adjust
 from cascade.engine.sequence_state import SequenceState, state_maker
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Close, Draft, Logprobs, Open, Proposal, mint
+from cascade.messages import Close, Logprobs, Open, Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from tests.architectures import build, each
@@ -262,11 +262,7 @@ def test_replay_keeps_logprobs() -> None:
     while answer.num_tokens < 15:
         message = inbox.messages.get(timeout=20)
         assert isinstance(message, Proposal)
-        answer.take(
-            Proposal(
-                message.session, message.start, Draft(message.tokens[:20], message.origins[:20]), (), message.logprobs[:20]
-            )
-        )
+        answer.take(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
     first.close()
     second = started()
     again = answer.replay(mint())

@@ -256,7 +256,8 @@ def test_coupled_acceptance_is_what_shared_noise_gives() -> None:
 def test_shipped_folders_hold_what_is_needed_and_no_more() -> None:
     """A missing tokenizer breaks the demo; training state or float32 weights double the package."""
     files = {p.relative_to(WEIGHTS).as_posix(): p for p in WEIGHTS.rglob("*") if p.is_file()}
-    parts = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    parts = ["config.json", "generation_config.json", "model.safetensors"]
+    parts += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     assert set(files) == {f"{name}/{part}" for name in NAMES for part in parts} | {"README.md", "results.json"}
     assert sum(p.stat().st_size for name, p in files.items() if name.endswith(".safetensors")) <= 32e6
 

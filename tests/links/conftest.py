@@ -7,6 +7,7 @@ import pytest
 
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
+from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import Cluster
 from tests.links.certificates import Authority
@@ -34,5 +35,5 @@ def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     door = ours.sign("door", name="localhost")
     values["link_tls"] = ours.sign("process").model_dump()
     values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
-    with Server.start(values, port=0) as server:
+    with Server.start(forked(CascadeConfig.parse(values), cluster.py_executable), port=0) as server:
         yield Secure(server, door.authority)

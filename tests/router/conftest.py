@@ -6,6 +6,7 @@ import pytest
 
 from cascade import Cascade
 from cascade.settings.config import CascadeConfig
+from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import Cluster
 
@@ -16,7 +17,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
-    with Server.start(CascadeConfig.parse(values), port=0) as server:
+    with Server.start(forked(CascadeConfig.parse(values), cluster.py_executable), port=0) as server:
         yield server
 
 

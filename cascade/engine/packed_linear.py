@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.engine.devices import host_memory
+from cascade.engine.huge_pages import collapse
 
 LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
 MIN_ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
@@ -47,6 +48,7 @@ class Product:
         self._times: Times = F.linear
         if ordered:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, EXPECTED_ROWS)
+            collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
             self._times = _ordered
         else:
             for layer, part in zip(layers, self._weight.split(sizes), strict=True):

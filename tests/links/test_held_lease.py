@@ -18,7 +18,7 @@ from tests.links.test_link import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 
-LONG_S, SHORT_S = 60.0, 0.1  # for which a lease is held
+LONG_S, SHORT_S = 60.0, 1.0  # for which a lease is held
 
 
 class HoldingNet(Net):

@@ -96,6 +96,7 @@ def _read(connection: socket.socket) -> dict[str, Any]:
 
 def _become(arguments: Sequence[str], environment: Mapping[str, str], folder: str, streams: Sequence[int]) -> None:
     """Go on as Python would that was started so."""
+    os.setsid()  # Ray ends the whole process group of a worker that died: no other fork may be in it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for L
 WORKER = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], os.environ.get("OURS"), os.environ.get("THEIRS"), os.getcwd(), os.getpid(), os.getppid(),
-    "torch" in sys.modules, "ray" in sys.modules, __name__]))
+    "torch" in sys.modules, "ray" in sys.modules, __name__, os.getpgid(0)]))
 """
 OWNER = """
 import os
@@ -50,10 +50,12 @@ def worker(server: ForkServer, folder: Path) -> list[object]:
 
 
 def test_forks_are_workers_that_have_imported(server: ForkServer, tmp_path: Path) -> None:
-    """Guards the start of servers, four imports of PyTorch long; and Ray, which hangs where it was imported before a fork."""
-    arguments, ours, theirs, folder, pid, parent, torch, ray, name = worker(server, tmp_path)
+    """Guards the start of servers, four imports of PyTorch long; Ray, which hangs where it was imported before a fork; and other
+    replicas, for Ray ends the process group of one that has died."""
+    arguments, ours, theirs, folder, pid, parent, torch, ray, name, group = worker(server, tmp_path)
     assert (arguments, ours, theirs, folder, name) == (["a b", "--c=d"], None, "raylet", str(tmp_path), "__main__")
     assert (parent, torch, ray) == (server._process.pid, True, False)
+    assert group == pid
     assert worker(server, tmp_path)[4] != pid
 
 

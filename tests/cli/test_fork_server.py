@@ -50,8 +50,8 @@ def worker(server: ForkServer, folder: Path) -> list[object]:
 
 
 def test_forks_are_workers_that_have_imported(server: ForkServer, tmp_path: Path) -> None:
-    """Guards the start of servers, four imports of PyTorch long; Ray, which hangs where it was imported before a fork; and other
-    replicas, for Ray ends the process group of one that has died."""
+    """Guards the start of servers, four imports of PyTorch long; Ray, which hangs where it was imported before a fork; and
+    other replicas, for Ray ends the process group of one that has died."""
     arguments, ours, theirs, folder, pid, parent, torch, ray, name, group = worker(server, tmp_path)
     assert (arguments, ours, theirs, folder, name) == (["a b", "--c=d"], None, "raylet", str(tmp_path), "__main__")
     assert (parent, torch, ray) == (server._process.pid, True, False)

@@ -63,7 +63,7 @@ def test_workers_start_without_the_server(server: ForkServer, tmp_path: Path) ->
     """Guards replicas that Serve starts anew when the fork server has died: they waited for it."""
     server._process.kill()
     server._process.wait()
-    arguments, *_, torch, _, name = worker(server, tmp_path)
+    arguments, *_, torch, _, name, _ = worker(server, tmp_path)
     assert (arguments, torch, name) == (["a b", "--c=d"], False, "__main__")
 
 

@@ -9,6 +9,7 @@ import pytest
 from ray import serve
 
 from cascade import Cascade, ConfigError, SamplingParams, Speculation
+from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import build, tier_options
 from deployments.launch.server import APPLICATION
@@ -37,11 +38,24 @@ def expected() -> tuple[int, ...]:
         return cascade.generate(PROMPT, PARAMS, Speculation("off")).token_ids
 
 
+def lookups_draft(client: Client, text: tuple[int, ...]) -> None:
+    """A drafter without a model sits beside the tier above it, and changes no text."""
+    assert client.describe().drafters == ("lookup",)
+    for tiers in (("lookup",), ("lookup", "tiny")):
+        completion = client.generate(PROMPT, PARAMS, Speculation(tiers=tiers))
+        assert completion.token_ids == text
+        edge = next(edge for edge in completion.stats.edges if edge.drafter == "lookup")
+        assert edge.verifier == ("tiny" if "tiny" in tiers else "full")
+        assert edge.accepted
+
+
 def test_a_shared_tier_serves_and_outlives_a_rank(secure: Secure) -> None:
-    """Guards the promise with a model in pieces, and the restart of a replica that lost one of them."""
+    """Guards the promise with a model in pieces, and the restart of a replica that lost one of them; and `drafters` of a
+    configuration, in one replica and beside it."""
     text = expected()
     with secure.client() as client:
         assert client.generate(PROMPT, PARAMS).token_ids == text
+        lookups_draft(client, text)
         info = client.describe().tiers[-1]
         assert info.pass_cost[0][0] == 1
         assert all(seconds > 0 for _, seconds in info.pass_cost)
@@ -83,15 +97,3 @@ def test_what_cannot_be_shared_is_refused(values: dict[str, Any], words: str) ->
     """Guards the start: before anything runs, in one sentence."""
     with pytest.raises(ConfigError, match=words):
         build(values)
-
-
-@pytest.mark.parametrize("tiers", [("lookup",), ("lookup", "tiny")])
-def test_a_drafter_without_a_model_drafts_in_a_replica(secure: Secure, tiers: tuple[str, ...]) -> None:
-    """Guards `drafters` of a configuration: they sit beside the tier above them, and change no text."""
-    with secure.client() as client:
-        assert client.describe().drafters == ("lookup",)
-        completion = client.generate(PROMPT, PARAMS, Speculation(tiers=tiers))
-    assert completion.token_ids == expected()
-    edge = next(edge for edge in completion.stats.edges if edge.drafter == "lookup")
-    assert edge.verifier == ("tiny" if "tiny" in tiers else "full")
-    assert edge.accepted

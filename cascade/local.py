@@ -69,7 +69,7 @@ class Cascade:
         """
         _check_models(models, names)
         drafters = drafters or {}
-        tier_names = tuple(names or TIER_NAMES[len(models)])
+        tier_names = names or TIER_NAMES[len(models)]
         if common := {*drafters} & {*tier_names}:
             raise ConfigError(f"drafters has {common.pop()!r}, as a tier is named: give it another name")
         self.names = (*drafters, *tier_names)  # bottom to top
@@ -78,9 +78,8 @@ class Cascade:
         self.context_len = min(model.context_len for model in models)
         grammars = Grammars(tokenizer)
         self._capabilities = self._capable(models, grammars)
-        new_state = state_maker(grammars.matcher)
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy, new_state=new_state)
+            Tier(name, level, model, policy=policy, new_state=state_maker(grammars.matcher))
             for level, (name, model) in enumerate(zip(tier_names, models, strict=True), start=len(drafters))
         )
         join(self.tiers, drafters)

@@ -136,6 +136,11 @@ class Draft:
             path.append(found)
         return path
 
+    @property
+    def trunk(self) -> "Draft":
+        """The line that it begins with: its first nodes, as far as each stands behind the one before."""
+        return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
+
     def first(self, size: int) -> "Draft":
         """The first ``size`` nodes."""
         if size >= len(self.tokens):

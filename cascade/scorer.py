@@ -9,7 +9,7 @@ from cascade.params import SamplingParams
 
 BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
-GROWTH = 16  # a strip that is full grows by at least this part of itself: little is copied, and little held in vain
+GROWTH = 16  # an allocation that is full grows by at least this part of itself: little is copied, and little held in vain
 
 
 def num_blocks(positions: int) -> int:

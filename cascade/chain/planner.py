@@ -46,9 +46,9 @@ class Policy:
             return since
         if session.opening.lockstep:
             return since if session.window_full else since + LOCKSTEP_PATIENCE_S
-        pace, usable = session.draft_stats, session.usable
-        worth = self.guess_worth * pace.chance(usable + 1)
-        if pace.interrupted and usable < session.room and worth > 1 / pace.guesses:
+        stats, usable = session.draft_stats, session.usable
+        worth = self.guess_worth * stats.chance(usable + 1)
+        if stats.interrupted and usable < session.room and worth > 1 / stats.guesses:
             return since + self.patience * pass_s
         return since
 

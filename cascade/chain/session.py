@@ -250,7 +250,8 @@ class Session:
             self._guess(proposal.draft.below(path[-1] if path else -1))
 
     def _guess(self, fresh: Draft) -> None:
-        """Take over guesses behind the text, as far as they are token ids and fit into the window."""
+        """Take over guesses behind the text, as far as they are token ids and fit into the window. Passes score lines alone."""
+        fresh = fresh.trunk
         tokens = fresh.tokens[: self.opening.draft_window]
         valid = next((node for node, token in enumerate(tokens) if not 0 <= token < self.vocab_size), len(tokens))
         fresh = fresh.first(valid)

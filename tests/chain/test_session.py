@@ -220,9 +220,10 @@ class Wires(RuleBasedStateMachine):
         start=st.integers(-3, 30),
         tokens=st.lists(st.integers(-1, VOCAB), max_size=30),
         num_right=st.integers(0, 4),
+        back=st.none() | st.integers(1, 3),
     )
-    def babble(self, level: int, start: int, tokens: list[int], num_right: int) -> None:
-        """Guesses that no tier made; the first ``num_right`` of them true, so that they void what the drafter says."""
+    def babble(self, level: int, start: int, tokens: list[int], num_right: int, back: int | None) -> None:
+        """Lines and trees that no tier made; the first ``num_right`` guesses are true, and void what the drafter says."""
         level = min(level, self.chain.top)
         session, model = self.chain.sessions[level], self.chain.models[level]
         if session is None or not session.drafter:
@@ -232,7 +233,8 @@ class Wires(RuleBasedStateMachine):
             for p in range(start, start + num_right):
                 text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.opening.params))
             tokens = text[start:] + tokens
-        session.propose(Proposal(session.drafter_session, start, Draft(tuple(tokens), bytes(len(tokens)))))
+        parents = () if back is None else tuple(max(-1, node - back) for node in range(len(tokens)))
+        session.propose(Proposal(session.drafter_session, start, Draft(tuple(tokens), bytes(len(tokens)), parents=parents)))
 
     @precondition(lambda self: self.chain.num_opened < 12)
     @rule(level=st.integers(1, 4), again=st.booleans())
@@ -615,3 +617,19 @@ def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
             start = session.committed
             session.commit(start, (7, 8))
         assert session.window in expected
+
+
+def test_of_a_tree_the_line_that_it_begins_with_is_scored() -> None:
+    """Guards losslessness against trees from another version: a pass would score a branch behind tokens of another one."""
+    session = drafting(opening())
+    session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4), parents=(-1, 0, 0, 2))))
+    assert fed(session.work(10)) == [1, 2, 3, 4, 5]
+
+
+def test_what_a_scorer_guesses_is_scored_next() -> None:
+    """Guards drafters that read the verifier: their guesses come with a pass, behind its last own token."""
+    session = drafting(opening())
+    session.advance(session.work(10), Scored([4], draft=Draft((5, 6), bytes(2))))
+    assert fed(session.work(10)) == [4, 5, 6]
+    session.advance(session.work(10), Scored([5, 9]))
+    assert session.text[3:] == [4, 5, 9]

@@ -37,15 +37,11 @@ def client(server: Server) -> Iterator[Client]:
         settle()
 
 
-def describe(tier: str) -> dict[str, Any]:
-    """Any replica of a tier."""
-    state: dict[str, Any] = serve.get_deployment_handle(tier, APPLICATION).describe.remote().result(timeout_s=LONG_S)
-    return state
-
-
 def replicas(tier: str) -> dict[int, dict[str, Any]]:
-    """Replicas of a tier by process id, as many as answer a number of calls."""
-    states = [describe(tier) for _ in range(6)]
+    """Replicas of a tier by process id. Calls are under way together: one by one, all may go to the replica with less to do."""
+    handle = serve.get_deployment_handle(tier, APPLICATION)
+    calls = [handle.describe.remote() for _ in range(16)]
+    states: list[dict[str, Any]] = [call.result(timeout_s=LONG_S) for call in calls]
     return {state["pid"]: state for state in states}
 
 

@@ -9,6 +9,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.params",),
     ("cascade.messages",),
     ("cascade.scorer", "cascade.answer"),
+    ("cascade.native",),
     ("cascade.chain", "cascade.engine", "cascade.client"),
     ("cascade.drafters", "cascade.simulation"),
     ("cascade.settings", "cascade.local"),

@@ -1,7 +1,8 @@
 """How a model holds keys and values and attends to them: one strategy for each kind of device, chosen when it is loaded.
 
-On a CPU a session's keys and values are contiguous. On a GPU they lie in blocks: PyTorch's kernel for rows of different
-lengths reads them there, by block tables, and where it cannot, a session's are gathered before each layer.
+On a CPU a session's keys and values are its own: in float32 our kernel reads them, in 16 bits PyTorch's. On a GPU they lie in
+blocks that all sessions share: PyTorch's kernel for rows of different lengths reads them there, by block tables, and where it
+cannot, a session's are gathered before each layer.
 """
 
 import logging
@@ -17,11 +18,15 @@ from cascade.engine import kv
 from cascade.engine.kernels import PAGE, Kernel, find_kernel, gather_attention, window_size_of
 from cascade.engine.kv import ATTENTION, Cache, Pass, Span, Survey
 from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
+from cascade.native.attention import Kind, Spans
+from cascade.native.attention import attend as attend_spans
+from cascade.native.cache import BlockedCache, Shape, tables
 
 log = logging.getLogger(__name__)
 
 PAGED = "cascade_paged"  # attention functions over blocks, at Transformers
 GATHERED = "cascade_gathered"
+NATIVE = "cascade_native"
 PROBES = 8  # blocks while a model is tried out
 
 Windows = dict[int, int | None]  # by layer, see `cascade.engine.kv.Survey`
@@ -54,6 +59,34 @@ class Contiguous:
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
         return Pass(spans, windows)
+
+    def hold(self, tokens: int) -> int:
+        return tokens
+
+
+@dataclass(slots=True)
+class NativePass:
+    """What `attend_native` needs, for all layers of a pass."""
+
+    spans: dict[int, Spans]  # by layer
+    windows: Windows
+
+
+class Native:
+    """Each session by itself, in the order that suits our own kernel: float32 on a CPU."""
+
+    name = NATIVE
+    fills = True
+
+    def __init__(self, found: Survey) -> None:
+        self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
+
+    def new_cache(self) -> BlockedCache:
+        return BlockedCache(self._shapes)
+
+    def plan(self, spans: Sequence[Span], windows: Windows) -> NativePass:
+        rows = [(span.cache, span.begin, span.end - span.begin, span.start) for span in spans]
+        return NativePass(tables(rows, self._shapes), windows)  # type: ignore[arg-type]
 
     def hold(self, tokens: int) -> int:
         return tokens
@@ -196,6 +229,30 @@ def attend(
     return out.contiguous()[None], None  # some models view it as it is
 
 
+def attend_native(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: NativePass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed pass in float32 on a CPU; shapes as of `kv.attend`."""
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    kind = Kind(scale, cascade_pass.windows[layer], softcap, None if s_aux is None else s_aux.contiguous())
+    parts = (part[0] if part.stride(3) == 1 else part[0].contiguous() for part in (query, key, value))
+    out = attend_spans(*parts, cascade_pass.spans[layer], kind)
+    return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
 def attend_gathered(
     module: nn.Module,
     query: Tensor,
@@ -213,12 +270,13 @@ def attend_gathered(
 
 AttentionInterface.register(PAGED, attend)
 AttentionInterface.register(GATHERED, attend_gathered)
+AttentionInterface.register(NATIVE, attend_native)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
     """The best strategy on ``device`` for a model with the layers that were found."""
     if device.type != "cuda":
-        return Contiguous()
+        return Native(found) if dtype is torch.float32 else Contiguous()
     kernel = find_kernel(device, dtype, found)
     if kernel is None:
         log.warning("PyTorch %s has no kernel for this model on %s: keys and values are gathered", torch.__version__, device)

@@ -104,14 +104,14 @@ def find_kernel(device: torch.device, dtype: torch.dtype, found: Survey) -> Kern
         return None
     windows = {None, *found.windows.values()}
     for kernel in (varlen_attn, Summed(varlen_attn)):
-        if all(agrees(kernel, heads, window, device, dtype) for heads in found.heads for window in windows):
+        if all(agrees(kernel, heads, window, device, dtype) for heads in set(found.heads.values()) for window in windows):
             return kernel
     return None
 
 
 def takes(found: Survey) -> bool:
     """Whether the layers of a model are of a kind that the kernel is for."""
-    sizes = all(size == values and size <= LARGEST_HEAD and not size % 8 for _, _, size, values in found.heads)
+    sizes = all(size == values and size <= LARGEST_HEAD and not size % 8 for _, _, size, values in found.heads.values())
     return sizes and found.plain
 
 

@@ -163,7 +163,7 @@ class Survey:
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
-    heads: set[tuple[int, int, int, int]] = field(default_factory=set)  # of queries, of keys; sizes of keys, of values
+    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
     plain: bool = True  # no layer caps scores or lets heads attend to nothing
 
 
@@ -298,7 +298,7 @@ def survey(
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
     cascade_pass.strange |= window < 0
     cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
-    cascade_pass.heads.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+    cascade_pass.heads[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
     cascade_pass.plain &= softcap is None and s_aux is None
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -1,6 +1,8 @@
 """One batched pass over an unmodified Transformers model: rows of any sessions from any positions, packed into one input."""
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -10,14 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
+from cascade.engine.attention import Attention, Contiguous, Native, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.kv import SURVEY, Span, Survey
+from cascade.engine.lean import fatten, slim
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
-from cascade.engine.packed_linear import MIN_ROWS, mixes, pack, watch
+from cascade.engine.packed_linear import mixes, pack, watch
 from cascade.engine.quantization import nbytes
 from cascade.engine.sampling import own_tokens
 from cascade.engine.threads import Threads
@@ -25,6 +28,9 @@ from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 
+log = logging.getLogger(__name__)
+
+_REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
 SCORED = 16  # own tokens of a timed pass, at most
@@ -233,24 +239,32 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        if pack(network, together):
-            self._fewest = MIN_ROWS
+        self._fewest = pack(network, together)
         try:
-            found = self._packed(texts)
+            found = self._packed(texts, expected)
             routed = self.dtype is torch.float32 and mixes(network)  # the probe may miss what experts with few tokens do
             self.same_bits &= self.device.type == "cpu" and not routed and self._repeats(texts)
-        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+        except _REFUSALS as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
-        if not _close(found, expected[:, -found.shape[1] :], _tolerance(network)):
+        if not self._agree(found, expected):
             raise ModelError("its logits change when rows are packed into one input")
 
-    def _packed(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """What `_replay` finds, once the attention that suits the layers is chosen."""
+    def _agree(self, found: Tensor, expected: Tensor) -> bool:
+        return _close(found, expected[:, -found.shape[1] :], _tolerance(self._network))
+
+    def _packed(self, texts: Sequence[Sequence[int]], expected: Tensor) -> Tensor:
+        """What `_replay` finds, once the attention that suits the layers is chosen; with lean layers, if they find the same."""
         seen = self._survey()
         self._windows = seen.windows
         if not self._chosen:
             self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
         self._network.set_attn_implementation(self._attention.name)
+        if isinstance(self._attention, Native) and slim(self._network):
+            with contextlib.suppress(*_REFUSALS):
+                if self._agree(found := self._replay(texts), expected):
+                    return found
+            log.warning("%s is left as it is: its lean layers say something else", type(self._network).__name__)
+            fatten(self._network)
         return self._replay(texts)
 
     def _survey(self) -> Survey:

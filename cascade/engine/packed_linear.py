@@ -4,67 +4,99 @@ Layers of one module that are given the same input in turn, such as those of que
 less to begin and to end than three.
 
 On a CPU PyTorch multiplies one row with a matrix in an order that is not the processor's best, and puts the matrix into
-another order in every pass of several rows: with weights larger than the caches two rows in float32 cost nearly two passes.
-oneDNN takes matrices that were put in its order once. Its kernels want four rows at least: for one, two or three there are
-others, which take longer, and add up in another order. With four or more, a row's product has the same bits whatever the others
-are.
+another order in every pass of several rows. In float32 our own products take it in blocks, see `cascade.native.product`: a
+row has the same bits whatever the others are. In bfloat16, where the processor has it, oneDNN takes matrices that were put in
+its order once. Its kernels want four rows at least: for one, two or three there are others, which take longer, and add up in
+another order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from cascade.engine.devices import host_memory
 from cascade.engine.huge_pages import collapse
+from cascade.native.product import Blocks
 
-LARGE = 2**22  # weights of a network in float32; fewer stay in the caches, where one row is quickest as PyTorch does it
-MIN_ROWS = 4  # of a product, at least; passes are filled up, see `cascade.engine.model.fill`
-EXPECTED_ROWS = 8  # for which the order is chosen
+MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`
+EXPECTED_ROWS = 8  # for which its order is chosen
 FREE_FACTOR = 4  # times the copies' size that must be free
 
+Linear: TypeAlias = nn.Linear | Conv1D  # of GPT-2 and its kin, which is one with its matrix transposed
+Times: TypeAlias = Callable[[Tensor], Tensor]  # [..., in_features] to [..., out_features]
 
-Times = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+def in_blocks(weight: Tensor, bias: Tensor | None) -> Times:
+    """Our own product: float32 on a CPU."""
+    blocks = Blocks(weight)
+    collapse(blocks.blocks.data_ptr(), blocks.blocks.nbytes)
+
+    def times(input: Tensor) -> Tensor:
+        out = blocks.times(input.reshape(-1, input.shape[-1]))
+        if bias is not None:
+            out += bias
+        return out.view(*input.shape[:-1], out.shape[1])
+
+    return times
+
+
+def in_onednns_order(weight: Tensor, bias: Tensor | None) -> Times:
+    """The product of oneDNN."""
+    ordered = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+    collapse(torch.ops.mkldnn.data_ptr(ordered), torch.ops.mkldnn._nbytes(ordered))
+
+    def times(input: Tensor) -> Tensor:
+        rows = input.numel() // input.shape[-1]
+        if not rows:  # it takes none
+            return input.new_empty(*input.shape[:-1], weight.shape[0])
+        if rows >= MIN_ROWS:
+            return _multiply(input, ordered, bias)
+        filled = F.pad(input.reshape(rows, -1), (0, 0, 0, MIN_ROWS - rows))
+        return _multiply(filled, ordered, bias)[:rows].view(*input.shape[:-1], -1)
+
+    return times
+
+
+def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
+    return out
 
 
 class Product:
-    """Layers with one input, their weights behind each other. Computed when the first of them asks.
+    """Layers with one input, their weights behind each other. Computed when the first of them asks."""
 
-    ``ordered`` has a copy of the weights in oneDNN's order; otherwise the layers' own become parts of one tensor.
-    """
+    __slots__ = ("_input", "_left", "_out", "_parts", "whole")
 
-    __slots__ = ("_bias", "_input", "_left", "_out", "_parts", "_times", "_weight")
-
-    def __init__(self, layers: Sequence[nn.Linear], ordered: bool) -> None:
-        sizes = [layer.out_features for layer in layers]
+    def __init__(self, layers: Sequence[Linear], pack: Callable[[Tensor, Tensor | None], Times] | None) -> None:
+        """``pack`` makes a copy of the weights in an order of its own; without it the layers' become parts of one tensor."""
+        weights = [_matrix(layer) for layer in layers]
+        sizes = [len(weight) for weight in weights]
         self._parts = [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]  # begin, length
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-        self._weight = torch.cat([layer.weight.data for layer in layers]) if len(layers) > 1 else layers[0].weight.data
-        self._times: Times = F.linear
-        if ordered:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, EXPECTED_ROWS)
-            collapse(torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight))
-            self._times = _ordered
+        bias = torch.cat(biases) if biases else None
+        weight = torch.cat(weights) if len(layers) > 1 else weights[0]
+        if pack is not None:
+            self.whole = pack(weight, bias)
         else:
-            for layer, part in zip(layers, self._weight.split(sizes), strict=True):
+            for layer, part in zip(layers, weight.split(sizes), strict=True):
                 layer.weight.data = part
+            self.whole = partial(F.linear, weight=weight, bias=bias)
         self._input: Tensor | None = None
         self._out: Tensor | None = None
         self._left = 0  # layers that have not had their part
 
     def part(self, place: int, input: Tensor) -> Tensor:
         """What the layer at ``place`` makes of ``input``, ``[..., out_features]``; keeps no input once all have had theirs."""
-        if not input.numel():  # oneDNN takes no empty ones
-            return input.new_empty(*input.shape[:-1], self._parts[place][1])
         if len(self._parts) == 1:
-            return self._times(input, self._weight, self._bias)
+            return self.whole(input)
         if input is not self._input or self._out is None:
-            self._out = self._times(input, self._weight, self._bias)
+            self._out = self.whole(input)
             self._input, self._left = input, len(self._parts)
         part = self._out.narrow(-1, *self._parts[place])
         self._left -= 1
@@ -73,18 +105,15 @@ class Product:
         return part
 
 
-def _ordered(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` for a weight in oneDNN's order."""
-    rows = input.numel() // input.shape[-1]
-    if rows >= MIN_ROWS:
-        return _multiply(input, weight, bias)
-    filled = F.pad(input.reshape(rows, -1), (0, 0, 0, MIN_ROWS - rows))
-    return _multiply(filled, weight, bias)[:rows].view(*input.shape[:-1], -1)
-
-
-def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
-    return out
+def product_of(layers: Sequence[object]) -> Product | None:
+    """The product that is made of just these layers, in their order."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    products = {getattr(getattr(forward, "func", None), "__self__", None) for forward in forwards}
+    product = products.pop()
+    if products or not isinstance(product, Product) or len(product._parts) != len(layers):
+        return None
+    in_order = all(getattr(forward, "args", None) == (place,) for place, forward in enumerate(forwards))
+    return product if in_order else None
 
 
 @contextmanager
@@ -116,21 +145,22 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 
-    Returns how many are in oneDNN's order: all where there is a kernel and memory for the copies, else none.
+    Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
     """
     layers = [module for module in network.modules() if _plain(module)]
     if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
-        return 0
-    ordered = dict.fromkeys(_orderly(layers))
+        return 1
     left = dict.fromkeys(layers)
     for group in groups:
         if len(group) > 1 and all(layer in left for layer in group) and _alike(group):
-            _join(group, group[0] in ordered)
+            _join(group)
             for layer in group:
                 del left[layer]
-    for layer in ordered.keys() & left.keys():
-        _join([layer], True)
-    return len(ordered)
+    for layer in left:
+        if _packer(layer) is not None:
+            _join([layer])
+    others = [parameter for parameter in network.parameters() if parameter.dtype is not torch.float32]
+    return MIN_ROWS if others or mixes(network) else 1
 
 
 def mixes(network: nn.Module) -> bool:
@@ -141,53 +171,51 @@ def mixes(network: nn.Module) -> bool:
 def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a row's logits can be expected to have the same bits in every pass on this processor, told without weights.
 
-    In float32 kernels for one to three rows add up in another order. Experts are given as few, and small networks are not put
-    in oneDNN's order, which passes are filled up for.
+    Experts, which are not packed, are given as few rows as they get; in float32 their kernels for few add up in another order.
     """
-    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
-    if dtype is torch.float32 and (mixes(network) or sum(layer.weight.numel() for layer in layers) < LARGE):
-        return False
+    if dtype is torch.float32:
+        return not mixes(network)
     noise = torch.Generator().manual_seed(0)
     layer = nn.Linear(384, 1024, bias=False, dtype=dtype)  # a size for which oneDNN is known to have had kernels of both kinds
     with torch.inference_mode():
         layer.weight.copy_(torch.randn(1024, 384, generator=noise))
-        product = Product([layer], bool(_orderly([layer], small=0)))
+        product = Product([layer], _packer(layer))
         rows = torch.randn(16, 384, generator=noise).to(dtype)
         return all(torch.equal(product.part(0, rows[:n]), product.part(0, rows)[:n]) for n in (1, 4))
 
 
-def _join(group: Sequence[nn.Linear], ordered: bool) -> None:
-    product = Product(group, ordered)
+def _join(group: Sequence[Linear]) -> None:
+    product = Product(group, _packer(group[0]))
     for place, layer in enumerate(group):
         # the layer stays what it is to all who look at it: hooks, adapters, plans of ranks, tied weights
-        layer.forward = partial(product.part, place)  # type: ignore[method-assign]
+        layer.forward = partial(product.part, place)
     if group[0].weight.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 
 
-def _orderly(layers: Sequence[nn.Linear], small: int | None = None) -> list[nn.Linear]:
-    """Those to be put in oneDNN's order; none of a network in float32 with fewer weights than ``small``, by default `LARGE`."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return []
-    found = [layer for layer in layers if _gains(layer)]
-    weights = sum(layer.weight.numel() for layer in found if layer.weight.dtype is torch.float32)
-    return [] if 0 < weights < (LARGE if small is None else small) else found
+def _packer(layer: Linear) -> Callable[[Tensor, Tensor | None], Times] | None:
+    """The best order for the weights of a layer, if there is a better one than PyTorch's."""
+    if layer.weight.device.type != "cpu":
+        return None
+    if layer.weight.dtype is torch.float32:
+        return in_blocks
+    ordered = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if ordered and layer.weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return in_onednns_order
+    return None
 
 
-def _alike(group: Sequence[nn.Linear]) -> bool:
+def _alike(group: Sequence[Linear]) -> bool:
     """Whether these are different layers that may be one."""
-    kinds = {(layer.weight.dtype, layer.weight.device, layer.in_features, layer.bias is None) for layer in group}
+    kinds = {(layer.weight.dtype, layer.weight.device, _matrix(layer).shape[1], layer.bias is None) for layer in group}
     return len(kinds) == 1 and len(set(group)) == len(group)
 
 
-def _plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _matrix(layer: Linear) -> Tensor:
+    """``[out_features, in_features]``."""
+    return layer.weight.data.t() if isinstance(layer, Conv1D) else layer.weight.data
+
+
+def _plain(module: nn.Module) -> TypeGuard[Linear]:
     """Not a quantised, an adapted or a packed layer."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor and "forward" not in vars(module)
-
-
-def _gains(layer: nn.Linear) -> bool:
-    if layer.weight.device.type != "cpu":
-        return False
-    if layer.weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return layer.weight.dtype is torch.float32
+    return type(module) in (nn.Linear, Conv1D) and type(module.weight.data) is Tensor and "forward" not in vars(module)

@@ -209,11 +209,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_kernel_of_pytorch_is_found(installed: pytest.MonkeyPatch) -> None:
     """Guards the choice: by what the installed PyTorch has and does, not by its version."""
-    found = Survey({0: None, 1: 5}, heads={HEADS})
+    found = Survey({0: None, 1: 5}, heads={0: HEADS})
     assert find_kernel(CPU, torch.bfloat16, found) is varlen
     assert find_kernel(CPU, torch.float32, found) is None
-    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={(4, 2, 16, 8)})) is None
-    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={HEADS}, plain=False)) is None
+    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={0: (4, 2, 16, 8)})) is None
+    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={0: HEADS}, plain=False)) is None
     installed.setattr("torch.nn.attention.varlen.varlen_attn", _failing)
     assert find_kernel(CPU, torch.bfloat16, found) is None
     installed.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key: query)  # of PyTorch 2.11
@@ -233,6 +233,6 @@ def test_kernels_that_want_sums_of_lengths_get_them(installed: pytest.MonkeyPatc
 
     wants.__signature__ = __import__("inspect").signature(varlen)  # type: ignore[attr-defined]
     installed.setattr("torch.nn.attention.varlen.varlen_attn", wants)
-    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={HEADS})) not in (None, wants)
+    assert find_kernel(CPU, torch.bfloat16, Survey({0: None}, heads={0: HEADS})) not in (None, wants)
     for sums, lengths in asked:
         assert sums == [sum(lengths[:i]) for i in range(len(lengths) + 1)]

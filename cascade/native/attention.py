@@ -1,0 +1,241 @@
+"""Attention of packed rows over sessions' keys and values, in tiles of the same kind as products.
+
+Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 16]``, values in blocks of sixteen dimensions,
+``[kv_heads, blocks, capacity, 16]``: so scores are products of queries with keys, and what comes out is one of weights with
+values. What a query gets is added up in the order of positions, and what it does not see adds nothing: its bits depend on its
+text alone.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from numba import float32, int32
+from torch import Tensor
+
+from cascade.native.jit import (
+    arguments,
+    bits,
+    floats,
+    inlined,
+    integer,
+    kernel,
+    num_threads,
+    power_of_two,
+    real,
+    run,
+    thread_num,
+)
+from cascade.native.tile import LANES, ROWS, tile
+
+FIELDS = 6  # of a span: first token, tokens, first position, addresses of keys and of values, capacity
+LEAST = -87.0  # whose exponential is still a number that is held with all its digits
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+
+
+@inlined
+def exponential(x: float) -> float:
+    """Of a number from `LEAST` to 0, in float32 to the last bit or two (Cephes)."""
+    exponent = int32(x * float32(_LOG2E) - float32(0.5))  # rounds, for there are no positive ones
+    rest = x - float32(exponent) * float32(_LN2_HIGH) - float32(exponent) * float32(_LN2_LOW)
+    sum = float32(1.9875691500e-4)
+    sum = sum * rest + float32(1.3981999507e-3)
+    sum = sum * rest + float32(8.3334519073e-3)
+    sum = sum * rest + float32(4.1665795894e-2)
+    sum = sum * rest + float32(1.6666665459e-1)
+    sum = sum * rest + float32(5.0000001201e-1)
+    return (sum * rest * rest + rest + float32(1.0)) * power_of_two(exponent)
+
+
+@inlined
+def _tanh(x: float) -> float:
+    away = abs(x)
+    if away > float32(20.0):
+        return float32(1.0) if x > 0 else float32(-1.0)
+    small = exponential(float32(-2.0) * away)
+    value = (float32(1.0) - small) / (float32(1.0) + small)
+    return value if x > 0 else -value
+
+
+@inlined
+def _finite(x: float) -> float:
+    """What overflowed in a wrong draft must not reach those that do not see it: they count it 0 times."""
+    return x if abs(x) <= float32(3.4028235e38) else float32(0.0)
+
+
+@inlined
+def _write(given: int, span: int, head: int) -> None:
+    """Put a span's new keys and values of one head where they belong."""
+    key_size, value_size, capacity = integer(given, 11), integer(given, 12), integer(span, 5)
+    blocks = (value_size + LANES - 1) // LANES
+    new_keys, new_values = floats(integer(given, 4)), floats(integer(given, 7))
+    keys, values = floats(integer(span, 3)), floats(integer(span, 4))
+    for token in range(integer(span, 1)):
+        position, at = integer(span, 2) + token, integer(span, 0) + token
+        source = head * integer(given, 5) + at * integer(given, 6)
+        to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
+        for place in range(key_size):
+            keys[to + place * LANES] = _finite(new_keys[source + place])
+        source = head * integer(given, 8) + at * integer(given, 9)
+        for place in range(value_size):
+            to = ((head * blocks + place // LANES) * capacity + position) * LANES + place % LANES
+            values[to] = _finite(new_values[source + place])
+
+
+@inlined
+def _soften(given: int, scores: int, sums: int, length: int, first: int, last: int, head: int) -> float:
+    """Make weights of scores at ``scores``: those from ``first`` to ``last`` count; returns what all are to be divided by."""
+    held, lanes, scale, cap = floats(scores), floats(sums), real(integer(given, 15)), real(integer(given, 16))
+    sinks = integer(given, 17)
+    most = float32(-3.4028235e38)
+    for place in range(first, last):
+        score = held[place] * scale
+        if cap > 0:
+            score = _tanh(score / cap) * cap
+        held[place] = score
+        most = max(most, score)
+    if sinks:
+        most = max(most, floats(sinks)[head])
+    for lane in range(LANES):
+        lanes[lane] = float32(0.0)
+    for place in range(first):
+        held[place] = float32(0.0)
+    for place in range(first, last):
+        held[place] = exponential(max(held[place] - most, float32(LEAST)))
+    for place in range(last, length):
+        held[place] = float32(0.0)
+    for block in range(0, length, LANES):
+        for lane in range(LANES):
+            lanes[lane] += held[block + lane]
+    total = float32(0.0)
+    for lane in range(LANES):
+        total += lanes[lane]
+    if sinks:
+        total += exponential(max(floats(sinks)[head] - most, float32(LEAST)))
+    return total
+
+
+@inlined
+def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
+    """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries behind each other."""
+    group, key_size, value_size = integer(given, 10), integer(given, 11), integer(given, 12)
+    window, capacity, start = integer(given, 14), integer(span, 5), integer(span, 2)
+    nearest, farthest = start + row // group, start + (row + rows - 1) // group
+    begin = max(0, nearest - window + 1) // LANES * LANES if window else 0
+    length = (farthest // LANES + 1) * LANES - begin
+    blocks = (value_size + LANES - 1) // LANES
+    wide = max(length, blocks * LANES)
+    asked, sums = scratch, scratch + rows * key_size * 4
+    scores = sums + LANES * 4
+    weights = scores + rows * wide * 4
+    queries, held, turned = floats(integer(given, 1)), floats(asked), floats(weights)
+    for one in range(rows):
+        source = (head * group + (row + one) % group) * integer(given, 2)
+        source += (integer(span, 0) + (row + one) // group) * integer(given, 3)
+        for place in range(key_size):
+            held[place * rows + one] = queries[source + place]
+    keys = integer(span, 3) + (head * (capacity // LANES) + begin // LANES) * key_size * LANES * 4
+    for block in range(0, length, LANES):
+        tile(rows, asked, keys + block * key_size * 4, scores + block * 4, length, key_size, key_size)
+    for one in range(rows):
+        position, at = start + (row + one) // group, scores + one * length * 4
+        first = max(0, position - window + 1 - begin) if window else 0
+        share = floats(at)
+        total = _soften(given, at, sums, length, first, position + 1 - begin, head * group + (row + one) % group)
+        for place in range(length):
+            turned[place * rows + one] = share[place]
+        floats(asked)[one] = total
+    values = integer(span, 4) + (head * blocks * capacity + begin) * LANES * 4
+    for block in range(blocks):
+        at = scores + block * LANES * 4
+        tile(rows, weights, values + block * capacity * LANES * 4, at, blocks * LANES, length, length)
+    out, said = floats(integer(given, 13)), floats(scores)
+    for one in range(rows):
+        to = (integer(span, 0) + (row + one) // group) * integer(given, 19)
+        to += (head * group + (row + one) % group) * value_size
+        share_of = float32(1.0) / floats(asked)[one]
+        for place in range(value_size):
+            out[to + place] = said[one * blocks * LANES + place] * share_of
+
+
+@kernel
+def _store(given: int) -> None:
+    spans, heads = integer(given, 18), integer(given, 20)
+    here, threads = thread_num(), num_threads()
+    for task in range(here, integer(given, 0) * heads, threads):
+        _write(given, spans + task // heads * FIELDS * 8, task % heads)
+
+
+@kernel
+def _attend(given: int) -> None:
+    spans, heads, group = integer(given, 18), integer(given, 20), integer(given, 10)
+    here, threads = thread_num(), num_threads()
+    scratch, turn = integer(given, 21) + here * integer(given, 22), 0
+    for task in range(integer(given, 0) * heads):
+        span, head = spans + task // heads * FIELDS * 8, task % heads
+        queries = integer(span, 1) * group
+        for row in range(0, queries, ROWS):
+            if turn % threads == here:
+                _look(given, span, head, row, min(ROWS, queries - row), scratch)
+            turn += 1
+
+
+class Kind(NamedTuple):
+    """What a layer's attention is like."""
+
+    scaling: float
+    window: int | None = None  # positions a query sees, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads] float32
+
+
+@dataclass(slots=True)
+class Spans:
+    """Rows of a pass, as the kernel wants them: ``[rows, FIELDS]`` int64, addresses those of one layer."""
+
+    table: Tensor
+    longest: int  # position of a row's last token, at most, and one more
+
+
+def blocks_of(size: int) -> int:
+    """Blocks of values of that size."""
+    return -(-size // LANES)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) -> Tensor:
+    """Write keys and values and attend: ``[total_tokens, heads * value_size]`` float32.
+
+    ``query`` ``[heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[kv_heads, total_tokens, ...]`` float32, each token's
+    numbers of a head behind each other, whatever the strides of the rest.
+    """
+    heads, tokens, key_size = query.shape
+    kv_heads, _, value_size = value.shape
+    out = query.new_zeros(tokens, heads * value_size)  # nobody looks at tokens of no row, but they must be numbers
+    threads, wide = torch.get_num_threads(), max(spans.longest + LANES, blocks_of(value_size) * LANES)
+    each = 4 * (ROWS * (key_size + 2 * wide) + 2 * LANES)
+    scratch = query.new_empty(threads * each // 4)
+    given = arguments(
+        len(spans.table),
+        query.data_ptr(),
+        *query.stride()[:2],
+        key.data_ptr(),
+        *key.stride()[:2],
+        value.data_ptr(),
+        *value.stride()[:2],
+        heads // kv_heads,
+        key_size,
+        value_size,
+        out.data_ptr(),
+        kind.window or 0,
+        bits(kind.scaling),
+        bits(kind.softcap or 0.0),
+        0 if kind.sinks is None else kind.sinks.data_ptr(),
+        spans.table.data_ptr(),
+        heads * value_size,
+        kv_heads,
+        scratch.data_ptr(),
+        each,
+    )
+    run(_store, given)
+    run(_attend, given)
+    return out

@@ -1,0 +1,162 @@
+"""What kernels are made of: Numba's compiler, numbers at addresses, and PyTorch's own threads.
+
+Kernels take one address, that of their arguments as 64-bit integers (`arguments`), so that a thread of OpenMP can be given any
+of them. They are compiled when they are imported, for the instructions that PyTorch uses, and kept in Numba's cache on disk.
+"""
+
+import ctypes
+import hashlib
+import struct
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+Worker = Any  # a kernel, compiled: `worker(arguments)`, which does this thread's part
+
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
+WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
+
+
+def _limit() -> None:
+    """Compile for no more than PyTorch uses: it can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY``)."""
+    host = llvm.get_host_cpu_features()
+    if host.get("avx512f") and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = WITHOUT_AVX512, ""
+
+
+@lru_cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP whose threads PyTorch computes with, if it can be asked for them."""
+    names: list[str | None] = [None]
+    if sys.platform == "linux":
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        names += sorted({line.split()[-1] for line in lines if "libgomp" in line or "libiomp5" in line or "libomp" in line})
+    for name in names:
+        try:
+            library = ctypes.CDLL(name)
+            if all(hasattr(library, symbol) for symbol in ("GOMP_parallel", *_ASKED)):
+                return library
+        except OSError:
+            continue
+    return None
+
+
+_ASKED = ("omp_get_thread_num", "omp_get_num_threads")
+_alone = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)]  # without OpenMP
+
+
+def _name_symbols() -> None:
+    """Tell the compiler where OpenMP is."""
+    library = _openmp()
+    functions = _alone if library is None else [getattr(library, name) for name in _ASKED]
+    for name, function in zip(_ASKED, functions, strict=True):
+        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+_limit()
+_name_symbols()
+thread_num = types.ExternalFunction(_ASKED[0], types.int32())
+num_threads = types.ExternalFunction(_ASKED[1], types.int32())
+
+
+@lru_cache
+def _sources() -> str:
+    """Changes with any kernel."""
+    texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def kernel(function: Callable[[int], None]) -> Worker:
+    """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
+    function.__qualname__ += f"_{_sources()}"
+    return numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a part of workers."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+def swept(function: Callable[..., Any]) -> Any:
+    """Compile a part of workers that goes over one row: its sums are in the order that suits the processor, one for all rows."""
+    return numba.njit(**{**_OPTIONS, "fastmath": {*_OPTIONS["fastmath"], "reassoc"}})(function)
+
+
+def arguments(*numbers: int) -> Any:
+    """Integers as a worker takes them; keep it until the worker is done."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def bits(number: float) -> int:
+    """A float32 as an argument, see `real`."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+def run(worker: Worker, given: Any) -> None:
+    """Run a worker in as many threads as PyTorch may use here; other threads of Python go on meanwhile."""
+    count, library = torch.get_num_threads(), _openmp()
+    if count == 1 or library is None:
+        worker.ctypes(ctypes.addressof(given))
+    else:
+        library.GOMP_parallel(ctypes.c_void_p(worker.address), ctypes.c_void_p(ctypes.addressof(given)), count, 0)
+
+
+def _pointer_to(kind: ir.Type) -> Any:
+    return kind.as_pointer()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def integer(_: Any, address: Any, place: Any) -> Any:
+    """The 64-bit integer at a place behind an address."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.load(b.gep(b.inttoptr(given[0], _pointer_to(I64)), [given[1]]))
+
+    return types.int64(types.int64, types.int64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def real(_: Any, number: Any) -> Any:
+    """The float32 whose bits an argument has."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.bitcast(b.trunc(given[0], I32), F32)
+
+    return types.float32(types.int64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(_: Any, exponent: Any) -> Any:
+    """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        biased = b.add(b.trunc(given[0], I32), ir.Constant(I32, 127))
+        return b.bitcast(b.shl(biased, ir.Constant(I32, 23)), F32)
+
+    return types.float32(types.int32), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def floats(_: Any, address: Any) -> Any:
+    """A pointer to float32, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float32)))
+
+    return types.CPointer(types.float32)(types.int64), build
+
+
+def function_of(b: Any, name: str, kind: ir.FunctionType) -> Any:
+    """A function of LLVM by its name, in the module that ``b`` builds."""
+    return cgutils.get_or_insert_function(b.module, kind, name)

@@ -1,0 +1,68 @@
+"""Products of a few rows with a matrix, as fast as memory gives the matrix.
+
+The matrix lies in blocks of sixteen columns, each read from its beginning to its end. Weights that bfloat16 holds exactly, as
+those of a checkpoint saved in it, are kept in it, and widened on the way: the same numbers from half the memory traffic.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cascade.native.jit import arguments, integer, kernel, num_threads, run, thread_num
+from cascade.native.tile import LANES, ROWS, tile, tile_of_halves
+
+CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
+
+
+@kernel
+def _multiply(given: int) -> None:
+    x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
+    stride, blocks, group, halves = integer(given, 5), integer(given, 6), integer(given, 7), integer(given, 8)
+    here, threads = thread_num(), num_threads()
+    size = depth * LANES * (2 if halves else 4)
+    for block in range(blocks * here // threads, blocks * (here + 1) // threads):
+        row = 0
+        while row < rows:  # a block is read once from memory, and again from a cache
+            count = min(group, rows - row)
+            to = out + (row * stride + block * LANES) * 4
+            if halves:
+                tile_of_halves(count, x + row * depth * 4, w + block * size, to, stride, depth, CHAIN)
+            else:
+                tile(count, x + row * depth * 4, w + block * size, to, stride, depth, CHAIN)
+            row += count
+
+
+class Blocks:
+    """A float32 matrix ``[out_features, in_features]`` in blocks, to multiply rows with."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, depth = weight.shape
+        half = weight.to(torch.bfloat16)
+        self.halves = bool(torch.equal(half.to(weight.dtype), weight))
+        filled = F.pad(half if self.halves else weight, (0, 0, 0, -self.out_features % LANES))
+        self.blocks = filled.view(-1, LANES, depth).transpose(1, 2).contiguous()
+
+    def times(self, x: Tensor) -> Tensor:
+        """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``: rows have their bits whatever the others are."""
+        (rows, depth), blocks = x.shape, len(self.blocks)
+        out = x.new_empty(rows, blocks * LANES)
+        if rows:
+            given, group = interleaved(x)
+            numbers = (rows, depth, blocks * LANES, blocks, group, self.halves)
+            run(_multiply, arguments(given.data_ptr(), self.blocks.data_ptr(), out.data_ptr(), *numbers))
+        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
+
+
+def interleaved(x: Tensor) -> tuple[Tensor, int]:
+    """Groups of rows behind each other, ``[depth, rows]`` each, and the size of all but the last."""
+    rows, depth = x.shape
+    if rows == 1:
+        return x.contiguous(), 1
+    group = -(-rows // -(-rows // ROWS))
+    whole = rows // group * group
+    if whole == group == rows:
+        return x.t().contiguous(), group
+    parts = [x[:whole].view(-1, group, depth).transpose(1, 2).reshape(-1)]
+    if whole < rows:
+        parts.append(x[whole:].t().reshape(-1))
+    return torch.cat(parts), group

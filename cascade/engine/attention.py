@@ -248,8 +248,8 @@ def attend_native(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     kind = Kind(scale, cascade_pass.windows[layer], softcap, None if s_aux is None else s_aux.contiguous())
-    parts = (part[0] if part.stride(3) == 1 else part[0].contiguous() for part in (query, key, value))
-    out = attend_spans(*parts, cascade_pass.spans[layer], kind)
+    queries, keys, values = (part[0] if part.stride(3) == 1 else part[0].contiguous() for part in (query, key, value))
+    out = attend_spans(queries, keys, values, cascade_pass.spans[layer], kind)
     return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

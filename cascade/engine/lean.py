@@ -7,10 +7,10 @@ the path when a model is loaded, see `cascade.engine.model.Model`.
 The forms are for float32 on a CPU, whose kernels are `cascade.native`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from cascade.engine.packed_linear import Product, product_of
 from cascade.native.attention import Kind, attend
 from cascade.native.layers import GELU_TANH, SILU, gated, rms_norm, rotate
 
-Forward = Callable[..., Any]
+Forward: TypeAlias = partial[Any]
 
 
 def slim(network: nn.Module) -> int:
@@ -47,7 +47,7 @@ def fatten(network: nn.Module) -> None:
             del module.forward
 
 
-def _form(module: nn.Module) -> Forward | None:
+def _form(module: Any) -> Forward | None:
     if "forward" in vars(module):
         return None
     return _norm_form(module) or _mlp_form(module) or _attention_form(module)
@@ -68,7 +68,7 @@ def _code(function: object) -> tuple[Any, ...]:
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
-def _calls(module: nn.Module, name: str, expected: object) -> bool:
+def _calls(module: Any, name: str, expected: object) -> bool:
     """Whether what a module's code calls by a global name is what is expected."""
     forward = type(module).forward
     while hasattr(forward, "__wrapped__"):
@@ -79,7 +79,7 @@ def _calls(module: nn.Module, name: str, expected: object) -> bool:
 # norms
 
 
-def _norm_form(module: nn.Module) -> Forward | None:
+def _norm_form(module: Any) -> Forward | None:
     forward = type(module).forward
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.dtype is not torch.float32:
@@ -101,11 +101,11 @@ def _norm(weight: Tensor, epsilon: float, offset: float, x: Tensor) -> Tensor:
 # gated networks
 
 
-def _mlp_form(module: nn.Module) -> Forward | None:
+def _mlp_form(module: Any) -> Forward | None:
     if _same(type(module).forward, LlamaMLP.forward):
-        activation, layers = module.act_fn, (module.gate_proj, module.up_proj)
+        activation, layers = module.act_fn, [module.gate_proj, module.up_proj]
     elif _same(type(module).forward, GlmMLP.forward):
-        activation, layers = module.activation_fn, (module.gate_up_proj,)
+        activation, layers = module.activation_fn, [module.gate_up_proj]
     else:
         return None
     number = next((number for number, kind in _ACTIVATIONS.items() if type(activation) is kind), None)
@@ -127,20 +127,21 @@ def _mlp(product: Product, activation: int, down: nn.Module, x: Tensor) -> Tenso
 # attention with rotary positions
 
 
-def _attention_form(module: nn.Module) -> Forward | None:
+def _attention_form(module: Any) -> Forward | None:
     plain = _same(type(module).forward, *(kind.forward for kind in (LlamaAttention, MistralAttention, Qwen2Attention)))
     normed = _same(type(module).forward, Qwen3Attention.forward)
     if not (plain or normed) or not _rotates_halves(module):
         return None
     product = product_of((module.q_proj, module.k_proj, module.v_proj))
-    norms = [_norm_form(module.q_norm), _norm_form(module.k_norm)] if normed else []
-    if product is None or None in norms or any(norm.func is not _norm for norm in norms):
+    norms = [_norm_form(norm) for norm in (module.q_norm, module.k_norm)] if normed else []
+    known = [norm.args for norm in norms if norm is not None]
+    if product is None or len(known) < len(norms):
         return None
-    sizes = [layer.out_features // module.head_dim for layer in (module.q_proj, module.k_proj)]
-    return partial(_attention, product, [norm.args for norm in norms], sizes, module.head_dim, module)
+    heads = (module.q_proj.out_features // module.head_dim, module.k_proj.out_features // module.head_dim)
+    return partial(_attention, product, known, heads, module.head_dim, module)
 
 
-def _rotates_halves(module: nn.Module) -> bool:
+def _rotates_halves(module: Any) -> bool:
     rotation = modeling_llama.apply_rotary_pos_emb
     if not _calls(module, "apply_rotary_pos_emb", rotation):
         return False
@@ -152,10 +153,10 @@ def _rotates_halves(module: nn.Module) -> bool:
 
 def _attention(
     product: Product,
-    norms: Iterable[tuple[Tensor, float, float]],
+    norms: Sequence[tuple[Tensor, float, float]],
     heads: tuple[int, int],
     size: int,
-    module: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,

@@ -232,6 +232,7 @@ class Model:
         network = self._network
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
+        fatten(network)  # layers may have been adapted since
         network.set_attn_implementation("eager")  # the one that every network has
         texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
         with watch(network) as together:

@@ -188,7 +188,7 @@ def _join(group: Sequence[Linear]) -> None:
     product = Product(group, _packer(group[0]))
     for place, layer in enumerate(group):
         # the layer stays what it is to all who look at it: hooks, adapters, plans of ranks, tied weights
-        layer.forward = partial(product.part, place)
+        layer.forward = partial(product.part, place)  # type: ignore[method-assign]
     if group[0].weight.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 

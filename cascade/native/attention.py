@@ -7,7 +7,7 @@ text alone.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from numba import float32, int32
@@ -34,7 +34,7 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
 @inlined
-def exponential(x: float) -> float:
+def exponential(x: float) -> Any:
     """Of a number from `LEAST` to 0, in float32 to the last bit or two (Cephes)."""
     exponent = int32(x * float32(_LOG2E) - float32(0.5))  # rounds, for there are no positive ones
     rest = x - float32(exponent) * float32(_LN2_HIGH) - float32(exponent) * float32(_LN2_LOW)
@@ -48,7 +48,7 @@ def exponential(x: float) -> float:
 
 
 @inlined
-def _tanh(x: float) -> float:
+def _tanh(x: float) -> Any:
     away = abs(x)
     if away > float32(20.0):
         return float32(1.0) if x > 0 else float32(-1.0)
@@ -58,7 +58,7 @@ def _tanh(x: float) -> float:
 
 
 @inlined
-def _finite(x: float) -> float:
+def _finite(x: float) -> Any:
     """What overflowed in a wrong draft must not reach those that do not see it: they count it 0 times."""
     return x if abs(x) <= float32(3.4028235e38) else float32(0.0)
 
@@ -83,7 +83,7 @@ def _write(given: int, span: int, head: int) -> None:
 
 
 @inlined
-def _soften(given: int, scores: int, sums: int, length: int, first: int, last: int, head: int) -> float:
+def _soften(given: int, scores: int, sums: int, length: int, first: int, last: int, head: int) -> Any:
     """Make weights of scores at ``scores``: those from ``first`` to ``last`` count; returns what all are to be divided by."""
     held, lanes, scale, cap = floats(scores), floats(sums), real(integer(given, 15)), real(integer(given, 16))
     sinks = integer(given, 17)

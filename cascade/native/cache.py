@@ -20,7 +20,10 @@ class Shape(NamedTuple):
 
 
 class BlockedCache:
-    """Keys and values of one session, float32, finite everywhere. Room is made ahead of a pass by `reserve`, or as it is needed."""
+    """Keys and values of one session, float32, finite everywhere.
+
+    Room is made ahead of a pass by `reserve`, or as it is needed.
+    """
 
     __slots__ = ("_keys", "_shapes", "_values", "addresses", "capacity")
     block = TILE

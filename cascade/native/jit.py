@@ -89,7 +89,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def swept(function: Callable[..., Any]) -> Any:
-    """Compile a part of workers that goes over one row: its sums are in the order that suits the processor, one for all rows."""
+    """Compile a part of workers that goes over one row: its sums are in the order that suits the processor."""
     return numba.njit(**{**_OPTIONS, "fastmath": {*_OPTIONS["fastmath"], "reassoc"}})(function)
 
 
@@ -116,7 +116,7 @@ def _pointer_to(kind: ir.Type) -> Any:
     return kind.as_pointer()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def integer(_: Any, address: Any, place: Any) -> Any:
     """The 64-bit integer at a place behind an address."""
 
@@ -126,7 +126,7 @@ def integer(_: Any, address: Any, place: Any) -> Any:
     return types.int64(types.int64, types.int64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def real(_: Any, number: Any) -> Any:
     """The float32 whose bits an argument has."""
 
@@ -136,7 +136,7 @@ def real(_: Any, number: Any) -> Any:
     return types.float32(types.int64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def power_of_two(_: Any, exponent: Any) -> Any:
     """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
 
@@ -147,7 +147,7 @@ def power_of_two(_: Any, exponent: Any) -> Any:
     return types.float32(types.int32), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def floats(_: Any, address: Any) -> Any:
     """A pointer to float32, which is indexed like an array."""
 

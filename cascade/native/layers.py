@@ -1,6 +1,7 @@
 """What stands between products: norms, rotary positions, gated activations; each one sweep over its numbers."""
 
 import math
+from typing import Any
 
 import torch
 from numba import float32
@@ -79,7 +80,7 @@ def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> None:
 
 
 @inlined
-def _sigmoid(x: float) -> float:
+def _sigmoid(x: float) -> Any:
     small = exponential(max(-abs(x), float32(LEAST)))
     return (float32(1.0) if x >= 0 else small) / (float32(1.0) + small)
 

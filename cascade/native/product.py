@@ -43,7 +43,7 @@ class Blocks:
         self.blocks = filled.view(-1, LANES, depth).transpose(1, 2).contiguous()
 
     def times(self, x: Tensor) -> Tensor:
-        """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``: rows have their bits whatever the others are."""
+        """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``; a row's bits depend on no other."""
         (rows, depth), blocks = x.shape, len(self.blocks)
         out = x.new_empty(rows, blocks * LANES)
         if rows:

@@ -78,7 +78,7 @@ class _Loop:
 
 
 def _tile(rows: int, width: int) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
             _Loop(b, rows, width).build(*given)

@@ -113,9 +113,8 @@ def large(name: str) -> Model:
 
 
 @pytest.mark.parametrize(("name", "threads"), with_threads(DENSE, ("llama", "gemma2", "gpt2")), indirect=["threads"])
-def test_float32_logits_are_those_of_the_text_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_logits_are_those_of_the_text_alone(name: str) -> None:
     """Guards the same in float32."""
-    monkeypatch.setattr(packed_linear, "LARGE", 1)
     model = promising(large(name))
     tokens = text(0, VOCAB)
     assert torch.equal(in_pieces(model, tokens, random.Random(name)), whole(model, tokens))
@@ -124,7 +123,6 @@ def test_float32_logits_are_those_of_the_text_alone(name: str, monkeypatch: pyte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_told_before_loading_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `cascade check` against promising more, or less, than the replica that is started."""
-    monkeypatch.setattr(packed_linear, "LARGE", 1)
     network = build("llama", hidden_size=128, intermediate_size=256, head_dim=32).to(dtype)
     told = keeps_bits(network, dtype)
     assert Model(network, cache_tokens=1024).same_bits == told

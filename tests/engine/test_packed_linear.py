@@ -1,26 +1,19 @@
-"""Linear layers in oneDNN's order: the same model, and only where it is of use."""
+"""Linear layers in other orders than PyTorch's: the same model."""
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from cascade.engine import packed_linear
 from cascade.engine.model import Model
-from cascade.engine.packed_linear import Product, pack, watch
+from cascade.engine.packed_linear import MIN_ROWS, Product, in_blocks, pack, watch
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from tests.architectures import build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple(range(3, 33))
-
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack small networks, too."""
-    monkeypatch.setattr(packed_linear, "LARGE", 1)
 
 
 def product_of(layer: nn.Module) -> Product | None:
@@ -59,7 +52,7 @@ def test_bfloat16_products_are_exact_to_rounding(rows: int, bias: bool) -> None:
     network = nn.Sequential(nn.Linear(512, 384, bias=bias)).bfloat16()
     input = torch.randn(1, rows, 512, dtype=torch.bfloat16)
     expected = nn.functional.linear(input.float(), network[0].weight.float(), network[0].bias.float() if bias else None)
-    assert pack(network) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert pack(network) == MIN_ROWS
     with torch.inference_mode():
         found = network(input)
     torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
@@ -89,8 +82,8 @@ class Fork(nn.Module):
         return self.left(input), self.right(input)
 
 
-@pytest.mark.parametrize(("large", "ordered"), [(1, 2), (2**22, 0)])
-def test_joined_layers_need_no_partner(large: int, ordered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packer", [in_blocks, None])
+def test_joined_layers_need_no_partner(packer: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards mixtures, which do not use all layers in each pass: parts of another input, and inputs that are kept."""
     network = Fork()
     with watch(network) as groups:
@@ -98,8 +91,8 @@ def test_joined_layers_need_no_partner(large: int, ordered: int, monkeypatch: py
     assert groups == [[network.left, network.right]]
     plain = Fork()
     plain.load_state_dict(network.state_dict())
-    monkeypatch.setattr(packed_linear, "LARGE", large)
-    assert pack(network, groups) == ordered
+    monkeypatch.setattr(packed_linear, "_packer", lambda layer: packer)
+    assert pack(network, groups) == 1
     assert _joined(network) == {"left": 2, "right": 2}
     assert all(torch.equal(one, other) for one, other in zip(network.parameters(), plain.parameters(), strict=True))
     first, second = torch.randn(4, 512), torch.randn(9, 512)
@@ -122,7 +115,7 @@ def test_unlike_layers_are_not_joined() -> None:
     with watch(chain) as groups:
         chain[0](input), chain[1](input)
     assert groups == [[network.left], [network.right]]
-    assert pack(network, [[network.left, network.right], [network.right, network.right]]) == 2
+    assert pack(network, [[network.left, network.right], [network.right, network.right]]) == 1
     assert _joined(network) == {"left": 1, "right": 1}
 
 
@@ -132,21 +125,17 @@ def test_other_layers_are_left_alone() -> None:
     class Own(nn.Linear):
         pass
 
-    network = nn.Sequential(nn.Linear(8, 8).double(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8))
-    assert pack(network) == 1
-    assert [product_of(layer) is not None for layer in network] == [False, False, True, False]
-    assert pack(network) == 0, "once is enough"
+    network = nn.Sequential(nn.Linear(8, 8).double(), Own(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8), Conv1D(8, 8))
+    pack(network)
+    assert [product_of(layer) is not None for layer in network] == [False, False, True, False, True]
+    forwards = [vars(layer).get("forward") for layer in network]
+    pack(network)
+    assert [vars(layer).get("forward") for layer in network] == forwards, "once is enough"
 
 
 def test_copies_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards hosts on which a model just fits: it is slower there, but it runs."""
     monkeypatch.setattr(packed_linear, "host_memory", lambda: 10_000)
-    assert pack(build("llama")) == 0
-
-
-def test_small_networks_in_float32_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards small drafters, whose weights stay in the caches: one row is quicker there as PyTorch multiplies it."""
-    monkeypatch.undo()
-    assert pack(build("llama")) == 0
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert pack(build("llama").to(torch.bfloat16)) > 0
+    network = build("llama")
+    pack(network)
+    assert not any(map(product_of, network.modules()))

@@ -1,0 +1,92 @@
+"""Lean layers: known by their code, left alone where it is another, and saying what the plain ones say."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from cascade.engine import lean
+from cascade.engine.lean import fatten
+from cascade.engine.model import Model
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from tests.architectures import build
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = tuple(range(3, 33))
+FORMS = {
+    "llama": {"_attention": 2, "_mlp": 2, "_norm": 5},
+    "qwen3": {"_attention": 2, "_mlp": 2, "_norm": 9},
+    "qwen2-sliding": {"_attention": 2, "_mlp": 2, "_norm": 5},
+    "gemma": {"_attention": 2, "_mlp": 2, "_norm": 5},
+    "gemma2": {"_mlp": 2, "_norm": 9},
+    "phi3": {"_mlp": 2, "_norm": 5},
+    "deepseek_v3": {"_mlp": 2, "_norm": 9},
+    "gpt2": {},
+}
+
+
+def forms(network: nn.Module) -> Counter[str]:
+    """How many modules have which lean form."""
+    given = (getattr(vars(module).get("forward"), "func", None) for module in network.modules())
+    return Counter(one.__name__ for one in given if one in (lean._norm, lean._mlp, lean._attention))
+
+
+def logits(model: Model) -> torch.Tensor:
+    return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_known_layers_are_lean(name: str) -> None:
+    """Guards speed: a new release of Transformers that changes their code would leave all as it is, and nobody would notice."""
+    model = Model(build(name), cache_tokens=1024)
+    assert forms(model._network) == FORMS[name]
+    found = logits(model)
+    fatten(model._network)
+    assert not forms(model._network)
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+
+
+class OwnNorm(LlamaRMSNorm):
+    """The same names, another computation."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * 2
+
+
+class OwnMLP(LlamaMLP):
+    """Another order of the same steps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return out
+
+
+def test_other_code_is_left_alone() -> None:
+    """Guards models that change a little of a known one: what is known by its name alone would be wrong there."""
+    network = build("llama")
+    config = network.config
+    plain = build("llama")
+    for layer, other in zip(network.model.layers, plain.model.layers, strict=True):
+        own, weights = OwnNorm(config.hidden_size), layer.input_layernorm.state_dict()
+        own.load_state_dict(weights)
+        layer.input_layernorm = own
+        mlp = OwnMLP(config)
+        mlp.load_state_dict(other.mlp.state_dict())
+        layer.mlp = mlp
+    model = Model(network.eval(), cache_tokens=1024)
+    assert forms(network) == {"_attention": 2, "_norm": 3}
+    found = logits(model)
+    fatten(network)
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_lean_layers_that_say_something_else_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards models whose code is known and means something else after all: they are served as they are."""
+    monkeypatch.setattr(lean, "gated", lambda wide, activation: wide[:, : wide.shape[1] // 2].clone())
+    model = Model(build("llama"), cache_tokens=1024)
+    assert not forms(model._network)
+    monkeypatch.undo()
+    torch.testing.assert_close(logits(model), logits(Model(build("llama"), cache_tokens=1024)), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,96 @@
+"""Attention over blocked keys and values, against the same written out in float64, and its bits."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from cascade.native.attention import Kind, attend
+from cascade.native.cache import BlockedCache, Shape, tables
+
+LENGTH = 150
+KINDS = {
+    "full": Kind(0.2),
+    "window": Kind(0.2, window=20),
+    "window of one": Kind(0.2, window=1),
+    "cap": Kind(0.3, softcap=5.0),
+    "sinks": Kind(0.3, sinks=torch.linspace(-3, 6, 12)),
+    "all": Kind(0.1, window=33, softcap=2.0, sinks=torch.linspace(-3, 6, 12)),
+}
+HEADS = {"grouped": (4, 32, 32), "each its own": (12, 24, 40), "one": (1, 64, 16)}  # of keys; sizes of keys and values
+
+
+def texts(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    sizes = ((12, shape.key_size), (shape.kv_heads, shape.key_size), (shape.kv_heads, shape.value_size))
+    query, key, value = (torch.randn(heads, LENGTH, size, generator=noise) * 2 for heads, size in sizes)
+    return query, key, value
+
+
+def score(cache: BlockedCache, shape: Shape, text: tuple[Tensor, ...], start: int, end: int, kind: Kind) -> Tensor:
+    """A row of a pass: what comes out for positions ``start`` to ``end``."""
+    parts = (part[:, start:end].transpose(0, 1).contiguous().transpose(0, 1) for part in text)
+    return attend(*parts, tables([(cache, 0, end - start, start)], {0: shape})[0], kind)
+
+
+def written_out(text: tuple[Tensor, ...], kind: Kind) -> Tensor:
+    query, key, value = (part.double() for part in text)
+    group = len(query) // len(key)
+    scores = query @ key.repeat_interleave(group, 0).transpose(1, 2) * kind.scaling
+    if kind.softcap:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    behind = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    scores = scores.masked_fill((behind < 0) | (behind >= (kind.window or LENGTH)), -torch.inf)
+    if kind.sinks is not None:
+        scores = torch.cat([scores, kind.sinks.double()[:, None, None].expand(-1, LENGTH, 1)], dim=-1)
+    out = scores.softmax(-1)[..., :LENGTH] @ value.repeat_interleave(group, 0)
+    return out.transpose(0, 1).reshape(LENGTH, -1).float()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_in_any_pieces(heads: str, kind: str, threads: int) -> None:
+    """Guards the numbers, and their bits: pieces of any size, wrong drafts that are rolled back, and growing room."""
+    shape, rng, before = Shape(*HEADS[heads]), random.Random(kind), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    text, wrong = texts(shape), texts(shape, 1)
+    whole = score(BlockedCache({0: shape}), shape, text, 0, LENGTH, KINDS[kind])
+    cache, found, start = BlockedCache({0: shape}), [], 0
+    while start < LENGTH:
+        score(cache, shape, wrong, start, min(LENGTH, start + 9), KINDS[kind])
+        end = min(LENGTH, start + rng.choice([1, 2, 3, 7, 30]))
+        found.append(score(cache, shape, text, start, end, KINDS[kind]))
+        start = end
+    torch.set_num_threads(before)
+    torch.testing.assert_close(whole, written_out(text, KINDS[kind]), rtol=1e-4, atol=3e-5)
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_rows_do_not_see_each_other() -> None:
+    """Guards passes of several sessions, of which each has keys and values, a place and a length of its own."""
+    shape = Shape(4, 32, 32)
+    one, other = texts(shape), texts(shape, 1)
+    caches = [BlockedCache({0: shape}) for _ in range(2)]
+    score(caches[0], shape, one, 0, 100, KINDS["full"])
+    score(caches[1], shape, other, 0, 37, KINDS["full"])
+    together = [torch.cat([a[:, 100:103], b[:, 37:50]], dim=1) for a, b in zip(one, other, strict=True)]
+    rows = [(caches[0], 0, 3, 100), (caches[1], 3, 13, 37)]
+    found = attend(*together, tables(rows, {0: shape})[0], KINDS["full"])
+    for text, part in ((one, found[:3]), (other, found[3:])):
+        whole = score(BlockedCache({0: shape}), shape, text, 0, LENGTH, KINDS["full"])
+        assert torch.equal(part, whole[100:103] if text is one else whole[37:50])
+
+
+def test_a_copied_prefix_is_the_prefix() -> None:
+    """Guards prefix reuse: what is copied has the same bits, and what lay behind it does no harm."""
+    shape, kind = Shape(4, 32, 32), KINDS["full"]
+    text = texts(shape)
+    source, copy = BlockedCache({0: shape}), BlockedCache({0: shape})
+    whole = score(source, shape, text, 0, LENGTH, kind)
+    copy.reserve(80)
+    copy.take(source, 70)
+    assert torch.equal(score(copy, shape, text, 70, LENGTH, kind), whole[70:])
+    source.free()
+    assert source.nbytes == 0

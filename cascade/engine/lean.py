@@ -4,16 +4,20 @@ A module is known by its code: its ``forward`` must be, to the instruction, that
 what it calls. So a model that changes a little is left as it is. Whether the lean form says the same is tried with the rest of
 the path when a model is loaded, see `cascade.engine.model.Model`.
 
-The forms are for float32 on a CPU, whose kernels are `cascade.native`.
+What the steps are made of is a `Kit`: our own kernels for float32 on a CPU, and PyTorch's operations elsewhere, which become
+kernels of Triton on a GPU.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm.modeling_glm import GlmMLP
@@ -24,17 +28,65 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from cascade.engine.attention import NativePass
 from cascade.engine.packed_linear import Product, product_of
-from cascade.native.attention import Kind, attend
-from cascade.native.layers import GELU_TANH, SILU, gated, rms_norm, rotate
+from cascade.native import layers
+from cascade.native.layers import GELU_TANH, SILU
 
 Forward: TypeAlias = partial[Any]
+Parts: TypeAlias = tuple[Any, ...]  # what a lean form is made of, besides the kit
 
 
-def slim(network: nn.Module) -> int:
-    """Give known modules of a packed network in float32 on a CPU their lean forms; how many there are."""
-    forms = [(module, form) for module in network.modules() if (form := _form(module)) is not None]
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """Steps of a layer on rows ``[tokens, ...]`` whose last dimension is dense."""
+
+    norm: Callable[[Tensor, Tensor, float, float], Tensor]  # rows, weight, epsilon, offset: see `layers.rms_norm`
+    gated: Callable[[Tensor, int], Tensor]  # gate and up behind each other, activation: see `layers.gated`
+    rotate: Callable[[Tensor, int, Tensor, Tensor], Tensor]  # heads behind each other, size of one, cos, sin; may be in place
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    """Of parts of rows as long as ``weight``."""
+    size = weight.shape[0]
+    scale = weight + offset if offset else weight
+    return F.rms_norm(x.unflatten(-1, (-1, size)), (size,), scale, epsilon).flatten(-2)
+
+
+def gated(x: Tensor, activation: int) -> Tensor:
+    """``activation(gate) * up``."""
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads turned by the angles of their token: queries and keys at once."""
+    heads = x.unflatten(-1, (-1, size))
+    turned, rest = heads.split((cos.shape[-1], size - cos.shape[-1]), dim=-1)
+    swapped = torch.cat((-turned[..., cos.shape[-1] // 2 :], turned[..., : cos.shape[-1] // 2]), dim=-1)
+    out = turned * cos[:, None] + swapped * sin[:, None]
+    return (torch.cat((out, rest), dim=-1) if rest.shape[-1] else out).flatten(-2)
+
+
+PLAIN = Kit(norm, gated, rotate)
+NATIVE = Kit(layers.rms_norm, layers.gated, layers.rotate)
+
+
+@lru_cache
+def compiled() -> Kit:
+    """The plain kit, each step one kernel."""
+    return Kit(*(torch.compile(step, dynamic=True) for step in (norm, gated, rotate)))
+
+
+def choose_kit(device: torch.device, dtype: torch.dtype) -> Kit:
+    """The best for a network of ``dtype`` on ``device``."""
+    if device.type == "cuda":
+        return compiled()
+    return NATIVE if device.type == "cpu" and dtype is torch.float32 else PLAIN
+
+
+def slim(network: nn.Module, kit: Kit) -> int:
+    """Give known modules of a packed network their lean forms; how many there are."""
+    forms = [(module, form) for module in network.modules() if (form := _form(module, kit)) is not None]
     for module, form in forms:
         module.forward = form
     return len(forms)
@@ -47,10 +99,13 @@ def fatten(network: nn.Module) -> None:
             del module.forward
 
 
-def _form(module: Any) -> Forward | None:
+def _form(module: Any, kit: Kit) -> Forward | None:
     if "forward" in vars(module):
         return None
-    return _norm_form(module) or _mlp_form(module) or _attention_form(module)
+    for find, lean in ((_norm_parts, _norm), (_mlp_parts, _mlp), (_attention_parts, _attention)):
+        if (parts := find(module)) is not None:
+            return partial(lean, kit, *parts)
+    return None
 
 
 def _same(function: object, *others: object) -> bool:
@@ -79,29 +134,28 @@ def _calls(module: Any, name: str, expected: object) -> bool:
 # norms
 
 
-def _norm_form(module: Any) -> Forward | None:
+def _norm_parts(module: Any) -> Parts | None:
     forward = type(module).forward
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.dtype is not torch.float32:
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.device.type == "meta":
         return None
     if _same(forward, LlamaRMSNorm.forward, Olmo2RMSNorm.forward):  # which differ in 16 bits alone
-        return partial(_norm, weight.data, module.variance_epsilon, 0.0)
+        return weight.data, module.variance_epsilon, 0.0
     if _same(forward, GemmaRMSNorm.forward) and _same(type(module)._norm, GemmaRMSNorm._norm):
-        return partial(_norm, weight.data, module.eps, 1.0)
+        return weight.data, module.eps, 1.0
     return None
 
 
-def _norm(weight: Tensor, epsilon: float, offset: float, x: Tensor) -> Tensor:
-    if x.shape[-1] != len(weight):  # weights that are spread
-        raise ValueError(f"a norm of {len(weight)} numbers was given {x.shape[-1]}")
-    rows = x.reshape(-1, x.shape[-1])
-    return rms_norm(rows, weight, epsilon, offset).view(x.shape)
+def _norm(kit: Kit, weight: Tensor, epsilon: float, offset: float, x: Tensor) -> Tensor:
+    if x.shape[-1] != weight.shape[0]:  # weights that are spread
+        raise ValueError(f"a norm of {weight.shape[0]} numbers was given {x.shape[-1]}")
+    return kit.norm(x.reshape(-1, x.shape[-1]), weight, epsilon, offset).view(x.shape)
 
 
 # gated networks
 
 
-def _mlp_form(module: Any) -> Forward | None:
+def _mlp_parts(module: Any) -> Parts | None:
     if _same(type(module).forward, LlamaMLP.forward):
         activation, layers = module.act_fn, [module.gate_proj, module.up_proj]
     elif _same(type(module).forward, GlmMLP.forward):
@@ -112,33 +166,32 @@ def _mlp_form(module: Any) -> Forward | None:
     product = product_of(layers)
     if number is None or product is None:
         return None
-    return partial(_mlp, product, number, module.down_proj)
+    return product, number, module.down_proj
 
 
 _ACTIVATIONS = {SILU: type(ACT2FN["silu"]), GELU_TANH: type(ACT2FN["gelu_pytorch_tanh"])}
 
 
-def _mlp(product: Product, activation: int, down: nn.Module, x: Tensor) -> Tensor:
+def _mlp(kit: Kit, product: Product, activation: int, down: nn.Module, x: Tensor) -> Tensor:
     wide = product.whole(x)
-    out: Tensor = down(gated(wide.view(-1, wide.shape[-1]), activation).view(*x.shape[:-1], -1))
+    out: Tensor = down(kit.gated(wide.view(-1, wide.shape[-1]), activation).view(*x.shape[:-1], -1))
     return out
 
 
 # attention with rotary positions
 
 
-def _attention_form(module: Any) -> Forward | None:
+def _attention_parts(module: Any) -> Parts | None:
     plain = _same(type(module).forward, *(kind.forward for kind in (LlamaAttention, MistralAttention, Qwen2Attention)))
     normed = _same(type(module).forward, Qwen3Attention.forward)
     if not (plain or normed) or not _rotates_halves(module):
         return None
     product = product_of((module.q_proj, module.k_proj, module.v_proj))
-    norms = [_norm_form(norm) for norm in (module.q_norm, module.k_norm)] if normed else []
-    known = [norm.args for norm in norms if norm is not None]
-    if product is None or len(known) < len(norms):
+    norms = [_norm_parts(norm) for norm in (module.q_norm, module.k_norm)] if normed else []
+    if product is None or None in norms:
         return None
     heads = (module.q_proj.out_features // module.head_dim, module.k_proj.out_features // module.head_dim)
-    return partial(_attention, product, known, heads, module.head_dim, module)
+    return product, norms, heads, module.head_dim, module
 
 
 def _rotates_halves(module: Any) -> bool:
@@ -152,6 +205,7 @@ def _rotates_halves(module: Any) -> bool:
 
 
 def _attention(
+    kit: Kit,
     product: Product,
     norms: Sequence[tuple[Tensor, float, float]],
     heads: tuple[int, int],
@@ -161,21 +215,22 @@ def _attention(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: object = None,
-    cascade_pass: NativePass | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Queries, keys and values of one product, ``[tokens, heads, size]``, are normed and turned where they lie."""
-    assert cascade_pass is not None
+    """Queries, keys and values are one product ``[tokens, heads * size]``; queries and keys are turned at once."""
     whole = product.whole(hidden_states)[0]
-    turned = sum(heads) * size
-    begin = 0
-    for count, norm in zip(heads, norms, strict=False):
-        part = whole[:, begin : begin + count * size]
-        rms_norm(part, *norm, out=part)
-        begin += count * size
+    tokens, asked, told = whole.shape[0], heads[0] * size, sum(heads) * size
+    turned = whole[:, :told]
+    if norms:
+        parts = (whole[:, :asked], whole[:, asked:told])
+        turned = torch.cat([kit.norm(part, *norm) for part, norm in zip(parts, norms, strict=True)], dim=-1)
     cos, sin = position_embeddings
-    rotate(whole[:, :turned], size, cos[0], sin[0])
-    query, key, value = whole.unflatten(1, (-1, size)).transpose(0, 1).split((*heads, heads[1]))
-    layer = module.layer_idx
-    out = attend(query, key, value, cascade_pass.spans[layer], Kind(module.scaling, cascade_pass.windows[layer]))
-    return module.o_proj(out[None]), None
+    turned = kit.rotate(turned, size, cos[0], sin[0]).view(1, tokens, -1, size).transpose(1, 2)
+    query, key = turned[:, : heads[0]], turned[:, heads[0] :]
+    value = whole[None, :, told:].view(1, tokens, -1, size).transpose(1, 2)
+    attend = _INTERFACE[module.config._attn_implementation]
+    out, _ = attend(module, query, key, value, None, scaling=module.scaling, **options)
+    return module.o_proj(out.reshape(1, tokens, -1)), None
+
+
+_INTERFACE = AttentionInterface()

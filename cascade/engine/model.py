@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous, Native, Paged, choose_attention
+from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.kv import SURVEY, Span, Survey
-from cascade.engine.lean import fatten, slim
+from cascade.engine.lean import choose_kit, fatten, slim
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
 from cascade.engine.packed_linear import mixes, pack, watch
@@ -260,7 +260,7 @@ class Model:
         if not self._chosen:
             self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
         self._network.set_attn_implementation(self._attention.name)
-        if isinstance(self._attention, Native) and slim(self._network):
+        if slim(self._network, choose_kit(self.device, self.dtype)):
             with contextlib.suppress(*_REFUSALS):
                 if self._agree(found := self._replay(texts), expected):
                     return found

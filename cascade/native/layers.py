@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, out
 
     ``x`` and ``out``, which may be the same, are ``[tokens, n * size]`` float32, their rows apart or not.
     """
-    tokens, size = len(x), len(weight)
+    tokens, size = x.shape[0], weight.shape[0]
     to = torch.empty_like(x) if out is None else out
     numbers = (tokens, x.shape[1] // size, size, x.data_ptr(), x.stride(0), to.data_ptr(), to.stride(0))
     run(_rms_norm, arguments(*numbers, bits(epsilon), bits(offset), weight.data_ptr()))
@@ -68,15 +68,16 @@ def _rotate(given: int) -> None:
             _turn(x, integer(given, 6) + angles, integer(given, 7) + angles, turned // 2)
 
 
-def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> None:
+def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn heads of ``size`` by the angles of their token, in place; halves of a head are the pairs (Su et al., RoFormer).
 
     ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 with ``turned <= size``: the rest of a
     head stays.
     """
     angles = (cos.contiguous(), sin.contiguous())
-    numbers = (len(x), x.shape[1] // size, size, cos.shape[1], x.data_ptr(), x.stride(0))
+    numbers = (x.shape[0], x.shape[1] // size, size, cos.shape[1], x.data_ptr(), x.stride(0))
     run(_rotate, arguments(*numbers, *(angle.data_ptr() for angle in angles)))
+    return x
 
 
 @inlined
@@ -116,7 +117,7 @@ def _gate(given: int) -> None:
 
 def gated(x: Tensor, activation: int) -> Tensor:
     """``activation(gate) * up`` of ``[tokens, 2 * size]`` float32, whose first half is the gate: ``[tokens, size]``."""
-    tokens, size = len(x), x.shape[1] // 2
+    tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, size)
     numbers = (x.stride(0), x.data_ptr(), x.data_ptr() + 4 * size, out.data_ptr(), activation)
     run(_gate, arguments(tokens, size, *numbers))

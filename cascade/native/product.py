@@ -44,7 +44,7 @@ class Blocks:
 
     def times(self, x: Tensor) -> Tensor:
         """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``; a row's bits depend on no other."""
-        (rows, depth), blocks = x.shape, len(self.blocks)
+        (rows, depth), blocks = x.shape, self.blocks.shape[0]
         out = x.new_empty(rows, blocks * LANES)
         if rows:
             given, group = interleaved(x)

@@ -18,6 +18,7 @@ from cascade.chain.tier import Tier
 from cascade.engine.attention import Contiguous, Gathered, Paged, Varlen
 from cascade.engine.graphs import BUCKETS, MAX_TOKENS, ROW_COUNTS, STEPS, TOKEN_COUNTS, Bucket, Task, bucket_for, eager
 from cascade.engine.kernels import gather_attention
+from cascade.engine.lean import PLAIN
 from cascade.engine.model import Model
 from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens, own_tokens_of
 from cascade.engine.sequence_state import SequenceState
@@ -207,7 +208,8 @@ RECORDED = [
 def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards capture itself: a number read on the host, or a tensor made anew, would be that of the first pass for ever."""
     monkeypatch.setattr("cascade.engine.graphs.BUCKETS", [Bucket(1, 1), Bucket(4, 4)])
-    monkeypatch.setattr("cascade.engine.packed_linear._packer", lambda layer: None)  # a CPU's products are not recorded
+    monkeypatch.setattr("cascade.engine.packed_linear._packer", lambda layer: None)  # a CPU's own kernels are not recorded
+    monkeypatch.setattr("cascade.engine.model.choose_kit", lambda device, dtype: PLAIN)
     captured = Model(build(name), attention=over(attention, _sealed), capture=recorded, cache_tokens=1024)
     plain = models(name, attention)[1]
     params = [SamplingParams(temperature=0, seed=0), SamplingParams(seed=5), SamplingParams(seed=6, top_p=0.9, temperature=0.8)]

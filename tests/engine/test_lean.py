@@ -1,6 +1,7 @@
 """Lean layers: known by their code, left alone where it is another, and saying what the plain ones say."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,9 +39,11 @@ def logits(model: Model) -> torch.Tensor:
     return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
 
 
+@pytest.mark.parametrize("kit", ["NATIVE", "PLAIN"])
 @pytest.mark.parametrize("name", FORMS)
-def test_known_layers_are_lean(name: str) -> None:
+def test_known_layers_are_lean(name: str, kit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards speed: a new release of Transformers that changes their code would leave all as it is, and nobody would notice."""
+    monkeypatch.setattr("cascade.engine.model.choose_kit", lambda device, dtype: getattr(lean, kit))
     model = Model(build(name), cache_tokens=1024)
     assert forms(model._network) == FORMS[name]
     found = logits(model)
@@ -85,7 +88,8 @@ def test_other_code_is_left_alone() -> None:
 
 def test_lean_layers_that_say_something_else_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards models whose code is known and means something else after all: they are served as they are."""
-    monkeypatch.setattr(lean, "gated", lambda wide, activation: wide[:, : wide.shape[1] // 2].clone())
+    wrong = replace(lean.NATIVE, gated=lambda wide, activation: wide[:, : wide.shape[1] // 2].clone())
+    monkeypatch.setattr(lean, "NATIVE", wrong)
     model = Model(build("llama"), cache_tokens=1024)
     assert not forms(model._network)
     monkeypatch.undo()

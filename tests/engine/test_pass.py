@@ -24,6 +24,7 @@ from cascade import ModelError, SamplingParams
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.kernels import takes
 from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
+from cascade.engine.lean import fatten
 from cascade.engine.model import Model
 from cascade.messages import Draft
 from cascade.scorer import BLOCK, TILE, Row, Scored
@@ -164,7 +165,9 @@ def test_rollback_equals_recompute(name: str, attention: str) -> None:
 @pytest.mark.parametrize("name", each())
 def test_kernels_are_given_what_they_take(name: str) -> None:
     """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
-    assert takes(Model(build(name), attention=Contiguous())._survey()) == (name not in NOT_FOR_KERNELS)
+    model = Model(build(name))
+    fatten(model._network)
+    assert takes(model._survey()) == (name not in NOT_FOR_KERNELS)
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gathered"])

@@ -9,6 +9,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-Worker = Any  # a kernel, compiled: `worker(arguments)`, which does this thread's part
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A kernel, compiled: given its arguments it does this thread's part."""
+
+    call: Callable[[bytes], None]
+    address: int
+
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
@@ -80,7 +88,8 @@ def _sources() -> str:
 def kernel(function: Callable[[int], None]) -> Worker:
     """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
     function.__qualname__ += f"_{_sources()}"
-    return numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function)
+    address = numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function).address
+    return Worker(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address), address)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -93,9 +102,9 @@ def swept(function: Callable[..., Any]) -> Any:
     return numba.njit(**{**_OPTIONS, "fastmath": {*_OPTIONS["fastmath"], "reassoc"}})(function)
 
 
-def arguments(*numbers: int) -> Any:
-    """Integers as a worker takes them; keep it until the worker is done."""
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+def arguments(*numbers: int) -> bytes:
+    """Integers as a worker takes them."""
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 def bits(number: float) -> int:
@@ -103,13 +112,13 @@ def bits(number: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
-def run(worker: Worker, given: Any) -> None:
+def run(worker: Worker, given: bytes) -> None:
     """Run a worker in as many threads as PyTorch may use here; other threads of Python go on meanwhile."""
     count, library = torch.get_num_threads(), _openmp()
     if count == 1 or library is None:
-        worker.ctypes(ctypes.addressof(given))
+        worker.call(given)
     else:
-        library.GOMP_parallel(ctypes.c_void_p(worker.address), ctypes.c_void_p(ctypes.addressof(given)), count, 0)
+        library.GOMP_parallel(ctypes.c_void_p(worker.address), given, count, 0)
 
 
 def _pointer_to(kind: ir.Type) -> Any:

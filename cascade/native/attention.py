@@ -14,6 +14,7 @@ from numba import float32, int32
 from torch import Tensor
 
 from cascade.native.jit import (
+    BRIEF,
     arguments,
     bits,
     floats,
@@ -239,7 +240,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) 
         scratch.data_ptr(),
         each,
     )
-    if threads > 1:  # which must have stored all before they look
-        run(_store, given)
-    run(_attend, given)
+    work = tokens * heads * spans.longest * (key_size + value_size)
+    if threads > 1 and work >= BRIEF:  # all is stored before any thread looks
+        run(_store, given, work)
+    run(_attend, given, work)
     return out

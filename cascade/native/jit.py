@@ -27,12 +27,14 @@ from numba.extending import intrinsic
 class Worker:
     """A kernel, compiled: given its arguments it does this thread's part."""
 
-    call: Callable[[bytes], None]
+    call: Callable[[bytes], None]  # other threads of Python go on meanwhile
+    brief: Callable[[bytes], None]  # they wait
     address: int
 
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
+BRIEF = 2**15  # numbers: some microseconds
 WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
 
 
@@ -89,7 +91,8 @@ def kernel(function: Callable[[int], None]) -> Worker:
     """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
     function.__qualname__ += f"_{_sources()}"
     address = numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function).address
-    return Worker(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address), address)
+    kinds = (ctypes.CFUNCTYPE(None, ctypes.c_char_p), ctypes.PYFUNCTYPE(None, ctypes.c_char_p))
+    return Worker(*(kind(address) for kind in kinds), address)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -112,10 +115,15 @@ def bits(number: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
-def run(worker: Worker, given: bytes) -> None:
-    """Run a worker in as many threads as PyTorch may use here; other threads of Python go on meanwhile."""
+def run(worker: Worker, given: bytes, work: int) -> None:
+    """Run a worker that goes over about ``work`` numbers, in as many threads as PyTorch may use here.
+
+    To let other threads of Python go on, and to wait for them afterwards, costs more than a brief worker does.
+    """
     count, library = torch.get_num_threads(), _openmp()
-    if count == 1 or library is None:
+    if work < BRIEF:
+        worker.brief(given)
+    elif count == 1 or library is None:
         worker.call(given)
     else:
         library.GOMP_parallel(ctypes.c_void_p(worker.address), given, count, 0)

@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, out
     tokens, size = x.shape[0], weight.shape[0]
     to = torch.empty_like(x) if out is None else out
     numbers = (tokens, x.shape[1] // size, size, x.data_ptr(), x.stride(0), to.data_ptr(), to.stride(0))
-    run(_rms_norm, arguments(*numbers, bits(epsilon), bits(offset), weight.data_ptr()))
+    run(_rms_norm, arguments(*numbers, bits(epsilon), bits(offset), weight.data_ptr()), x.numel())
     return to
 
 
@@ -76,7 +76,7 @@ def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
     """
     angles = (cos.contiguous(), sin.contiguous())
     numbers = (x.shape[0], x.shape[1] // size, size, cos.shape[1], x.data_ptr(), x.stride(0))
-    run(_rotate, arguments(*numbers, *(angle.data_ptr() for angle in angles)))
+    run(_rotate, arguments(*numbers, *(angle.data_ptr() for angle in angles)), x.numel())
     return x
 
 
@@ -120,5 +120,5 @@ def gated(x: Tensor, activation: int) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, size)
     numbers = (x.stride(0), x.data_ptr(), x.data_ptr() + 4 * size, out.data_ptr(), activation)
-    run(_gate, arguments(tokens, size, *numbers))
+    run(_gate, arguments(tokens, size, *numbers), x.numel())
     return out

@@ -49,7 +49,8 @@ class Blocks:
         if rows:
             given, group = interleaved(x)
             numbers = (rows, depth, blocks * LANES, blocks, group, self.halves)
-            run(_multiply, arguments(given.data_ptr(), self.blocks.data_ptr(), out.data_ptr(), *numbers))
+            addresses = (given.data_ptr(), self.blocks.data_ptr(), out.data_ptr())
+            run(_multiply, arguments(*addresses, *numbers), rows * self.blocks.numel())
         return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
 

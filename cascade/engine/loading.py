@@ -36,7 +36,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    place = _device(source, device)
+    place = find_device(source, device)
     chosen = DTYPES[dtype] if dtype else None
     config = quantizer(quantization, place, chosen) if quantization else None
     options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
@@ -86,7 +86,8 @@ _WIDENED = (  # checkpoint, its dtype, processor, dtype
 _ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
 
 
-def _device(source: str, device: str | None) -> torch.device:
+def find_device(source: str, device: str | None) -> torch.device:
+    """Where ``source`` is loaded to: ``device``, or the GPU if there is one; raises `ModelError` if it is not there."""
     try:
         place = torch.device(device or default_device())
         torch.empty(0, device=place)

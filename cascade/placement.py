@@ -10,7 +10,7 @@ import torch
 
 from cascade.chain.local_links import Drafter
 from cascade.chain.planner import Policy
-from cascade.engine.loading import common_room, find_device, load
+from cascade.engine.loading import check_room, common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
@@ -86,6 +86,7 @@ class Checkpoints:
 
     def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Mapping[str, Drafter]) -> Placed:
         """The full one into this process, while the others load into theirs."""
+        check_room(self.sources, self.quantization, **self.options)
         lower = LowerTiers(self._specs(policy, len(drafters)), drafters)
         try:
             network = apart(partial(load, self.sources[-1], quantization=self.quantization[-1], **self.options))

@@ -72,7 +72,8 @@ class connected:
         from cascade.local import Cascade
 
         with console.status("Loading models"):
-            self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo()
+            # one answer of the embedded family is there before processes for its tiers are
+            self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo(processes=False)
         return self._open.stream, self._open.names
 
     def __exit__(self, *error: object) -> None:

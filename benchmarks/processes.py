@@ -85,17 +85,18 @@ def compare(rounds: int) -> dict[str, Any]:
     found: dict[tuple[float, str, str], list[float]] = defaultdict(list)
     with Cascade.demo(processes=False) as threads, Cascade.demo(processes=True) as processes:
         both = {"threads": threads, "processes": processes}
-        for turn in range(-1, rounds):  # the first is for warming up
-            for temperature in TEMPERATURES:
-                for prompt in PROMPTS:
-                    texts = set()
-                    for mode, speculation in MODES.items():
-                        for place, cascade in both.items():
-                            speed, text = rate(cascade, prompt, temperature, speculation)
-                            texts.add(text)
-                            if turn >= 0:
-                                found[temperature, mode, place].append(speed)
-                    assert len(texts) == 1, "a text differs"
+        for cascade in both.values():  # to warm up
+            for speculation in MODES.values():
+                rate(cascade, PROMPTS[0], 0.0, speculation)
+        for temperature in TEMPERATURES * rounds:
+            for prompt in PROMPTS:
+                texts = set()
+                for mode, speculation in MODES.items():
+                    for place, cascade in both.items():
+                        speed, text = rate(cascade, prompt, temperature, speculation)
+                        texts.add(text)
+                        found[temperature, mode, place].append(speed)
+                assert len(texts) == 1, "a text differs"
     return {
         str(temperature): {
             mode: {place: round(statistics.median(found[temperature, mode, place])) for place in both} for mode in MODES

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -22,7 +23,8 @@ def pay(num_tiers: int, device: torch.device, policy: Policy) -> bool:
 
     A policy of another class cannot be counted on to exist there.
     """
-    return num_tiers > 1 and device.type == "cpu" and num_cores() > 1 and type(policy) is Policy and hasattr(os, "fork")
+    able = hasattr(os, "fork") and bool(sys.executable)  # not so where Python is part of another program
+    return able and num_tiers > 1 and device.type == "cpu" and num_cores() > 1 and type(policy) is Policy
 
 
 def num_cores() -> int:

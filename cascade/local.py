@@ -1,39 +1,30 @@
-"""A whole cascade in one process: tiers in threads, joined by links in memory."""
+"""A whole cascade in one program: tiers in threads of one process, or in processes of their own."""
 
 import asyncio
 import contextlib
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias, overload
+from typing import Self, TypeAlias, overload
 
 from cascade.answer import Answer, Capabilities, Chunk, Completion
 from cascade.chain.local_links import Drafter, join
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
-from cascade.engine.loading import common_room, load
-from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
-from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import ConfigError, InvalidRequest, Unavailable
+from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
+from cascade.placement import TIER_NAMES, Checkpoints, check_drafters, check_models, each
+from cascade.processes.lower_tiers import LowerTiers
 from cascade.scorer import Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
 
-TIER_NAMES = {
-    1: ("full",),
-    2: ("tiny", "full"),
-    3: ("tiny", "medium", "full"),
-    4: ("tiny", "small", "medium", "full"),
-    5: ("tiny", "small", "medium", "large", "full"),
-}
 ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are taken
 
 
@@ -56,47 +47,47 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
         drafters: Mapping[str, Drafter] | None = None,
+        lower: LowerTiers | None = None,
     ) -> None:
-        """Start a thread for each tier.
+        """Start a thread for each tier of this process.
 
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
         - ``drafters``: without a model, by name, bottom to top; such as ``{"lookup": Lookup()}``, see `cascade.drafters`.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
+        - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
-        _check_models(models, names)
+        check_models(models, names)
         drafters = drafters or {}
-        tier_names = names or TIER_NAMES[len(models)]
-        if common := {*drafters} & {*tier_names}:
-            raise ConfigError(f"drafters has {common.pop()!r}, as a tier is named: give it another name")
-        self.names = (*drafters, *tier_names)  # bottom to top
+        here = tuple(names or TIER_NAMES[len(models)])
+        elsewhere = () if lower is None else lower.names
+        check_drafters(drafters, (*elsewhere, *here))
+        self.names = (*drafters, *elsewhere, *here)  # bottom to top
         self.tokenizer = tokenizer
-        self.window = window
-        self.context_len = min(model.context_len for model in models)
+        self.lower = lower
+        everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
+        self.context_len = min(model.context_len for model in everywhere)
         grammars = Grammars(tokenizer)
-        self._capabilities = self._capable(models, grammars)
-        self.tiers = tuple(
-            Tier(name, level, model, policy=policy, new_state=state_maker(grammars.matcher))
-            for level, (name, model) in enumerate(zip(tier_names, models, strict=True), start=len(drafters))
-        )
-        join(self.tiers, drafters)
-        for tier in self.tiers:
-            tier.start()
-
-    def _capable(self, models: Sequence[Scorer], grammars: Grammars) -> Capabilities:
-        return Capabilities(
+        self._capabilities = Capabilities(
             self.names,
-            vocab_size=min(model.vocab_size for model in models),
+            vocab_size=min(model.vocab_size for model in everywhere),
             context_len=self.context_len,
-            end_ids=self.tokenizer.end_ids,
+            end_ids=tokenizer.end_ids,
             adapters=getattr(models[-1], "adapters", ()),
             check_grammar=grammars.check,
-            window=self.window,
+            window=window,
             answer_window=ANSWER_WINDOW,
         )
+        self.tiers = tuple(
+            Tier(name, level, model, policy=policy, new_state=state_maker(grammars.matcher))
+            for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(drafters) + len(elsewhere))
+        )
+        join(self.tiers, drafters, None if lower is None else lower.join)
+        for tier in self.tiers:
+            tier.start()
 
     @classmethod
     def from_pretrained(
@@ -111,39 +102,47 @@ class Cascade:
         trust_remote_code: bool = False,
         quantization: str | Sequence[str | None] | None = None,
         drafters: Mapping[str, Drafter] | None = None,
+        processes: bool | None = None,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
         list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafters`` are those of `Cascade`.
+        With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
+        on a CPU with more than one core.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
-        _check_models(models, names)
-        methods = _each(quantization, len(models))
-        tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in models]
-        for source, tokenizer in zip(models, tokenizers, strict=True):
-            if tokenizer.fingerprint != tokenizers[-1].fingerprint:
-                raise ConfigError(
-                    f"{source} and {models[-1]} have different tokenizers: the models of a cascade must share one"
-                )
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        networks = [
-            apart(partial(load, source, quantization=method, **options)) for source, method in zip(models, methods, strict=True)
-        ]
-        room = common_room(models, networks[-1].device, dtype=dtype, trust_remote_code=trust_remote_code)
-        loaded = [apart(partial(Model, network, cache_tokens=room)) for network in networks]
-        return cls(loaded, tokenizers[-1], names=names, window=window, policy=policy, drafters=drafters)
+        check_models(models, names)
+        names, drafters = tuple(names or TIER_NAMES[len(models)]), drafters or {}
+        check_drafters(drafters, names)
+        options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
+        with checkpoints.place(processes, policy, drafters) as placed:
+            return cls(
+                placed.models,
+                placed.tokenizer,
+                names=names[-len(placed.models) :],
+                window=window,
+                policy=policy,
+                drafters=drafters,
+                lower=placed.lower,
+            )
 
     @classmethod
     def demo(
-        cls, *, dtype: str | None = "float32", device: str | None = None, drafters: Mapping[str, Drafter] | None = None
+        cls,
+        *,
+        dtype: str | None = "float32",
+        device: str | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
+        processes: bool | None = None,
     ) -> Self:
         """The embedded family: three small models that complete Python code."""
         from cascade import family
 
-        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafters=drafters)
+        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafters=drafters, processes=processes)
 
     # requests
 
@@ -230,6 +229,8 @@ class Cascade:
         """End all requests and free everything."""
         for tier in reversed(self.tiers):
             tier.close()
+        if self.lower is not None:
+            self.lower.close()
 
     def __enter__(self) -> Self:
         return self
@@ -315,27 +316,6 @@ class _Deliver(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._deliver(message)
-
-
-def _check_models(models: Sequence[object], names: Sequence[str] | None) -> None:
-    """Raise `ConfigError` if there are too few or too many, or if their names are not one for each."""
-    if isinstance(models, str):
-        raise ConfigError(f"models is {models!r}: give a list, bottom to top")
-    if not 1 <= len(models) <= len(TIER_NAMES):
-        raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
-    if names is not None and not len(set(names)) == len(names) == len(models):
-        raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
-
-
-def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:
-    """One method for every model."""
-    if quantization is None or isinstance(quantization, str):
-        return [quantization] * num_models
-    if len(quantization) != num_models:
-        raise ConfigError(
-            f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
-        )
-    return list(quantization)
 
 
 def _is_batch(prompt: object) -> bool:

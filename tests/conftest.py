@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import settings
 
-LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_local", "test_pass", "test_cuda")  # which begin behind Ray's
+# which begin behind Ray's
+LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_processes", "test_local", "test_pass", "test_cuda")
 LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, local
+from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, placement
 from cascade.drafters import Lookup
 from cascade.engine.kv import Cache
 from cascade.engine.loading import common_room
@@ -33,7 +33,7 @@ ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
 @pytest.fixture(scope="module")
 def cascade() -> Iterator[Cascade]:
-    with Cascade.demo() as cascade:
+    with Cascade.demo(processes=False) as cascade:
         yield cascade
         deadline = time.monotonic() + 30  # the last one's tiers hear of its end a moment later
         while any(tier.num_sessions for tier in cascade.tiers) and time.monotonic() < deadline:
@@ -137,16 +137,16 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
 def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards cascades on a GPU: the cache of the first model took all that the weights of the others wanted."""
     steps: list[str] = []
-    load, cpu, gpu = local.load, torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(local, "load", lambda source, **options: steps.append("load") or load(source, **options))
+    load, cpu, gpu = placement.load, torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(placement, "load", lambda source, **options: steps.append("load") or load(source, **options))
 
     class Watched(Model):
         def __init__(self, *args: Any, **options: Any) -> None:
             steps.append("cache")
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(local, "Model", Watched)
-    Cascade.from_pretrained(family.paths(), dtype="float32", device="cpu").close()
+    monkeypatch.setattr(placement, "Model", Watched)
+    Cascade.from_pretrained(family.paths(), dtype="float32", device="cpu", processes=False).close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
     room = common_room(family.paths(), gpu, dtype="float32", trust_remote_code=False)
@@ -309,7 +309,7 @@ def test_a_drafter_without_a_model_joins_the_library(cascade: Cascade, temperatu
     """Guards prompt lookup below real tiers: the text is the full model's, and some guesses of it are right."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    with Cascade.demo(drafters={"lookup": Lookup()}) as looking:
+    with Cascade.demo(drafters={"lookup": Lookup()}, processes=False) as looking:
         assert looking.names == ("lookup", "tiny", "medium", "full")
         for tiers in (("lookup",), ("lookup", "tiny"), None):
             completion = complete(looking, PROMPT, params, Speculation(tiers=tiers))

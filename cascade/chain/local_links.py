@@ -1,6 +1,6 @@
 """Links in memory: joins the tiers of one process, and drafters without a model to the tier above them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from cascade.chain.tier import Tier
@@ -14,12 +14,17 @@ class Drafter(Protocol):
         """Take messages from above; Opens come with the link that takes their session's proposals."""
 
 
-def join(tiers: Sequence[Tier], drafters: Mapping[str, Drafter] | None = None) -> None:
-    """Give every tier, bottom to top and not started yet, a link to the tiers below it and to all ``drafters``."""
+def join(
+    tiers: Sequence[Tier], drafters: Mapping[str, Drafter] | None = None, beyond: Callable[[Tier], Link] | None = None
+) -> None:
+    """Give every tier, bottom to top and not started yet, a link to the tiers below it and to all ``drafters``.
+
+    Below all of them may be tiers of other processes, to which ``beyond`` makes a link.
+    """
     below: dict[str, Drafter] = dict(drafters or {})
     for tier in tiers:
-        if below:
-            tier.below = LocalDownlink(tier, below)
+        if below or beyond is not None:
+            tier.below = LocalDownlink(tier, below, None if beyond is None else beyond(tier))
         below = {**below, tier.name: tier}
 
 

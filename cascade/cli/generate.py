@@ -1,4 +1,4 @@
-"""`cascade generate`: one answer, from a server or from models in this process."""
+"""`cascade generate`: one answer, from a server or from models that run here."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ DEFAULT_ADDRESS = "127.0.0.1:9000"
 
 @click.command()
 @click.argument("prompt")
-@click.option("--address", help=f"Of a server. Without one the models run in this process. Example: {DEFAULT_ADDRESS}")
+@click.option("--address", help=f"Of a server. Without one the models run here. Example: {DEFAULT_ADDRESS}")
 @click.option("--model", "models", multiple=True, help="A path or hub id, bottom to top; repeat. The embedded family if none.")
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
@@ -54,7 +54,7 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
 
 
 class connected:
-    """A stream function and the names of the tiers: of a server, or of a cascade in this process."""
+    """A stream function and the names of the tiers: of a server, or of a cascade that runs here."""
 
     def __init__(self, address: str | None, models: tuple[str, ...]) -> None:
         self._address = address
@@ -72,7 +72,8 @@ class connected:
         from cascade.local import Cascade
 
         with console.status("Loading models"):
-            self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo()
+            # one answer of the embedded family is there before processes for its tiers are
+            self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo(processes=False)
         return self._open.stream, self._open.names
 
     def __exit__(self, *error: object) -> None:

@@ -34,14 +34,11 @@ def load(
     or has more weights than the device has memory. With more than one of ``ranks`` the process must have joined them, see
     `cascade.engine.parallel`, and loads its share to its own device.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    place = _device(source, device)
-    chosen = DTYPES[dtype] if dtype else None
-    config = quantizer(quantization, place, chosen) if quantization else None
-    options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
+    place = find_device(source, device)
     known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    told = anatomy(source, dtype=dtype, device=place, quantization=quantization if ranks == 1 else None, **known)
+    config, told = _plan(source, place, dtype, quantization, ranks, **known)
+    options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
+    chosen = DTYPES[dtype] if dtype else None
     _check_room(source, told, place, ranks)
     if told.widened is not None:
         chosen = told.dtype
@@ -55,6 +52,31 @@ def load(
     if quantization and ranks > 1:
         quantize_shares(network, quantization)
     return network
+
+
+def check_room(
+    sources: Sequence[str], quantization: Sequence[str | None], device: str | None, dtype: str | None, **known: Any
+) -> None:
+    """Raise `ModelError` if the weights of all ``sources`` do not fit: while they load they do not see each other's.
+
+    ``quantization`` is one for each; the rest is for `load`.
+    """
+    taken = 0
+    for source, method in zip(sources, quantization, strict=True):
+        place = find_device(source, device)
+        _, told = _plan(source, place, dtype, method, **known)
+        _check_room(source, told, place, taken=taken)
+        taken += told.weight_bytes
+
+
+def _plan(
+    source: str, place: torch.device, dtype: str | None, quantization: str | None, ranks: int = 1, **known: Any
+) -> tuple[Any, Anatomy]:
+    """Transformers' configuration of the quantization, if one is asked for, and what the model will be like."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    config = quantizer(quantization, place, DTYPES[dtype] if dtype else None) if quantization else None
+    return config, anatomy(source, dtype=dtype, device=place, quantization=quantization if ranks == 1 else None, **known)
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
@@ -86,7 +108,8 @@ _WIDENED = (  # checkpoint, its dtype, processor, dtype
 _ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
 
 
-def _device(source: str, device: str | None) -> torch.device:
+def find_device(source: str, device: str | None) -> torch.device:
+    """Where ``source`` is loaded to: ``device``, or the GPU if there is one; raises `ModelError` if it is not there."""
     try:
         place = torch.device(device or default_device())
         torch.empty(0, device=place)
@@ -105,8 +128,8 @@ def _check_rank(source: str, device: torch.device) -> None:
         )
 
 
-def _check_room(source: str, told: Anatomy, device: torch.device, ranks: int) -> None:
-    need, free = told.weight_bytes // ranks, free_bytes(device)
+def _check_room(source: str, told: Anatomy, device: torch.device, ranks: int = 1, *, taken: int = 0) -> None:
+    need, free = told.weight_bytes // ranks, free_bytes(device) - taken
     if need > free:
         raise ModelError(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"

@@ -48,7 +48,7 @@ def test_help_teaches(command: list[str]) -> None:
 
 def test_generate_prints_the_text() -> None:
     """Guards the text on standard output, from an argument and from standard input."""
-    with Cascade.demo() as cascade:
+    with Cascade.demo(processes=False) as cascade:
         expected = cascade.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0)).text
     for arguments, given in (([PROMPT], None), (["-"], PROMPT)):
         code, output = run("generate", "--plain", "--max-tokens", "20", *arguments, input=given)

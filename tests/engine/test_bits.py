@@ -173,7 +173,7 @@ def test_texts_do_not_depend_on_tiers_or_companions(temperature: float) -> None:
     """Guards the first promise in the dtype that this machine is fast with: the full model's text, whoever drafts."""
     asked = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in range(2)]
     prompts = ["def parse(", "class Node:\n"]
-    with Cascade.demo(dtype=None, device="cpu") as cascade:
+    with Cascade.demo(dtype=None, device="cpu", processes=False) as cascade:
         alone = [
             cascade.generate(prompt, own, Speculation("off")).token_ids for prompt, own in zip(prompts, asked, strict=True)
         ]

@@ -392,7 +392,7 @@ def test_logprobs_equal_a_plain_forward(network: Any, cascade: Cascade, temperat
 
 def test_logprobs_are_cut_with_text_and_ids(tokenizer: Tokenizer) -> None:
     """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
-    with Cascade.demo() as demo:
+    with Cascade.demo(processes=False) as demo:
         whole = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
         stop = whole.text[12:15]
         params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))

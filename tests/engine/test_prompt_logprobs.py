@@ -32,7 +32,7 @@ class Watched(CountingModel):
 
 @pytest.fixture(scope="module")
 def cascade() -> Iterator[Cascade]:
-    with Cascade.demo() as cascade:
+    with Cascade.demo(processes=False) as cascade:
         yield cascade
 
 

@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 def expected() -> tuple[int, ...]:
-    with Cascade.demo() as cascade:
+    with Cascade.demo(processes=False) as cascade:
         return cascade.generate(PROMPT, PARAMS, Speculation("off")).token_ids
 
 

@@ -231,7 +231,7 @@ def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
 def test_served_cascade_over_tls(secure: Secure) -> None:
     """Guards the way of the configuration to every link: the served text is the full model's, and drafts arrive."""
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
-    with Cascade.demo() as reference:
+    with Cascade.demo(processes=False) as reference:
         expected = reference.generate("def read(path):\n", params, Speculation("off")).text
     assert secure.server.url.startswith("https://127.0.0.1:")
     with secure.client() as client:

@@ -24,5 +24,5 @@ def server(cluster: Cluster) -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def reference() -> Iterator[Cascade]:
     """The full model alone, in this process."""
-    with Cascade.demo() as cascade:
+    with Cascade.demo(processes=False) as cascade:
         yield cascade

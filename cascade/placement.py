@@ -1,0 +1,140 @@
+"""Where the models of a cascade are loaded: all in this process, or all but the full one in processes of their own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from cascade.chain.local_links import Drafter
+from cascade.chain.planner import Policy
+from cascade.engine.loading import check_room, common_room, find_device, load
+from cascade.engine.model import Model
+from cascade.engine.threads import apart
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ConfigError
+from cascade.processes.child import TierSpec
+from cascade.processes.lower_tiers import LowerTiers, pay
+
+TIER_NAMES = {
+    1: ("full",),
+    2: ("tiny", "full"),
+    3: ("tiny", "medium", "full"),
+    4: ("tiny", "small", "medium", "full"),
+    5: ("tiny", "small", "medium", "large", "full"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Models that are loaded, bottom to top: those elsewhere, then those here."""
+
+    lower: LowerTiers | None
+    models: Sequence[Model]
+    tokenizer: Tokenizer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Whoever takes them over closes them, but for an error on the way."""
+        if error is not None and self.lower is not None:
+            self.lower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """What is loaded, bottom to top, each by a local path or a Hugging Face hub id; see `cascade.local.Cascade`."""
+
+    sources: Sequence[str]
+    names: Sequence[str]
+    quantization: Sequence[str | None]
+    options: Mapping[str, Any]  # dtype, device and trust_remote_code of `cascade.engine.loading.load`
+
+    def place(self, processes: bool | None, policy: Policy, drafters: Mapping[str, Drafter]) -> Placed:
+        """Load them all; raises `ModelError`, or `ConfigError` if they do not belong together."""
+        tokenizer = self._tokenizer()
+        device = find_device(self.sources[-1], self.options["device"])
+        if processes and device.type != "cpu":
+            raise ConfigError(f"processes is True and device is {device}: tiers share a device from one process, leave it out")
+        if pay(len(self.sources), device, policy) if processes is None else processes:
+            return self._spread(tokenizer, policy, drafters)
+        return Placed(None, self._load(device), tokenizer)
+
+    def _tokenizer(self) -> Tokenizer:
+        """The one that all have."""
+        trust: bool = self.options["trust_remote_code"]
+        tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust) for source in self.sources]
+        for source, tokenizer in zip(self.sources, tokenizers, strict=True):
+            if tokenizer.fingerprint != tokenizers[-1].fingerprint:
+                raise ConfigError(
+                    f"{source} and {self.sources[-1]} have different tokenizers: the models of a cascade must share one"
+                )
+        return tokenizers[-1]
+
+    def _load(self, device: torch.device) -> list[Model]:
+        """All of them, into this process; caches when all weights are there."""
+        networks = [
+            apart(partial(load, source, quantization=method, **self.options))
+            for source, method in zip(self.sources, self.quantization, strict=True)
+        ]
+        kinds = {key: self.options[key] for key in ("dtype", "trust_remote_code")}
+        room = common_room(self.sources, device, **kinds)
+        return [apart(partial(Model, network, cache_tokens=room)) for network in networks]
+
+    def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Mapping[str, Drafter]) -> Placed:
+        """The full one into this process, while the others load into theirs."""
+        check_room(self.sources, self.quantization, **self.options)
+        lower = LowerTiers(self._specs(policy, len(drafters)), drafters)
+        try:
+            network = apart(partial(load, self.sources[-1], quantization=self.quantization[-1], **self.options))
+            lower.wait()
+            return Placed(lower, [apart(partial(Model, network))], tokenizer)
+        except BaseException:
+            lower.close()
+            raise
+
+    def _specs(self, policy: Policy, num_drafters: int) -> list[TierSpec]:
+        return [
+            TierSpec(
+                name,
+                level,
+                bottom=level == 0,
+                source=source,
+                tokenizer=self.sources[-1],
+                policy=policy,
+                options={**self.options, "quantization": method},
+            )
+            for level, (name, source, method) in enumerate(
+                zip(self.names[:-1], self.sources[:-1], self.quantization[:-1], strict=True), start=num_drafters
+            )
+        ]
+
+
+def check_models(models: Sequence[object], names: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if there are too few or too many, or if their names are not one for each."""
+    if isinstance(models, str):
+        raise ConfigError(f"models is {models!r}: give a list, bottom to top")
+    if not 1 <= len(models) <= len(TIER_NAMES):
+        raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+    if names is not None and not len(set(names)) == len(names) == len(models):
+        raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
+
+
+def check_drafters(drafters: Mapping[str, Drafter], names: Sequence[str]) -> None:
+    """Raise `ConfigError` if one is named like a tier."""
+    if common := {*drafters} & {*names}:
+        raise ConfigError(f"drafters has {common.pop()!r}, as a tier is named: give it another name")
+
+
+def each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:
+    """One method for every model."""
+    if quantization is None or isinstance(quantization, str):
+        return [quantization] * num_models
+    if len(quantization) != num_models:
+        raise ConfigError(
+            f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
+        )
+    return list(quantization)

@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 TOKENS = {"embedded": 128, "grown": 64}  # of an answer
 TEMPERATURES = (0.0, 0.8)
 BATCH_ROUNDS = 4  # of eight requests at once
-WARM_UP = 8  # tokens
+WARM_UP = 32  # tokens
 CREW = (  # engine, modes that one worker has loaded, its environment
     ("ours", ("cascade_alone", "cascade_auto"), None),
     ("ours", ("cascade_lookup",), None),

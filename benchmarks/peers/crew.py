@@ -67,16 +67,17 @@ class Worker:
         return sum(_processor_s(path, self._process.pid) for path in Path("/proc").glob("[0-9]*/stat"))
 
     def close(self) -> None:
+        """Let the engine end, and then whatever it has left behind."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
-        if self._process.stdin is not None and self._process.poll() is None:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PARTING_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            self._signal(signal.SIGKILL)  # and what it has left behind
-            self._process.wait()
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
 
     def __enter__(self) -> Self:
         return self

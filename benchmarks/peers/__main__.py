@@ -76,7 +76,8 @@ def interpreter(environment: environments.Environment | None) -> tuple[str, ...]
     """The command that runs Python. Raises `environments.Missing`."""
     if environment is None:
         return (sys.executable,)
-    console.print(f"environment of {environment.name}: made if it is not there, which takes minutes")
+    if not environment.is_there:
+        console.print(f"making the environment of {environment.name}, which takes minutes")
     return (str(environment.python()),)
 
 
@@ -90,10 +91,10 @@ def settings(environment: environments.Environment | None, work: Path) -> dict[s
     }
     if environment is not environments.VLLM:
         return common
-    cores = sorted(os.sched_getaffinity(0))[: num_threads()]
-    openmp = environments.FOLDER / environment.name / "lib" / "libiomp5.so"
+    openmp = environment.folder / "lib" / "libiomp5.so"
     return common | {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as all others: a thread on a core of its own waits for who else is there
+        "KMP_BLOCKTIME": "5",  # milliseconds; as vLLM sets it for threads that it binds
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CACHE_ROOT": str(work / "vllm"),
         "VLLM_NO_USAGE_STATS": "1",

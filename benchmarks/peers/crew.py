@@ -110,9 +110,9 @@ class Worker:
 
 
 def _processor_s(path: Path, group: int) -> float:
-    """Seconds that a process has computed, if it belongs to ``group``."""
+    """Seconds that a process of ``group`` has computed, and its children that have ended."""
     try:
         fields = path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if int(fields[2]) == group else 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if int(fields[2]) == group else 0.0

@@ -23,24 +23,41 @@ class Environment:
     unwanted: tuple[str, ...] = ()  # what comes along and is removed again
     compiled: bool = False  # from source, by a C++ compiler
 
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    @property
+    def _mark(self) -> Path:
+        """Names what is installed."""
+        return self.folder / ".installed"
+
+    @property
+    def is_there(self) -> bool:
+        return self._mark.exists() and self._mark.read_text() == "\n".join(self.packages)
+
     def python(self) -> Path:
         """Its interpreter, made if it is not there yet. Raises `Missing`."""
-        folder = FOLDER / self.name
-        python, mark = folder / "bin" / "python", folder / ".installed"
-        wanted = "\n".join(self.packages)
-        if mark.exists() and mark.read_text() == wanted:
-            return python
+        python = self.folder / "bin" / "python"
+        if not self.is_there:
+            self._make(python)
+        return python
+
+    def _make(self, python: Path) -> None:
         if self.compiled and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
             raise Missing(f"{self.packages[0]} is compiled when it is installed, and there is no C++ compiler")
         uv = shutil.which("uv")
-        _run([uv, "venv", "--python", sys.executable, str(folder)] if uv else [sys.executable, "-m", "venv", str(folder)])
+        _run(
+            [uv, "venv", "--python", sys.executable, str(self.folder)]
+            if uv
+            else [sys.executable, "-m", "venv", str(self.folder)]
+        )
         pip = [uv, "pip"] if uv else [str(python), "-m", "pip"]
         target = ["--python", str(python)] if uv else []
         _run([*pip, "install", *target, *self.packages])
         if self.unwanted:
             _run([*pip, "uninstall", *target, *([] if uv else ["--yes"]), *self.unwanted])
-        mark.write_text(wanted)
-        return python
+        self._mark.write_text("\n".join(self.packages))
 
 
 VLLM = Environment(

@@ -96,6 +96,23 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
         crew.Worker(setup, peers.interpreter(None), {})
 
 
+def test_who_does_not_compute_is_stopped(tmp_path: Path) -> None:
+    """Guards those who compute against threads that spin, and workers against being left behind stopped."""
+    tiny = family.paths()[0]
+    setup = Setup("huggingface", ("generate", "generate_assisted", "generate_lookup"), (tiny, tiny), str(tmp_path))
+    with crew.Worker(setup, peers.interpreter(None), {"OMP_NUM_THREADS": "1"}) as worker:
+        plan = peers.Plan([[50, 51, 52], [60, 61]], 4, ())
+        said = {mode: worker.ask(plan.turn(mode, Cell(0.0, 2), 0)) for mode in setup.modes}
+        process = Path("/proc") / str(worker._process.pid)
+        assert (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        assert worker.processor_s() > 0
+        with pytest.raises(crew.WorkerFailed, match="KeyError"):
+            worker.ask(plan.turn("nobody", ONE, 0))
+    assert not process.exists()
+    assert len({str(one.token_ids) for one in said.values()}) == 1
+    assert [len(text) for text in said["generate"].token_ids] == [4, 4]
+
+
 def rotated(x: torch.Tensor, position: int, neighbours: bool) -> torch.Tensor:
     """Rotary embedding of one head: of neighbours, as llama.cpp has it, or of halves, as Transformers has it."""
     half = len(x) // 2

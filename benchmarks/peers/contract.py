@@ -37,6 +37,7 @@ class Said:
 
     seconds: float  # from the prompts to the last token of all
     token_ids: Sequence[Sequence[int]]
+    processor_s: float = 0.0  # that all processes of the worker computed meanwhile; the worker does not know
 
 
 class Engine(Protocol):

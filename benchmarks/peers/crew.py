@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -52,11 +52,13 @@ class Worker:
     def ask(self, turn: Turn) -> Said:
         """Raises `WorkerFailed` if the engine does, or is gone."""
         assert self._process.stdin is not None
+        before = self.processor_s()
         self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(asdict(turn)).encode() + b"\n")
             self._process.stdin.flush()
-            return Said(**self._hear(TURN_S))
+            said = Said(**self._hear(TURN_S))
+            return replace(said, processor_s=self.processor_s() - before)
         except BrokenPipeError:
             raise WorkerFailed(self._last_words()) from None
         finally:

@@ -39,6 +39,12 @@ def speed(said: Said) -> float:
     return sum(map(len, said.token_ids)) / said.seconds
 
 
+def thrift(turns: Sequence[Said]) -> float | None:
+    """Median tokens per second that a processor computed, which others on the machine hardly change."""
+    thrifts = [sum(map(len, said.token_ids)) / said.processor_s for said in turns if said.processor_s]
+    return round(statistics.median(thrifts), 1) if thrifts else None
+
+
 def spread(turns: Sequence[Said]) -> dict[str, float]:
     """Tokens per second of the slowest round, the median one and the fastest."""
     speeds = sorted(map(speed, turns))
@@ -83,7 +89,8 @@ def lossless(cells: Mapping[Cell, Turns]) -> bool:
 
 def figures(cells: Mapping[Cell, Turns]) -> dict[str, Any]:
     """What the document says about one model."""
-    found: dict[str, Any] = {"tokens_per_second": {}, "at_once": {}, "spread": {}, "best": {}, "same_text_as_generate": {}}
+    parts = ("tokens_per_second", "at_once", "spread", "best", "tokens_per_processor_second", "same_text_as_generate")
+    found: dict[str, Any] = {part: {} for part in parts}
     for cell, turns in cells.items():
         spreads = {mode: spread(said) for mode, said in turns.items() if said}
         speeds, chosen = headline(spreads)
@@ -92,6 +99,7 @@ def figures(cells: Mapping[Cell, Turns]) -> dict[str, Any]:
         place[cell.name] = speeds
         name = cell.name if alone else f"{cell.name}, {cell.requests} at once"
         found["spread"][name], found["best"][name] = spreads, chosen
+        found["tokens_per_processor_second"][name] = {mode: thrift(said) for mode, said in turns.items()}
         if not cell.temperature:
             found["same_text_as_generate"][name] = same_text({mode: said for mode, said in turns.items() if said})
     return found | {"cascade_lossless": lossless(cells)}

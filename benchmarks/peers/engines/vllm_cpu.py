@@ -33,7 +33,6 @@ class VLLM:
             max_num_seqs=MOST_REQUESTS,
             enable_prefix_caching=False,
             speculative_config=speculation(setup),
-            skip_tokenizer_init=True,
         )
         self.versions = {"vllm": vllm.__version__, "torch (below vllm)": torch.__version__}
 

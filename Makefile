@@ -11,7 +11,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := $(addprefix tests/engine/,test_bits.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door
+.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-peers
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -45,6 +45,9 @@ bench-gpu: $(VENV)/.installed      ## the same on a GPU, with weights made on th
 bench-door: $(VENV)/.installed     ## what the gRPC and HTTP doors add to the library; the last line is JSON
 	$(BIN)/python -m benchmarks.door
 
+bench-peers: $(VENV)/.installed    ## against Transformers, vLLM and llama.cpp; the last line is JSON
+	$(BIN)/python -m benchmarks.peers
+
 family: $(VENV)/.installed         ## train the embedded models again
 	$(BIN)/cascade family train
 
@@ -66,5 +69,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-clean:                             ## remove the virtual environment
-	rm -rf $(VENV)
+clean:                             ## remove the virtual environments
+	rm -rf $(VENV) .venv-peers

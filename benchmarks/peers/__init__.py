@@ -1,0 +1,1 @@
+"""This project against other engines on the same weights and prompts, in one run."""

@@ -16,14 +16,15 @@ LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window 
 
 GLANCE = 4  # passes by which a chain is judged at least; so many alone begin
 TRIAL = 12  # rows by which it is judged at least
-REST = 128  # passes between two trials of chains that are known
+REST = 64  # passes between two trials of chains that are known
 BETTER = 1.03  # times the rate of the chain in use make another one the best
 MEMORY = 0.99  # weight of a pass that is left after the next one
-FADED = 0.1  # weight of what was known of a chain that is left when it is used again
+FADED = 0.02  # weight of what is known of a chain that is left when it is used again without a trial
 HEAD_START_S = 0.02  # what trials may cost a session before they have earned anything
-SHARE = 0.03  # of a tier's time that they may cost on top of that
-PRICE_S = 0.01  # what a first trial may cost, if that is not less than the time of a token
+SHARE = 0.03  # of a tier's time, which they may cost on top of that
+PRICE_S = 0.01  # what a trial may cost, unless two passes alone are more
 MOST_S = 1.0  # what any trial may cost, and all that is saved for them
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -162,6 +163,7 @@ class _Plan:
     def borrow(self, near: "_Plan") -> None:
         """Take chains to compare as they do at another load, until they are tried: not all at the worst time."""
         self.lent = near.lent or near.records[()].rate
+        self.num_trials = near.num_trials
         if self.lent:
             self.records.update({chain: replace(record) for chain, record in near.records.items() if chain})
 
@@ -177,27 +179,32 @@ class _Plan:
             self.rows += seen.rows
         self.purse.save(SHARE * seconds)
         best = self.records[self.best].rate
-        if best and (trying or not self.passes):  # if not on trial, then slowed by what one has left below
-            self.purse.save(tokens / best - seconds)
+        if trying:
             self.cost_s += seconds - tokens / best
+        elif best and not self.passes:  # slowed by what a trial has left below
+            self.purse.save(tokens / best - seconds)
         if trying and (self.cost_s > self._price(used) or (self.passes >= GLANCE and self.rows >= TRIAL)):
             self._judge()
         elif not trying and self.passes >= GLANCE:
-            self._repay()
             self._seek()
 
     def _judge(self) -> None:
-        """End a trial. If it was too short to tell, the next one may cost more."""
+        """End a trial. If it was too short to tell, the next one may cost twice as much."""
         record, price_s = self.records[self.chain], self._price(self.chain)
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
         if self.passes:
             record.tokens, record.seconds = self.trial.tokens, self.trial.seconds
+        self.purse.save(min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials
         self._use(self._fastest())
 
     def _seek(self) -> None:
-        """Use another chain if it is known to be better by now; else try one, if the purse can pay for it."""
+        """Use another chain if it is known to be better by now; else try one, if the purse can pay half of its price."""
+        if self.lent:  # the rate without drafts is known here too: those of others in proportion
+            share, self.lent = self.records[()].rate / self.lent, 0.0
+            for chain, record in self.records.items():
+                record.tokens *= share if chain else 1.0
         fastest = self._fastest()
         if fastest != self.best:
             self.records[fastest].fade(FADED)
@@ -222,12 +229,6 @@ class _Plan:
         self.chain, self.cost_s, self.trial = chain, 0.0, _Record()
 
     def _price(self, chain: Chain) -> float:
-        """Seconds that a trial may cost: those of two passes alone at least."""
-        return max(self.records[chain].price_s, 2 / self.records[()].rate)
-
-    def _repay(self) -> None:
-        """Put borrowed records in proportion, now that the rate without drafts is known here."""
-        if self.lent:
-            share, self.lent = self.records[()].rate / self.lent, 0.0
-            for chain, record in self.records.items():
-                record.tokens *= share if chain else 1.0
+        """Seconds that a trial may cost: those of two passes alone at least, more where more has been gained."""
+        alone, best = self.records[()].rate, self.records[self.best].rate
+        return max(self.records[chain].price_s, (1 + best / alone) / alone)

@@ -19,8 +19,7 @@ TRIAL = 12  # rows by which it is judged at least
 REST = 64  # passes between two trials of chains that are known
 BETTER = 1.03  # times the rate of the chain in use make another one the best
 MEMORY = 0.99  # weight of a pass that is left after the next one
-FADED = 0.02  # weight of what is known of a chain that is left when it is used again without a trial
-HEAD_START_S = 0.02  # what trials may cost a session before they have earned anything
+HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
 SHARE = 0.03  # of a tier's time, which they may cost on top of that
 PRICE_S = 0.01  # what a trial may cost, unless two passes alone are more
 MOST_S = 1.0  # what any trial may cost, and all that is saved for them
@@ -130,13 +129,8 @@ class _Record:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        self.fade(MEMORY)
-        self.tokens += tokens
-        self.seconds += seconds
-
-    def fade(self, left: float) -> None:
-        self.tokens *= left
-        self.seconds *= left
+        self.tokens = MEMORY * self.tokens + tokens
+        self.seconds = MEMORY * self.seconds + seconds
 
 
 @dataclass(slots=True)
@@ -161,11 +155,13 @@ class _Plan:
         self.records = {chain[::-1]: _Record() for size in sizes for chain in itertools.combinations(tiers, size)}
 
     def borrow(self, near: "_Plan") -> None:
-        """Take chains to compare as they do at another load, until they are tried: not all at the worst time."""
+        """Begin with what is known at another load; of what paid there only the best is asked for at once."""
         self.lent = near.lent or near.records[()].rate
         self.num_trials = near.num_trials
-        if self.lent:
-            self.records.update({chain: replace(record) for chain, record in near.records.items() if chain})
+        for chain, known in near.records.items() if self.lent else ():
+            if chain:
+                tokens = known.tokens if chain == near.best else min(known.tokens, self.lent * known.seconds)
+                self.records[chain] = replace(known, tokens=tokens)
 
     def saw(self, used: Chain, seen: Seen, num_sessions: int) -> None:
         """What some of so many sessions had of a pass, who were to use ``used``."""
@@ -192,40 +188,37 @@ class _Plan:
         """End a trial. If it was too short to tell, the next one may cost twice as much."""
         record, price_s = self.records[self.chain], self._price(self.chain)
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
-        if self.passes:
+        if self.passes or self.chain:  # how fast the full tier is alone stays known
             record.tokens, record.seconds = self.trial.tokens, self.trial.seconds
         self.purse.save(min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials
-        self._use(self._fastest())
+        if self._fastest() == self.chain:
+            self.records[self.best].tried = self.num_trials
+            self.best = self.chain
+        self._use(self.best)
 
     def _seek(self) -> None:
-        """Use another chain if it is known to be better by now; else try one, if the purse can pay half of its price."""
+        """Try a chain that was better than the best one is by now; else the next, if the purse can pay half of its price."""
         if self.lent:  # the rate without drafts is known here too: those of others in proportion
             share, self.lent = self.records[()].rate / self.lent, 0.0
             for chain, record in self.records.items():
                 record.tokens *= share if chain else 1.0
-        fastest = self._fastest()
-        if fastest != self.best:
-            self.records[fastest].fade(FADED)
-            self._use(fastest)
-            return
         chain = min((chain for chain in self.records if chain != self.best), key=lambda chain: self.records[chain].tried)
         rested = self.passes >= REST or not self.records[chain].tried
-        if rested and 2 * self.purse.seconds >= self._price(chain):
-            self._use(chain, on_trial=True)
+        if (fastest := self._fastest()) != self.best:
+            self._use(fastest)
+        elif rested and 2 * self.purse.seconds >= self._price(chain):
+            self._use(chain)
 
     def _fastest(self) -> Chain:
         """The best chain by what is known; the one that was, unless another is clearly better."""
         fastest = max(self.records, key=lambda chain: self.records[chain].rate)
         return fastest if self.records[fastest].rate > BETTER * self.records[self.best].rate else self.best
 
-    def _use(self, chain: Chain, *, on_trial: bool = False) -> None:
+    def _use(self, chain: Chain) -> None:
         if chain != self.chain:
             self.passes = self.rows = 0
-        if not on_trial and chain != self.best:
-            self.records[self.best].tried = self.num_trials
-            self.best = chain
         self.chain, self.cost_s, self.trial = chain, 0.0, _Record()
 
     def _price(self, chain: Chain) -> float:

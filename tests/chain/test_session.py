@@ -637,7 +637,7 @@ def test_what_a_scorer_guesses_is_scored_next() -> None:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_verdict_of_long_ago_is_no_error(cut: bool) -> None:
-    """Guards long texts: behind 1,300 verdicts of one kind the other kind's weight was lost in rounding, and the tier failed."""
+    """Guards long texts: behind 1,300 verdicts of one kind the other was lost in rounding, and the tier failed."""
     run_ahead = RunAhead()
     run_ahead.judged(1, cut=not cut)
     for _ in range(30_000):

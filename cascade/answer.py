@@ -231,15 +231,17 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
 
     ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
     drafting does not pay, now or ever (`cascade.chain.planner.Planner.spared`). ``no_replica``: most passes had no drafter.
-    ``short``: the text ended before guesses could come. ``late``: there was a drafter, but its guesses never came in time.
+    ``short``: the text ended before drafts were tried or guesses came. ``late``: there was a drafter, but its guesses never
+    came in time.
     """
     own = [edge for edge in edges if edge.verifier == opening.tier]
     if any(edge.proposed for edge in own):
         return None
     if not opening.chain:
         return "disabled"
-    if spared:
-        return "load" if spared == "load" else "low_acceptance"
+    for reason in ("load", "low_acceptance", "short"):
+        if spared == reason:
+            return reason
     alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
     if 2 * alone > all_:
         return "no_replica"

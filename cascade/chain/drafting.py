@@ -1,17 +1,16 @@
 """Whom the sessions of a tier draft with: as planned, and around tiers that failed until they are due again."""
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from cascade.chain.planner import Chain, Planner
+from cascade.chain.planner import Chain, Planner, Seen
 from cascade.chain.profile import CHUNK
 from cascade.chain.session import Work
 from cascade.chain.slot import Slot, U
 from cascade.messages import Commit, Failed, Message, Proposal
 
-SETTLING = 4  # passes for which the first guesses of a new drafter may be missing before that is held against it
+SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
@@ -82,8 +81,9 @@ class Drafting(Generic[U]):
         drafter = slot.session.drafter
         self._slots.pop(slot.session.drafter_session, None)
         closing = slot.session.detach()
-        slot.using, slot.settling = (), 0
+        slot.using = ()
         if closing is not None:
+            slot.settling = SETTLING
             self._send(drafter, closing)
 
     def tell(self, slot: Slot[U], commit: Commit) -> None:
@@ -110,25 +110,22 @@ class Drafting(Generic[U]):
         self.draft(slot, now)
         return drafter, message.reason
 
-    def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int]], seconds: float, now: float) -> None:
-        """A pass gave each of ``rows`` so many own tokens, ``seconds`` after the one before; ``slots`` are all sessions."""
-        totals: dict[tuple[Chain, Chain], tuple[int, int]] = defaultdict(lambda: (0, 0))
-        for slot, work, num_new in rows:
-            allowed = slot.session.opening.chain
-            if not (slot.session.opening.adaptive and allowed) or len(work.tokens) - work.num_own >= CHUNK:
-                continue
-            if slot.settling:
-                slot.settling -= 1
-            elif slot.using == slot.chain:
-                num_rows, tokens = totals[allowed, slot.using]
-                totals[allowed, slot.using] = num_rows + 1, tokens + num_new
-        changed = False
-        for (allowed, used), (num_rows, tokens) in totals.items():
-            changed |= self._planner.saw(allowed, used, len(slots), num_rows, tokens, seconds)
-        if changed:
-            for slot in slots:
-                self._plan(slot, len(slots))
-                self.draft(slot, now)
+    def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], now: float) -> None:
+        """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions."""
+        totals: dict[tuple[Chain, Chain, bool], Seen] = {}
+        for slot, work, num_new, seconds in rows:
+            allowed, settled = slot.session.opening.chain, not slot.settling
+            slot.settling -= not settled
+            if slot.session.opening.adaptive and allowed and len(work.tokens) - work.num_own < CHUNK:
+                seen = totals.setdefault((allowed, slot.chain, settled), Seen(settled=settled))
+                seen.rows += 1
+                seen.tokens += num_new
+                seen.seconds += seconds
+        for (allowed, chain, _), seen in totals.items():
+            self._planner.saw(allowed, chain, len(slots), seen)
+        for slot in slots:
+            self._plan(slot, len(slots))
+            self.draft(slot, now)
 
     def _plan(self, slot: Slot[U], num_sessions: int) -> None:
         session = slot.session

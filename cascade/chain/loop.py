@@ -69,7 +69,6 @@ class Loop(Generic[U]):
         self._send_up = send_up
         self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
         self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
-        self._last_pass_at = 0.0
 
     # take
 
@@ -178,22 +177,20 @@ class Loop(Generic[U]):
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
         """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
-        seconds = now - max(self._last_pass_at, min(slot.since for slot, _ in batch))
-        self._last_pass_at = now
-        rows: list[tuple[Slot[U], Work, int]] = []
+        rows: list[tuple[Slot[U], Work, int, float]] = []
         for (slot, work), result in zip(batch, results, strict=True):
             if not isinstance(result, Scored):
                 reason = f"a pass of tier {self._name} failed" if result is None else str(result)
                 self._fail(slot, reason, fault=result is not None)
                 continue
-            slot.since = now
+            seconds, slot.since = now - slot.since, now
             commit = slot.session.advance(work, result)
             self.kv_admission.scored(slot)
             if commit is not None:
-                rows.append((slot, work, len(commit.tokens)))
+                rows.append((slot, work, len(commit.tokens), seconds))
                 self._drafting.tell(slot, commit)
                 self._propose(slot)
-        self._drafting.passed(self.slots.values(), rows, seconds, now)
+        self._drafting.passed(self.slots.values(), rows, now)
 
     def _propose(self, slot: Slot[U]) -> None:
         proposal, state = slot.session.proposal(), slot.state

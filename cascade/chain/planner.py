@@ -10,17 +10,19 @@ from typing import Literal, TypeAlias
 from cascade.chain.session import Session
 
 Chain: TypeAlias = tuple[str, ...]  # tiers below that take part, top to bottom
-Spared: TypeAlias = Literal["load", "low_acceptance"]
+Spared: TypeAlias = Literal["load", "low_acceptance", "short"]
 
 LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
 
-TRIAL = 16  # rows by which a chain is judged
-GLANCE = 8  # passes that it takes at least, and by which a trial that goes badly ends
-BADLY = 0.6  # of the rate of the chain in use
-BETTER = 1.03  # times that rate make another chain the one in use
-REGRET = 0.005  # share of a tier's time that the trials of each other chain may cost
+GLANCE = 4  # passes by which a chain is judged at least; so many alone begin
+TRIAL = 12  # rows by which it is judged at least
+REST = 64  # passes between two trials of chains that are known
+BETTER = 1.03  # times the rate of the chain in use make another one the best
 MEMORY = 0.99  # weight of a pass that is left after the next one
-STALE = 0.5  # weight of what is known of a chain that is left when it is tried again
+HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
+SHARE = 0.03  # of a tier's time, which they may cost on top of that
+PRICE_S = 0.01  # what a trial may cost, unless two passes alone are more
+MOST_S = 1.0  # what any trial may cost, and all that is saved for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,128 +60,168 @@ class Planner:
 
     What counts is what comes out: own tokens of a session in a second. Costs of passes, wires and messages, agreement, and
     what tiers on the same processors take from each other are all in it. Chains are measured apart for different numbers
-    of sessions; one without any tier is among them, so a cascade that does not pay ends, whatever the reason.
+    of sessions. A tier begins alone and tries the others, small ones first. The time that trials lose against the best
+    chain known is paid from one purse, which a small share of all time goes into: so no trial makes a cascade slow.
     """
 
     def __init__(self) -> None:
+        self._purse = _Purse()
         self._plans: dict[Chain, dict[int, _Plan]] = {}  # by what is allowed and by load
 
     def chain(self, allowed: Chain, num_sessions: int) -> Chain:
         """Tiers below to use now for a session that may use those of ``allowed``, in a tier of so many sessions."""
         return self._plan(allowed, num_sessions).chain
 
-    def saw(self, allowed: Chain, used: Chain, num_sessions: int, rows: int, tokens: int, seconds: float) -> bool:
-        """A pass gave ``tokens`` to ``rows`` sessions ``seconds`` after the one before; whether another chain is used now."""
-        plan = self._plan(allowed, num_sessions)
-        before = plan.chain
-        plan.saw(used, rows, tokens, rows * seconds)
-        return plan.chain != before
+    def saw(self, allowed: Chain, used: Chain, num_sessions: int, seen: "Seen") -> None:
+        """What some of so many sessions had of a pass, who were to use ``used``."""
+        self._plan(allowed, num_sessions).saw(used, seen, num_sessions)
 
     def spared(self, allowed: Chain, num_sessions: int) -> Spared:
-        """Why drafting does not pay now: it does with fewer sessions, or it never did."""
-        load = num_sessions.bit_length()
-        paid = any(plan.best for less, plan in self._plans.get(allowed, {}).items() if less < load)
-        return "load" if paid else "low_acceptance"
+        """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
+        load, plans = num_sessions.bit_length(), self._plans.get(allowed, {})
+        if any(plan.best for less, plan in plans.items() if less < load):
+            return "load"
+        return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
 
     def _plan(self, allowed: Chain, num_sessions: int) -> "_Plan":
         plans = self._plans.setdefault(allowed, {})
         load = num_sessions.bit_length()
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
-            plans[load] = _Plan(allowed, allowed) if near is None else plans[near].lend()
+            plans[load] = _Plan(allowed, self._purse)
+            if near is not None:
+                plans[load].borrow(plans[near])
         return plans[load]
 
 
 @dataclass(slots=True)
-class _Rate:
-    """Own tokens of a session in a second, the latest counting most."""
+class Seen:
+    """What rows of a pass gave, in so many seconds of all their sessions together."""
+
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    settled: bool = True  # guesses had time to come: before that a chain costs time, but is not judged
+
+
+@dataclass(slots=True)
+class _Purse:
+    """Seconds of a session that trials may still cost; less than none after one that cost more than it should."""
+
+    seconds: float = HEAD_START_S
+
+    def save(self, seconds: float) -> None:
+        self.seconds = min(MOST_S, self.seconds + seconds)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What a chain gave, the latest pass counting most, and what to try it again may cost."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    tried: int = 0  # pass at which its last trial ended
-    length: int = 0  # passes of that trial
+    tried: int = 0  # number of its last trial, 0: none
+    price_s: float = PRICE_S
 
     @property
-    def known(self) -> bool:
-        return self.seconds > 0
+    def rate(self) -> float:
+        """Own tokens of a session in a second, 0 if that is not known."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
-    def __call__(self) -> float:
-        return self.tokens / self.seconds if self.known else 0.0
-
-    def add(self, tokens: float, seconds: float, left: float = MEMORY) -> None:
-        self.tokens = left * self.tokens + tokens
-        self.seconds = left * self.seconds + seconds
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens = MEMORY * self.tokens + tokens
+        self.seconds = MEMORY * self.seconds + seconds
 
 
 @dataclass(slots=True)
 class _Plan:
-    """For one load: what each chain has given, which is the best, and which one is in use."""
+    """For one load: what is known of each chain, which is the best, and which one is in use."""
 
     allowed: Chain
-    best: Chain  # known so far
+    purse: _Purse
+    best: Chain = ()  # known so far
     chain: Chain = ()  # in use: the best one, or one on trial
-    passes: int = 0
-    judged_passes: int = 0  # since the chain in use was last judged
-    judged_rows: int = 0
-    recent: _Rate = field(default_factory=_Rate)
-    rates: dict[Chain, _Rate] = field(default_factory=dict)
-    lent: float = 0.0  # rate of the best chain at another load, to which those of others are relative until it is known
+    num_trials: int = 0
+    passes: int = 0  # settled ones since the chain is in use
+    rows: int = 0
+    cost_s: float = 0.0  # of the trial
+    trial: _Record = field(default_factory=_Record)
+    lent: float = 0.0  # rate without drafts of the load whose records these are, until it is known here
+    records: dict[Chain, _Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.chain = self.best
-        sizes = (len(self.allowed), *range(len(self.allowed)))  # the whole chain first, then none of it
-        self.rates = {chain: _Rate() for size in sizes for chain in itertools.combinations(self.allowed, size)}
+        tiers = self.allowed[::-1]  # small chains of small tiers first
+        sizes = range(len(tiers) + 1)
+        self.records = {chain[::-1]: _Record() for size in sizes for chain in itertools.combinations(tiers, size)}
 
-    def lend(self) -> "_Plan":
-        """The plan of a load that is new: the same, until it is measured; whether to draft at all is tried there at once."""
-        plan, rate = _Plan(self.allowed, self.best), self.rates[self.best]
-        if rate.known:
-            plan.lent = rate()
-            for chain, known in self.rates.items():
-                if known.known and chain and chain != self.best:
-                    plan.rates[chain] = replace(known, tried=0)
-        return plan
+    def borrow(self, near: "_Plan") -> None:
+        """Begin with what is known at another load; of what paid there only the best is asked for at once."""
+        self.lent = near.lent or near.records[()].rate
+        self.num_trials = near.num_trials
+        for chain, known in near.records.items() if self.lent else ():
+            if chain:
+                tokens = known.tokens if chain == near.best else min(known.tokens, self.lent * known.seconds)
+                self.records[chain] = replace(known, tokens=tokens)
 
-    def saw(self, used: Chain, rows: int, tokens: int, seconds: float) -> None:
-        """A pass of sessions that used ``used`` gave ``tokens`` in so many seconds of all of them together."""
-        self.passes += 1
-        rate = self.rates.get(used)
-        if rate is None or seconds <= 0:
-            return
-        rate.add(tokens, seconds)
-        if used != self.chain:
-            return  # sessions that have yet to follow
-        self.recent.add(tokens, seconds, 1.0)
-        self.judged_passes += 1
-        self.judged_rows += rows
-        bad = self.chain != self.best and self.recent() < BADLY * self.rates[self.best]()
-        if self.judged_passes >= GLANCE and (self.judged_rows >= TRIAL or bad):
+    def saw(self, used: Chain, seen: Seen, num_sessions: int) -> None:
+        """What some of so many sessions had of a pass, who were to use ``used``."""
+        if used != self.chain or seen.seconds <= 0:
+            return  # they have yet to follow
+        tokens, seconds = seen.tokens / num_sessions, seen.seconds / num_sessions
+        trying = used != self.best
+        if seen.settled:
+            (self.trial if trying else self.records[used]).add(tokens, seconds)
+            self.passes += 1
+            self.rows += seen.rows
+        self.purse.save(SHARE * seconds)
+        best = self.records[self.best].rate
+        if trying:
+            self.cost_s += seconds - tokens / best
+        elif best and not self.passes:  # slowed by what a trial has left below
+            self.purse.save(tokens / best - seconds)
+        if trying and (self.cost_s > self._price(used) or (self.passes >= GLANCE and self.rows >= TRIAL)):
             self._judge()
+        elif not trying and self.passes >= GLANCE:
+            self._seek()
 
     def _judge(self) -> None:
-        rates, tried = self.rates, self.chain
-        if self.lent:
-            share, self.lent = rates[self.best]() / self.lent, 0.0
-            for chain, rate in rates.items():
-                rate.tokens *= 1.0 if chain == self.best else share
-        if tried != self.best:
-            if rates[tried]() > BETTER * rates[self.best]():
-                self.best, tried = tried, self.best
-            rates[tried].tried, rates[tried].length = self.passes, self.judged_passes
-        self.chain = self._next()
-        self.judged_passes, self.judged_rows, self.recent = 0, 0, _Rate()
-        if self.chain != self.best:
-            rates[self.chain].add(0.0, 0.0, STALE)
+        """End a trial. If it was too short to tell, the next one may cost twice as much."""
+        record, price_s = self.records[self.chain], self._price(self.chain)
+        record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
+        if self.passes or self.chain:  # how fast the full tier is alone stays known
+            record.tokens, record.seconds = self.trial.tokens, self.trial.seconds
+        self.purse.save(min(0.0, -self.cost_s))
+        self.num_trials += 1
+        record.tried = self.num_trials
+        if self._fastest() == self.chain:
+            self.records[self.best].tried = self.num_trials
+            self.best = self.chain
+        self._use(self.best)
 
-    def _next(self) -> Chain:
-        """Of the other chains the first that was never tried, is due again, or may be better now; else the best."""
-        best = self.rates[self.best]()
-        for chain, rate in self.rates.items():
-            if chain != self.best and (not rate.known or rate() > BETTER * best or self._due(rate, best)):
-                return chain
-        return self.best
+    def _seek(self) -> None:
+        """Try a chain that was better than the best one is by now; else the next, if the purse can pay half of its price."""
+        if self.lent:  # the rate without drafts is known here too: those of others in proportion
+            share, self.lent = self.records[()].rate / self.lent, 0.0
+            for chain, record in self.records.items():
+                record.tokens *= share if chain else 1.0
+        chain = min((chain for chain in self.records if chain != self.best), key=lambda chain: self.records[chain].tried)
+        rested = self.passes >= REST or not self.records[chain].tried
+        if (fastest := self._fastest()) != self.best:
+            self._use(fastest)
+        elif rested and 2 * self.purse.seconds >= self._price(chain):
+            self._use(chain)
 
-    def _due(self, rate: _Rate, best: float) -> bool:
-        """The time that its last trial cost is a small share of what has passed since."""
-        lost = rate.length * (best / max(rate(), 1e-9) - 1)
-        return self.passes - rate.tried >= max(rate.length, lost / REGRET)
+    def _fastest(self) -> Chain:
+        """The best chain by what is known; the one that was, unless another is clearly better."""
+        fastest = max(self.records, key=lambda chain: self.records[chain].rate)
+        return fastest if self.records[fastest].rate > BETTER * self.records[self.best].rate else self.best
+
+    def _use(self, chain: Chain) -> None:
+        if chain != self.chain:
+            self.passes = self.rows = 0
+        self.chain, self.cost_s, self.trial = chain, 0.0, _Record()
+
+    def _price(self, chain: Chain) -> float:
+        """Seconds that a trial may cost: those of two passes alone at least, more where more has been gained."""
+        alone, best = self.records[()].rate, self.records[self.best].rate
+        return max(self.records[chain].price_s, (1 + best / alone) / alone)

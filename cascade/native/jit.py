@@ -91,8 +91,8 @@ def kernel(function: Callable[[int], None]) -> Worker:
     """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
     function.__qualname__ += f"_{_sources()}"
     address = numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function).address
-    kinds = (ctypes.CFUNCTYPE(None, ctypes.c_char_p), ctypes.PYFUNCTYPE(None, ctypes.c_char_p))
-    return Worker(*(kind(address) for kind in kinds), address)
+    letting_go, holding = (make(None, ctypes.c_char_p) for make in (ctypes.CFUNCTYPE, ctypes.PYFUNCTYPE))
+    return Worker(letting_go(address), holding(address), address)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

@@ -1,124 +1,233 @@
 """Which tiers take part: the laws of `cascade.chain.planner.Planner`, alone and at work in virtual time."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.drafting import Drafting
-from cascade.chain.planner import GLANCE, TRIAL, Chain, Planner
+from cascade.chain.drafting import SETTLING, Drafting
+from cascade.chain.planner import GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Planner, Seen
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.messages import Failed, Message
-from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace
+from cascade.params import SamplingParams
+from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace, TraceModel
+from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
 from tests.chain.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")
-CHAINS: tuple[Chain, ...] = (ALLOWED, (), ("medium",), ("tiny",))
+CHAINS: tuple[Chain, ...] = ((), ("tiny",), ("medium",), ALLOWED)  # in the order in which they are tried first
 FULL_S = 0.045
+PASS_S = 0.01
+OVERSHOOT = 4  # passes alone that a trial may cost beyond its price: passes end when they end, and tiers below go on
+OVERSHOOT_S = 0.03  # the same where passes are short
+rates = st.tuples(*[st.floats(0.1, 3.0)] * 3).map(lambda others: dict(zip(CHAINS, (1.0, *others), strict=True)))
 
 
-def play(planner: Planner, rates: dict[Chain, float], passes: int, sessions: int = 1) -> list[Chain]:
-    """The chain of each of so many passes, where a session gets ``rates`` tokens a second."""
+def play(planner: Planner, speed: dict[Chain, float], passes: int, sessions: int = 1, pass_s: float = PASS_S) -> list[Chain]:
+    """The chain of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
     used = []
     for _ in range(passes):
         chain = planner.chain(ALLOWED, sessions)
         used.append(chain)
-        planner.saw(ALLOWED, chain, sessions, sessions, 1000 * sessions, 1000 / rates[chain])
+        planner.saw(ALLOWED, chain, sessions, Seen(sessions, sessions, sessions * pass_s / speed[chain]))
     return used
 
 
-@given(st.permutations([10.0, 20.0, 30.0, 40.0]), st.sampled_from([1, 3, 16]))
-def test_settles_on_the_fastest_chain(rates: list[float], sessions: int) -> None:
-    """Guards the choice itself: whatever the order of the chains, the fastest one does nearly all of the work."""
-    said = dict(zip(CHAINS, rates, strict=True))
-    used = play(Planner(), said, 2000, sessions)
-    best = max(said, key=said.__getitem__)
-    assert set(used[: len(CHAINS) * TRIAL]) == set(CHAINS)
-    assert used[400:].count(best) > 0.95 * len(used[400:])
+def seconds_of(used: list[Chain], speed: dict[Chain, float], pass_s: float = PASS_S) -> float:
+    return sum(pass_s / speed[chain] for chain in used)
 
 
-def test_trials_cost_little() -> None:
-    """Guards "never slower": what the slow chains cost for good is a share of all time that was agreed on."""
-    rates = {ALLOWED: 1.0, (): 40.0, ("medium",): 2.0, ("tiny",): 39.0}
-    planner = Planner()
-    play(planner, rates, 200)
-    used = play(planner, rates, 20_000)
-    assert sum(1 / rates[chain] for chain in used) < 1.03 * len(used) / 40
+@given(speed=rates, sessions=st.sampled_from([1, 3, 16]))
+def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int) -> None:
+    """Guards the choice itself: whatever the order of the chains, one that is as fast as any does nearly all of the work."""
+    used = play(Planner(), speed, 20 * REST, sessions)
+    assert set(used) == set(CHAINS)
+    fast = {chain for chain, rate in speed.items() if rate > 0.9 * max(speed.values())}
+    later = used[10 * REST :]
+    assert sum(chain in fast for chain in later) > 0.85 * len(later)
+
+
+@given(speed=rates, sessions=st.sampled_from([1, 16]), pass_s=st.floats(0.001, 0.1), num_passes=st.integers(1, 600))
+def test_trials_are_paid_from_a_purse(speed: dict[Chain, float], sessions: int, pass_s: float, num_passes: int) -> None:
+    """Guards "never slower", from the first second on: what trials lose is bounded at any time, not only in the long run."""
+    used = play(Planner(), speed, num_passes, sessions, pass_s)
+    alone_s, seconds = pass_s * len(used), seconds_of(used, speed, pass_s)
+    slowest_s = pass_s / min(speed.values())
+    assert used[:GLANCE] == [()] * min(GLANCE, len(used))
+    price_s = max(2 * PRICE_S, 2 * pass_s)  # of the last one, which the purse need not hold all of
+    assert seconds - alone_s <= HEAD_START_S + 2 * SHARE * seconds + price_s + slowest_s
+
+
+def test_small_chains_are_tried_first() -> None:
+    """Guards the first seconds: the whole chain, which slows a shared processor most, is not where a tier begins."""
+    used = play(Planner(), dict.fromkeys(CHAINS, 1.0), 4 * (GLANCE + TRIAL))
+    assert tuple(dict.fromkeys(used)) == CHAINS
+
+
+def test_a_chain_that_pays_is_in_use_at_once() -> None:
+    """Guards gains: a trial that goes well is not cut short, and the best of three has been found within a request."""
+    used = play(Planner(), dict(zip(CHAINS, (1.0, 1.5, 2.0, 3.0), strict=True)), 128)
+    assert used[64:].count(ALLOWED) > 50
+
+
+def test_a_chain_that_is_cold_for_long_is_judged_in_the_end() -> None:
+    """Guards drafters that read for a while on a shared processor: cut short each time at one price, they were never known."""
+    planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.5, 0.5, 2.0), strict=True))
+    cold = 0
+    for _ in range(200 * REST):
+        chain = planner.chain(ALLOWED, 1)
+        cold = cold + 1 if chain == ALLOWED else 0
+        reads = 0 < cold <= 10
+        rate = 0.2 if reads else speed[chain]
+        planner.saw(ALLOWED, chain, 1, Seen(1, 1, PASS_S / rate, settled=not reads))
+    assert cold > REST
+
+
+def test_what_a_trial_leaves_behind_is_not_held_against_others() -> None:
+    """Guards shared processors: tiers below still work when a trial is over, and that slowed what was in use."""
+    planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.3, 0.6, 0.6), strict=True))
+    play(planner, speed, GLANCE)
+    while planner.chain(ALLOWED, 1):
+        play(planner, speed, 1)
+    for _ in range(SETTLING):
+        planner.saw(ALLOWED, (), 1, Seen(1, 1, 3 * PASS_S, settled=False))
+    used = play(planner, speed, 50)
+    assert used.count(()) == 50, "the debt is paid first"
+    assert play(planner, speed, 30 * REST).count(()) > 28 * REST
 
 
 def test_follows_a_change() -> None:
     """Guards against a plan for ever: a chain that becomes the best one is found."""
     planner = Planner()
-    play(planner, {ALLOWED: 50.0, (): 20.0, ("medium",): 30.0, ("tiny",): 10.0}, 500)
-    used = play(planner, {ALLOWED: 10.0, (): 20.0, ("medium",): 15.0, ("tiny",): 60.0}, 5000)
-    assert used[-100:].count(("tiny",)) >= 100 - 2 * TRIAL
+    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 500)
+    used = play(planner, dict(zip(CHAINS, (1.0, 3.0, 0.7, 0.5), strict=True)), 12 * REST)
+    assert used[-REST:].count(("tiny",)) >= REST - 2 * TRIAL
 
 
 def test_loads_are_told_apart() -> None:
     """Guards requests at night from the plan of the day: many sessions go alone, and one of them does not."""
     planner = Planner()
-    play(planner, {ALLOWED: 50.0, (): 20.0, ("medium",): 30.0, ("tiny",): 10.0}, 300, sessions=1)
-    play(planner, {ALLOWED: 5.0, (): 20.0, ("medium",): 10.0, ("tiny",): 10.0}, 300, sessions=64)
+    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 300, sessions=1)
+    play(planner, dict(zip(CHAINS, (1.0, 0.5, 0.5, 0.3), strict=True)), 300, sessions=64)
     assert planner.chain(ALLOWED, 1) == ALLOWED
     assert planner.chain(ALLOWED, 64) == ()
     assert planner.spared(ALLOWED, 64) == "load"
     assert planner.spared(ALLOWED, 1) == "low_acceptance"
+    assert Planner().spared(ALLOWED, 1) == "short"
 
 
-def test_a_new_load_asks_one_question() -> None:
-    """Guards busy servers: with more sessions than ever before only going alone is tried, not every chain at the worst time."""
-    rates = {ALLOWED: 50.0, (): 20.0, ("medium",): 30.0, ("tiny",): 10.0}
+@pytest.mark.parametrize(("better", "chosen"), [(2.5, ALLOWED), (0.2, ())])
+def test_a_new_load_asks_one_question(better: float, chosen: Chain) -> None:
+    """Guards busy servers: with more sessions than ever, one chain is tried, that of the nearest load, and let go."""
     planner = Planner()
-    play(planner, rates, 200)
-    assert set(play(planner, {chain: rate / 3 for chain, rate in rates.items()}, 60, sessions=16)) == {ALLOWED, ()}
-    busy = {ALLOWED: 5.0, (): 20.0, ("medium",): 3.0, ("tiny",): 1.0}
-    play(planner, busy, 100, sessions=32)
-    assert set(play(planner, {chain: rate / 2 for chain, rate in busy.items()}, 100, sessions=64)) == {()}
+    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 200)
+    speed = dict(zip(CHAINS, (0.3, 0.1, 0.2, 0.3 * better), strict=True))
+    used = play(planner, speed, 60, sessions=16)
+    assert used[:GLANCE] == [()] * GLANCE
+    assert set(used[:20]) == {(), ALLOWED}
+    assert used[-1] == chosen
+    lost = seconds_of(used, speed) - PASS_S / 0.3 * len(used)
+    assert lost < 8 * PASS_S / 0.3
 
 
 def test_sessions_that_have_yet_to_follow_do_not_count_for_the_new_chain() -> None:
     """Guards trials: what comes of sessions that still use another chain says nothing about the one on trial."""
     planner = Planner()
-    play(planner, dict.fromkeys(CHAINS, 10.0), TRIAL)
+    play(planner, dict.fromkeys(CHAINS, 1.0), GLANCE)
     tried = planner.chain(ALLOWED, 1)
-    assert tried != ALLOWED
+    assert tried
     for _ in range(10 * TRIAL):
-        planner.saw(ALLOWED, ALLOWED, 1, 1, 1, 0.1)
+        planner.saw(ALLOWED, (), 1, Seen(1, 1, PASS_S))
     assert planner.chain(ALLOWED, 1) == tried
-    for _ in range(max(GLANCE, TRIAL)):
-        planner.saw(ALLOWED, tried, 1, 1, 1, 10.0)
-    assert planner.chain(ALLOWED, 1) != tried
+    planner.saw(ALLOWED, tried, 1, Seen(1, 1, 10 * PASS_S))
+    assert planner.chain(ALLOWED, 1) == ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Three tiers, bottom to top."""
+
+    full_s: float
+    shares: tuple[float, float]  # of a full pass, that one of tiny, medium costs
+    agreement: tuple[float, float]
+    sessions: int
+    devices: tuple[str, str, str]
+    hop_s: float
+    faults: Faults = NO_FAULTS
+    apart_s: float = 0.0  # between the arrivals of sessions
+
+    def outcome(self, seconds: float, chosen: tuple[int, ...] = (0, 1, 2), *, adaptive: bool = False) -> Outcome:
+        """As many tokens as the full tier alone, without batch mates, writes in so many ``seconds``."""
+        trace = Trace.drawn(Acceptance(self.agreement), 2000, burst=0.3).only(chosen)
+        costs = [PassCost(self.full_s * share, self.full_s * share * 0.01) for share in (*self.shares, 1.0)]
+        tiers = tuple(
+            SimTier(("tiny", "medium", "full")[i], TraceModel(trace, k), costs[i], self.hop_s, device=self.devices[i])
+            for k, i in enumerate(chosen)
+        )
+        num_tokens = round(seconds / self.full_s)
+        asked = [SamplingParams(max_tokens=num_tokens, temperature=0, seed=i) for i in range(self.sessions)]
+        queue = tuple(Request(params=params, arrive_s=i * self.apart_s) for i, params in enumerate(asked))
+        return simulate(Scenario(tiers, queue, adaptive=adaptive, faults=self.faults if adaptive else NO_FAULTS))
+
+
+SHARED = ("one", "one", "one")
+troubles = [NO_FAULTS, Faults(deaths=(Death("tiny", 0.0),)), Faults(deaths=(Death("medium", 0.3, 2.0),)), Faults(loss=1.0)]
+any_setting = st.builds(
+    Setting,
+    full_s=st.sampled_from([0.002, 0.005, 0.01, 0.03, 0.1]),
+    shares=st.tuples(st.sampled_from([0.02, 0.2, 0.9]), st.sampled_from([0.07, 0.25, 1.0])),
+    agreement=st.tuples(st.floats(0, 0.97), st.floats(0, 0.97)),
+    sessions=st.sampled_from([1, 4, 16]),
+    devices=st.sampled_from([("", "", ""), ("one", "one", ""), SHARED]),
+    hop_s=st.sampled_from([0.0001, 0.005]),
+    faults=st.sampled_from(troubles),
+    apart_s=st.sampled_from([0.0, 0.05]),
+)
 
 
 @settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
-@given(
-    agreement=st.tuples(st.floats(0.2, 0.97), st.floats(0.2, 0.97)),
-    medium=st.sampled_from([1 / 15, 1 / 4, 1.0]),
-    tiny=st.sampled_from([0.2, 0.9]),
-    token_s=st.sampled_from([0.0005, 0.003, 0.02]),
-    devices=st.sampled_from([("", "", ""), ("one", "one", ""), ("one", "one", "one")]),
-    sessions=st.sampled_from([1, 4]),
-)
-def test_never_much_slower_than_alone(
-    agreement: tuple[float, float], medium: float, tiny: float, token_s: float, devices: tuple[str, str, str], sessions: int
-) -> None:
-    """Guards the second promise: whatever passes cost and guesses are worth, and though tiers share their devices.
+@given(any_setting)
+@example(Setting(0.03, (0.2, 0.07), (0.26, 0.78), 16, SHARED, 0.0001))  # 0.11 of alone when the whole chain came first
+@example(Setting(0.002, (0.02, 0.25), (0.68, 0.66), 4, SHARED, 0.0001))
+@example(Setting(0.01, (0.2, 1.0), (0.06, 0.04), 1, SHARED, 0.001, troubles[3]))
+@example(Setting(0.03, (0.9, 0.25), (0.85, 0.9), 16, SHARED, 0.005))
+def test_never_slower_in_the_first_second(setting: Setting) -> None:
+    """Guards the second promise where nothing is known yet: 5 % of a second, or what a few passes cost, and no more."""
+    alone, adaptive = setting.outcome(1.0, (2,)), setting.outcome(1.0, adaptive=True)
+    assert adaptive.elapsed_s <= 1.05 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s * setting.full_s)
 
-    The time in which the chains are measured first is in it.
-    """
-    shares = (medium * tiny, medium, 1.0)
-    costs = tuple(
-        TierCost(name, PassCost(FULL_S * share, token_s * share), 0.0003, device=device)
-        for name, share, device in zip(("tiny", "medium", "full"), shares, devices, strict=True)
-    )
-    bench = Bench(costs, Trace.drawn(Acceptance(agreement), 3000, burst=0.3), 1000, sessions)
-    alone = bench.outcome((2,))
-    adaptive = bench.outcome((0, 1, 2), adaptive=True)
-    assert adaptive.tokens_per_s > 0.85 * alone.tokens_per_s
+
+@settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(any_setting.filter(lambda setting: setting.sessions * 0.01 <= 4 * setting.full_s))
+@example(Setting(0.03, (0.2, 0.07), (0.26, 0.78), 16, SHARED, 0.0001))
+@example(Setting(0.1, (0.02, 0.25), (0.76, 0.51), 4, SHARED, 0.005))
+def test_never_slower_in_ten_seconds(setting: Setting) -> None:
+    """Guards the second promise in the long run: trials come back, and each has its price."""
+    alone, adaptive = setting.outcome(10.0, (2,)), setting.outcome(10.0, adaptive=True)
+    assert adaptive.elapsed_s <= 1.05 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s / 10 * setting.full_s)
+
+
+@pytest.mark.parametrize(
+    ("full_s", "tiny", "medium", "agreement"),
+    [
+        (0.01, 0.07, 0.3, (0.9, 0.8)),
+        (0.03, 0.07, 0.2, (0.93, 0.95)),
+        (0.03, 0.02, 0.2, (0.7, 0.9)),
+        (0.1, 0.07, 0.3, (0.8, 0.8)),
+    ],
+)
+def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement: tuple[float, float]) -> None:
+    """Guards the first purpose: where each tier has a device, a first request gains, and later ones nearly all there is."""
+    setting = Setting(full_s, (tiny, medium), agreement, 1, ("", "", ""), 0.0005)
+    best_s = min(setting.outcome(500 * full_s, chosen).elapsed_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
+    first, some, more = (setting.outcome(num * full_s, adaptive=True).elapsed_s for num in (128, 1000, 2000))
+    assert first < 0.85 * 128 * full_s
+    assert more - some < 2 * best_s / 0.85
 
 
 def test_gains_are_kept() -> None:
@@ -127,7 +236,7 @@ def test_gains_are_kept() -> None:
     bench = Bench(costs, Trace.drawn(Acceptance((0.8, 0.9)), 6000), 3000)
     fastest = max(bench.outcome(chosen).tokens_per_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
     assert fastest > 3 * bench.outcome((2,)).tokens_per_s
-    assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s == pytest.approx(fastest, rel=0.1)
+    assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s == pytest.approx(fastest, rel=0.12)
 
 
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:

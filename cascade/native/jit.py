@@ -57,7 +57,7 @@ def _openmp() -> ctypes.CDLL | None:
             library = ctypes.CDLL(name)
             if all(hasattr(library, symbol) for symbol in ("GOMP_parallel", *_ASKED)):
                 return library
-        except OSError:
+        except (OSError, TypeError):  # it is not there, or this system has no such names
             continue
     return None
 
@@ -90,7 +90,11 @@ def _sources() -> str:
 def kernel(function: Callable[[int], None]) -> Worker:
     """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
     function.__qualname__ += f"_{_sources()}"
-    address = numba.cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function).address
+    signature = types.void(types.int64)
+    try:
+        address = numba.cfunc(signature, cache=True, **_OPTIONS)(function).address
+    except RuntimeError:  # there is no folder that could be written to
+        address = numba.cfunc(signature, **_OPTIONS)(function).address
     letting_go, holding = (make(None, ctypes.c_char_p) for make in (ctypes.CFUNCTYPE, ctypes.PYFUNCTYPE))
     return Worker(letting_go(address), holding(address), address)
 

@@ -45,6 +45,14 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
     return {state["pid"]: state for state in states}
 
 
+def busy(tier: str) -> int:
+    """The process of a replica that has a session."""
+    deadline = time.monotonic() + LONG_S
+    while (found := next((pid for pid, state in replicas(tier).items() if state["sessions"]), None)) is None:
+        assert time.monotonic() < deadline, f"no replica of {tier} has a session"
+    return found
+
+
 def settle() -> None:
     """Wait until no tier has a session, a lease or a session below it."""
     deadline = time.monotonic() + LONG_S
@@ -127,14 +135,14 @@ def test_crowd_gets_the_same_texts(client: Client, reference: Cascade) -> None:
 @pytest.mark.parametrize("tiers", [("tiny", "medium", "full"), rare(("medium",)), rare(("full",))], ids=" ".join)
 def test_killed_replicas_are_a_pause(client: Client, reference: Cascade, tiers: tuple[str, ...]) -> None:
     """Guards against an error or another text when the processes of any tiers die in the middle of a request."""
-    params = SamplingParams(max_tokens=600, temperature=0.9, seed=7, ignore_eos=True)
+    params = SamplingParams(max_tokens=900, temperature=0.9, seed=7, ignore_eos=True)
     expected = alone(reference, params)
     stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
-    chunks, victims = [], {}
-    for tier in tiers:
+    chunks = [next(stream)]
+    victims = {tier: busy(tier) for tier in tiers}  # first: the answer does not wait while they are asked
+    for victim in victims.values():
+        os.kill(victim, signal.SIGKILL)
         chunks += [next(stream) for _ in range(10)]
-        victims[tier] = next(pid for pid, state in replicas(tier).items() if state["sessions"])
-        os.kill(victims[tier], signal.SIGKILL)
     chunks += stream
     completion = chunks[-1].completion
     assert completion is not None

@@ -1,0 +1,144 @@
+"""Products of a few rows: how much of what memory gives each way to multiply takes, and what a pass makes of it.
+
+    make bench-products
+
+Ways take turns, and of each the best run counts: a busy machine only ever adds. Matrices are together far larger than the
+caches, as those of a model are. Gigabytes are those of the weights as they are held, so ours of weights in bfloat16 has half of
+them to read. Beside them, in the same run: what one sweep over a large tensor reads, and passes of the embedded model and of
+one grown from it to 200 M. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import reference
+from benchmarks.baseline import load, quiet
+from cascade import family
+from cascade.engine.devices import has_bfloat16, processor
+from cascade.engine.model import Model
+from cascade.engine.packed_linear import in_onednns_order
+from cascade.engine.threads import apart
+from cascade.native.product import Blocks
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+WORK, RESULTS = Path(__file__).parent / ".work", Path(__file__).parent / "results"
+SHAPES = {"embedded": (384, 2048), "200 M": (1024, 2816), "8 B": (4096, 4096)}  # in and out features
+ROWS = (1, 2, 4, 8, 16)
+NBYTES = 150 * 2**20  # of one way's matrices
+SWEEP = 64 * 2**20  # numbers of the large tensor
+ROUNDS = 7
+PASSES = 30
+PREFIX = 150  # positions behind which passes are timed
+
+Way: TypeAlias = Callable[[Tensor], Tensor]
+console = Console(stderr=True)
+
+
+def ways(depth: int, width: int) -> dict[str, tuple[list[Way], int]]:
+    """By name, ways to multiply with as many matrices as are large together, and the bytes of their weights."""
+    count = max(1, NBYTES // (4 * depth * width))
+    weights = [torch.randn(width, depth) for _ in range(count)]
+    halves = [weight.bfloat16() for weight in weights]
+    found: dict[str, list[Way]] = {
+        "ours": [Blocks(weight).times for weight in weights],
+        "ours, widened": [Blocks(half.float()).times for half in halves],
+        "pytorch": [_plain(weight) for weight in weights],
+        "onednn": [in_onednns_order(weight, None) for weight in weights],
+    }
+    if has_bfloat16():
+        found["onednn bfloat16"] = [_in_halves(in_onednns_order(half, None)) for half in halves]
+    nbytes = count * depth * width * 4
+    return {name: (all, nbytes // 2 if name in ("ours, widened", "onednn bfloat16") else nbytes) for name, all in found.items()}
+
+
+def _plain(weight: Tensor) -> Way:
+    return lambda x: F.linear(x, weight)
+
+
+def _in_halves(way: Way) -> Way:
+    return lambda x: way(x.bfloat16())
+
+
+def best(works: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Seconds of each, the best of some turns."""
+    found = dict.fromkeys(works, float("inf"))
+    for _ in range(rounds):
+        for name, work in works.items():
+            begin = time.perf_counter()
+            work()
+            found[name] = min(found[name], time.perf_counter() - begin)
+    return found
+
+
+def products(depth: int, width: int) -> dict[str, dict[str, float]]:
+    """Gigabytes of weights in a second, by way and number of rows; and of those a sweep over as many numbers."""
+    known, large = ways(depth, width), torch.randn(SWEEP)
+    table: dict[str, dict[str, float]] = {name: {} for name in (*known, "sweep")}
+    for rows in ROWS:
+        x = torch.randn(rows, depth)
+        works: dict[str, Callable[[], object]] = {name: _all(matrices, x) for name, (matrices, _) in known.items()}
+        for name, seconds in best(works | {"sweep": large.sum}).items():
+            nbytes = large.nbytes if name == "sweep" else known[name][1]
+            table[name][str(rows)] = round(nbytes / seconds / 1e9, 1)
+    return table
+
+
+def _all(matrices: list[Way], x: Tensor) -> Callable[[], object]:
+    return lambda: [times(x) for times in matrices]
+
+
+def passes(source: str, dtype: str) -> dict[str, float]:
+    """Milliseconds of passes of so many tokens, all scored."""
+    model, params = Model(load(source, dtype)), SamplingParams(temperature=0, seed=0)
+    cache, text = model.new_cache(), [token % model.vocab_size for token in range(5, 5 + PREFIX)]
+    model.run([Row(cache, 0, text, 1, params)])
+    rows = {str(n): Row(cache, PREFIX, text[:n], n, params) for n in ROWS}
+    found = best({n: lambda row=row: model.run([row]) for n, row in rows.items()}, PASSES)  # type: ignore[misc]
+    return {n: round(1000 * seconds, 2) for n, seconds in found.items()} | {"parameters": model.num_parameters}
+
+
+def main() -> None:
+    quiet()
+    grown = WORK / "full-200m"
+    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.engine.threads.apart`
+    speeds, times = {}, {}
+    for name, (depth, width) in SHAPES.items():
+        with torch.inference_mode():
+            speeds[name] = apart(lambda depth=depth, width=width: products(depth, width))  # type: ignore[misc]
+        console.print(f"[bold]{name}[/] {depth} x {width}, GB/s by rows", speeds[name])
+    for name, source in (("embedded", str(family.paths()[-1])), ("200 M", str(grown))):
+        for dtype in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
+            times[f"{name} {dtype}"] = apart(lambda source=source, dtype=dtype: passes(source, dtype))  # type: ignore[misc]
+            console.print(f"[bold]{name} {dtype}[/], ms by tokens", times[f"{name} {dtype}"])
+    report(speeds, times)
+
+
+def report(speeds: dict[str, Any], times: dict[str, dict[str, float]]) -> None:
+    """The JSON document, to a file named by the threads and to the last line of standard output."""
+    sweep = max(speed["sweep"]["1"] for speed in speeds.values())
+    reads = {name: 1000 * one["parameters"] * (4 if "float32" in name else 2) / sweep / 1e9 for name, one in times.items()}
+    document = {
+        "gigabytes_per_second": speeds,
+        "pass_ms": times,
+        "pass_vs_reading": {name: round(one["1"] / reads[name], 2) for name, one in times.items()},
+        "pass_8_vs_1": {name: round(one["8"] / one["1"], 2) for name, one in times.items()},
+        "threads": torch.get_num_threads(),
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+    }
+    (RESULTS / f"products-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := $(addprefix tests/engine/,test_bits.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-products bench-peers
+.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -39,8 +39,8 @@ bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the la
 bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m benchmarks.engine
 
-bench-products: $(VENV)/.installed ## products of a few rows against what memory gives; the last line is JSON
-	$(BIN)/python -m benchmarks.products
+bench-passes: $(VENV)/.installed   ## products of a few rows against what memory gives; the last line is JSON
+	$(BIN)/python -m benchmarks.passes
 
 bench-gpu: $(VENV)/.installed      ## the same on a GPU, with weights made on the spot; the last line is JSON
 	$(BIN)/python -m benchmarks.gpu

@@ -1,17 +1,19 @@
-"""Products of a few rows: how much of what memory gives each way to multiply takes, and what a pass makes of it.
+"""What a pass is made of: products of a few rows against what memory gives, whole passes, and what a tier adds to them.
 
-    make bench-products
+    make bench-passes
 
 Ways take turns, and of each the best run counts: a busy machine only ever adds. Matrices are together far larger than the
 caches, as those of a model are. Gigabytes are those of the weights as they are held, so ours of weights in bfloat16 has half of
-them to read. Beside them, in the same run: what one sweep over a large tensor reads, and passes of the embedded model and of
-one grown from it to 200 M. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+them to read. Beside them, in the same run: what one sweep over a large tensor reads, passes of the embedded model and of one
+grown from it to 200 M, and what a tier needs for a pass whose model needs nothing. OMP_NUM_THREADS is honoured. The last line is
+one JSON document.
 """
 
 import json
 import os
+import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,13 +25,16 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.baseline import load, quiet
 from cascade import family
+from cascade.chain.tier import Tier
 from cascade.engine.devices import has_bfloat16, processor
 from cascade.engine.model import Model
 from cascade.engine.packed_linear import in_onednns_order
 from cascade.engine.threads import apart
+from cascade.messages import Close, Link, Message, Open, Proposal
 from cascade.native.product import Blocks
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyModel
 
 WORK, RESULTS = Path(__file__).parent / ".work", Path(__file__).parent / "results"
 SHAPES = {"embedded": (384, 2048), "200 M": (1024, 2816), "8 B": (4096, 4096)}  # in and out features
@@ -38,6 +43,7 @@ NBYTES = 150 * 2**20  # of one way's matrices
 SWEEP = 64 * 2**20  # numbers of the large tensor
 ROUNDS = 7
 PASSES = 30
+PASSES_OF_A_TIER = 2000
 PREFIX = 150  # positions behind which passes are timed
 
 Way: TypeAlias = Callable[[Tensor], Tensor]
@@ -107,6 +113,42 @@ def passes(source: str, dtype: str) -> dict[str, float]:
     return {n: round(1000 * seconds, 2) for n, seconds in found.items()} | {"parameters": model.num_parameters}
 
 
+class Idle(ToyModel):
+    """A model that needs no time."""
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return [Scored([7] * row.num_scored) for row in rows]
+
+
+def overhead_us() -> float:
+    """Microseconds that a tier needs for a pass of one session, everything but the model: schedule, advance, messages."""
+    heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    tier = Tier("idle", 0, Idle(context_len=PASSES_OF_A_TIER + 16))
+    tier.start()
+    seconds = []
+    for session in map(str, range(ROUNDS)):
+        params = SamplingParams(max_tokens=PASSES_OF_A_TIER, temperature=0, seed=0, ignore_eos=True)
+        begin, end = time.perf_counter(), 0
+        tier.post([Open(session, (1,), 1, params, window=PASSES_OF_A_TIER)], _Hear(heard))
+        while end < PASSES_OF_A_TIER + 1:
+            message = heard.get()
+            assert isinstance(message, Proposal), message
+            end = message.start + len(message.draft)
+        seconds.append(time.perf_counter() - begin)
+        tier.post([Close(session)])
+    tier.close()
+    return round(1e6 * min(seconds) / PASSES_OF_A_TIER, 1)
+
+
+class _Hear(Link):
+    def __init__(self, heard: "queue.SimpleQueue[Message]") -> None:
+        self._heard = heard
+
+    def send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._heard.put(message)
+
+
 def main() -> None:
     quiet()
     grown = WORK / "full-200m"
@@ -120,10 +162,10 @@ def main() -> None:
         for dtype in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
             times[f"{name} {dtype}"] = apart(lambda source=source, dtype=dtype: passes(source, dtype))  # type: ignore[misc]
             console.print(f"[bold]{name} {dtype}[/], ms by tokens", times[f"{name} {dtype}"])
-    report(speeds, times)
+    report(speeds, times, overhead_us())
 
 
-def report(speeds: dict[str, Any], times: dict[str, dict[str, float]]) -> None:
+def report(speeds: dict[str, Any], times: dict[str, dict[str, float]], overhead: float) -> None:
     """The JSON document, to a file named by the threads and to the last line of standard output."""
     sweep = max(speed["sweep"]["1"] for speed in speeds.values())
     reads = {name: 1000 * one["parameters"] * (4 if "float32" in name else 2) / sweep / 1e9 for name, one in times.items()}
@@ -132,11 +174,12 @@ def report(speeds: dict[str, Any], times: dict[str, dict[str, float]]) -> None:
         "pass_ms": times,
         "pass_vs_reading": {name: round(one["1"] / reads[name], 2) for name, one in times.items()},
         "pass_8_vs_1": {name: round(one["8"] / one["1"], 2) for name, one in times.items()},
+        "tier_overhead_us": overhead,
         "threads": torch.get_num_threads(),
         "hardware": f"{processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
     }
-    (RESULTS / f"products-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
+    (RESULTS / f"passes-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))
 
 

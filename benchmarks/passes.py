@@ -5,7 +5,7 @@
 Ways take turns, and of each the best run counts: a busy machine only ever adds. Matrices are together far larger than the
 caches, as those of a model are. Gigabytes are those of the weights as they are held, so ours of weights in bfloat16 has half of
 them to read. Beside them, in the same run: what one sweep over a large tensor reads, passes of the embedded model and of one
-grown from it to 200 M, and what a tier needs for a pass whose model needs nothing. OMP_NUM_THREADS is honoured. The last line is
+grown from it to 200 M, and what a tier adds when its model needs nothing. OMP_NUM_THREADS is honoured. The last line is
 one JSON document.
 """
 

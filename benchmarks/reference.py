@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cascade import family
-from cascade.engine.kv import Cache
 from cascade.engine.model import Model
 from cascade.family.grow import grow
 from cascade.params import SamplingParams
@@ -69,7 +68,7 @@ def scorer(source: str, dtype: str) -> Model:
 
 
 @lru_cache
-def written(source: str, dtype: str) -> Cache:
+def written(source: str, dtype: str) -> Any:
     """Keys and values of a text of `CONTEXT` tokens."""
     cache = scorer(source, dtype).new_cache()
     scorer(source, dtype).run([Row(cache, 0, [7] * CONTEXT, 1, GREEDY)])

@@ -16,7 +16,7 @@ from cascade import family
 from cascade.engine.model import Model
 from cascade.family.grow import grow
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, Store
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -68,9 +68,9 @@ def scorer(source: str, dtype: str) -> Model:
 
 
 @lru_cache
-def written(source: str, dtype: str) -> Any:
+def written(source: str, dtype: str) -> Store:
     """Keys and values of a text of `CONTEXT` tokens."""
-    cache = scorer(source, dtype).new_cache()
+    cache: Store = scorer(source, dtype).new_cache()
     scorer(source, dtype).run([Row(cache, 0, [7] * CONTEXT, 1, GREEDY)])
     return cache
 
@@ -105,5 +105,5 @@ def own_tokens(source: str, dtype: str, prompt: str, text: tuple[int, ...]) -> l
     """What a tier says at each position of a finished text: ``[len(text)]``."""
     model = scorer(source, dtype)
     ids = tokenizer(source)(prompt)["input_ids"]
-    row = Row(Cache(), 0, [*ids, *text[:-1]], len(text), GREEDY)
+    row = Row(model.new_cache(), 0, [*ids, *text[:-1]], len(text), GREEDY)
     return list(model.run([row])[0].own)

@@ -190,7 +190,7 @@ def _attention_parts(module: Any) -> Parts | None:
     norms = [_norm_parts(norm) for norm in (module.q_norm, module.k_norm)] if normed else []
     if product is None or None in norms:
         return None
-    heads = (module.q_proj.out_features // module.head_dim, module.k_proj.out_features // module.head_dim)
+    heads = (product.sizes[0] // module.head_dim, product.sizes[1] // module.head_dim)
     return product, norms, heads, module.head_dim, module
 
 

@@ -71,7 +71,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Product:
     """Layers with one input, their weights behind each other. Computed when the first of them asks."""
 
-    __slots__ = ("_input", "_left", "_out", "_parts", "whole")
+    __slots__ = ("_input", "_left", "_out", "_parts", "sizes", "whole")
 
     def __init__(self, layers: Sequence[Linear], pack: Callable[[Tensor, Tensor | None], Times] | None) -> None:
         """``pack`` makes a copy of the weights in an order of its own; without it the layers' become parts of one tensor."""
@@ -87,6 +87,7 @@ class Product:
             for layer, part in zip(layers, weight.split(sizes), strict=True):
                 layer.weight.data = part
             self.whole = partial(F.linear, weight=weight, bias=bias)
+        self.sizes = sizes  # out_features of the layers
         self._input: Tensor | None = None
         self._out: Tensor | None = None
         self._left = 0  # layers that have not had their part

@@ -17,7 +17,7 @@ from cascade.cli.main import main
 from cascade.cli.top import look, view
 from cascade.client import Client
 from cascade.errors import Unavailable
-from cascade.params import SamplingParams
+from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from tests.doors import House, house
 
@@ -78,7 +78,7 @@ def test_once_shows_tiers_edges_and_requests() -> None:
     """Guards the frame: every tier, the edges that worked, the answers there were."""
     with house() as served:
         with Client(served.grpc) as client:
-            client.generate("def f(", GREEDY)
+            client.generate("def f(", GREEDY, Speculation(tiers=("tiny", "medium")))
             before = look(client, served.url)
             client.generate("def g(", GREEDY)
             after = look(client, served.url)

@@ -8,7 +8,7 @@ UV := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-NUMERIC := $(addprefix tests/engine/,test_bits.py test_packed_linear.py test_pass.py test_adapters.py)
+NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers

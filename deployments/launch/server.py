@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_000)  # above those of Ray's workers
 DEFAULT_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
 CONNECT_S = 10.0
@@ -215,11 +217,12 @@ def _line(error: Exception) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on; below those that the system gives to connections, for it is used many seconds later."""
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def _cluster() -> str:

@@ -118,9 +118,14 @@ def _code(function: object) -> tuple[Any, ...]:
         function = function.__wrapped__
     if not isinstance(function, FunctionType):
         return (function,)
-    code = function.__code__
-    constants = tuple(one for one in code.co_consts if not isinstance(one, CodeType) and one != function.__doc__)
-    return code.co_code, code.co_names, code.co_varnames, constants
+    return _instructions(function.__code__, function.__doc__)
+
+
+def _instructions(code: CodeType, doc: str | None = None) -> tuple[Any, ...]:
+    """Of a function and of those within it, without where it stands."""
+    constants = (one for one in code.co_consts if one is None or one != doc)
+    inner = tuple(_instructions(one) if isinstance(one, CodeType) else one for one in constants)
+    return code.co_code, code.co_names, code.co_varnames, inner
 
 
 def _calls(module: Any, name: str, expected: object) -> bool:

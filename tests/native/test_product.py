@@ -10,14 +10,6 @@ from cascade.native.product import Blocks
 SIZES = [(16, 1), (1, 16), (100, 37), (384, 513), (33, 1400)]  # of matrices: chains end within, at and behind the depth
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_are_those_of_the_matrix(size: tuple[int, int], saved: torch.dtype) -> None:

@@ -44,12 +44,11 @@ def seconds_of(used: list[Chain], speed: dict[Chain, float], pass_s: float = PAS
 
 @given(speed=rates, sessions=st.sampled_from([1, 3, 16]))
 def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int) -> None:
-    """Guards the choice itself: whatever the order of the chains, one that is as fast as any does nearly all of the work."""
+    """Guards the choice itself: whatever the order of the chains, the work is soon done about as fast as by the fastest alone."""
     used = play(Planner(), speed, 20 * REST, sessions)
     assert set(used) == set(CHAINS)
-    fast = {chain for chain, rate in speed.items() if rate > 0.9 * max(speed.values())}
     later = used[10 * REST :]
-    assert sum(chain in fast for chain in later) > 0.85 * len(later)
+    assert seconds_of(later, speed) < seconds_of(later, dict.fromkeys(CHAINS, max(speed.values()))) / 0.85
 
 
 @given(speed=rates, sessions=st.sampled_from([1, 16]), pass_s=st.floats(0.001, 0.1), num_passes=st.integers(1, 600))

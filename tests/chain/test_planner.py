@@ -44,7 +44,7 @@ def seconds_of(used: list[Chain], speed: dict[Chain, float], pass_s: float = PAS
 
 @given(speed=rates, sessions=st.sampled_from([1, 3, 16]))
 def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int) -> None:
-    """Guards the choice itself: whatever the order of the chains, the work is soon done about as fast as by the fastest alone."""
+    """Guards the choice itself: whatever the order of the chains, work is soon done about as fast as by the fastest."""
     used = play(Planner(), speed, 20 * REST, sessions)
     assert set(used) == set(CHAINS)
     later = used[10 * REST :]

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cascade.messages import NO_DRAFT, Draft, Logprobs
 from cascade.params import SamplingParams
 
 BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
+MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 GROWTH = 16  # an allocation that is full grows by at least this part of itself: little is copied, and little held in vain
 
 
@@ -40,6 +41,17 @@ class Store(Protocol):
     def take(self, source: Any, positions: int) -> None:
         """Hold the first ``positions`` of another store of the same model, too; there is room for them."""
 
+    def fork(self, position: int) -> Any:
+        """A store that goes on otherwise from ``position`` on, empty there; what is before it is this one's.
+
+        Rows over a fork start at ``position`` or behind, and end no further behind it than `MAX_FORKED`. It is void once this
+        store is written before ``position``, but what is written here from there on, even in the same pass, leaves it as it
+        is; and the other way round.
+        """
+
+    def join(self, fork: Any) -> None:
+        """Hold from its position on what ``fork``, one of this store, holds there. The fork is void then, and free."""
+
     def free(self) -> None:
         """Give the memory back; the store is not used again."""
 
@@ -57,14 +69,22 @@ class RowState(Protocol):
         """Of ``num_tokens`` own tokens from ``start`` on."""
 
 
+class RunnerUp(NamedTuple):
+    """A token that was nearly the own one, the next by perturbed logit: under shared noise, what a verifier may say instead."""
+
+    token: int
+    gap: float  # by which its perturbed logit is less than the own token's, at least 0
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses behind them.
 
-    What the store held from ``start`` on is void.
+    What the store held from ``start`` on is void. Where the draft is a tree, each node's own token is that of the text with
+    the node's path, and nothing else; afterwards the store holds the path that own tokens take, see `Draft.walk`.
     """
 
-    cache: Any  # a Store of the model that runs the pass
+    cache: Any  # a Store of the model that runs the pass, or a fork of one: then the draft is a line
     start: int  # absolute position of tokens[0]; all positions before are in the store
     tokens: Sequence[int]
     num_own: int  # own tokens wanted, behind the last so many of tokens; 0 for a prefill chunk that does not end the text
@@ -72,6 +92,7 @@ class Row:
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
+    runner_ups: int = 0  # wanted beside each own token
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:
@@ -90,6 +111,7 @@ class Scored:
     own: Sequence[int] = ()  # behind the last `Row.num_own` tokens, then behind each node of its draft, as far as is known
     ahead: Sequence[int] = ()  # own tokens of the text that follow upon the last one, if `Row.ahead` asked for any
     draft: Draft = NO_DRAFT  # what the scorer itself guesses behind these
+    runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
 
 
 class Scorer(Protocol):

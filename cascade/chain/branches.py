@@ -66,6 +66,30 @@ class Branches:
         self.chances.append(self.chances[-1] * self.verdicts.chance(0, beside.gap, first=not self.beside))
         self.beside.append(beside)
 
+    def refused(self, start: int, draft: Draft, own: Sequence[int], beside: Sequence[Beside], path: Sequence[int]) -> None:
+        """A draft at ``start`` was scored, and ``path`` of it is the text now: a node that is no more than a runner-up there is
+        a branch, and what was scored behind it is written."""
+        for place, at in enumerate((-1, *path)):
+            if at + 1 >= len(own):
+                break
+            ranks = {other.token: rank for rank, other in enumerate(beside[1 + at].others, start=1)}
+            for node in draft.children(at):
+                rank = ranks.get(draft.tokens[node])
+                if rank is not None and node + 1 < len(own):
+                    self._write(
+                        Branch(start + place, rank, [draft.tokens[node]], [UNKNOWN], start + place), draft, own, beside, node
+                    )
+
+    def _write(self, branch: Branch, draft: Draft, own: Sequence[int], beside: Sequence[Beside], node: int | None) -> None:
+        while node is not None and node + 1 < len(own):
+            branch.tokens.append(own[1 + node])
+            branch.beside.append(beside[1 + node])
+            node = next((child for child in draft.children(node) if draft.tokens[child] == own[1 + node]), None)
+        head = self._head(branch.start, branch.rank)
+        if len(self.held) < self.most or head > min(self._head(one.start, one.rank) for one in self.held):
+            self.hold(branch)
+            self.grown = True
+
     def kept(self, num_kept: int) -> None:
         """The tier above says the same so far: ``num_kept`` more tokens of the text are committed, if there are as many."""
         for place, beside in enumerate(self.beside[:num_kept]):

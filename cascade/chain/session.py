@@ -229,8 +229,10 @@ class Session:
         replaced = len(known) < len(new) and any(True for _ in self.draft.children(known[-1] if known else -1))
         self._count(draft, len(own) - 1, path[: len(new) - 1], new, known)
         if self.branches is not None:
+            beside = [Beside.of(others) for others in runner_ups] or [UNKNOWN] * len(own)
             for at in (-1, *path[: len(new) - 1]):
-                self.branches.wrote(Beside.of(runner_ups[1 + at]) if runner_ups else UNKNOWN)
+                self.branches.wrote(beside[1 + at])
+            self.branches.refused(len(self.text), draft, own, beside, path)
         self.text += new
         self._origins += bytes(self.draft.origins[node] for node in known)
         if len(known) < len(new):

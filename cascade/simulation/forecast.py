@@ -23,7 +23,12 @@ LOCKSTEP_WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 STRIDE = 7919  # positions between the parts of a trace that requests of neighbouring seeds read
 MIXER = 0x9E3779B97F4A7C15
 WRONG, FADE = 0.62, 0.95  # see `Closeness`
-RUNNER_UPS = (0.36, 0.12)  # share of wrong tokens beside which the next tier's is the first runner-up, and the second
+ABOVE = (
+    0.58,
+    0.18,
+)  # chance that a tier's first runner-up, and its second, is what the next tier says, if that is another token
+BELOW = (0.68, 0.17)  # the same of what the tier below says
+CLOSE = (0.5, 0.13)  # the same of the next tier's own runner-up, if both say the same
 _NOBODY = 1 << 20  # what no tier says
 _LOT_BITS = 40
 
@@ -84,8 +89,7 @@ class Trace:
             repeat = says and lots.random() < burst
             says.append(says[-1] if repeat else _draw(acceptance, lots.random))
         closeness = [Closeness.of(share) for share in acceptance.by_next]
-        beside = ([close.beside(at[i], at[i + 1], lots.random) for i, close in enumerate(closeness)] for at in says)
-        return cls(tuple(says), tuple((*at, ()) for at in beside))
+        return cls(tuple(says), tuple(_close(at, closeness, lots.random) for at in says))
 
     def only(self, tiers: Sequence[int]) -> "Trace":
         """The same text for some of the tiers, by index, the last being the full one."""
@@ -111,17 +115,21 @@ class Closeness:
     def of(cls, accepted: float) -> "Closeness":
         return cls(max(0.01, (WRONG / max(1e-3, 1 - accepted) - 1) / FADE))
 
-    def beside(self, said: int, above: int, lot: Callable[[], float]) -> tuple[RunnerUp, ...]:
-        """The runner-ups of a token, ``above`` being what the next tier says."""
+    def beside(self, said: int, above: int, close: int, below: int, lot: Callable[[], float]) -> tuple[RunnerUp, ...]:
+        """The runner-ups of a token; the next tier says ``above`` and nearly said ``close``, the one below says ``below``."""
         gap = self.gap(lot(), right=said == above)
         far = gap - math.log(1 - lot()) * self.scale
-        first, second = (_NOBODY + 2 * said, _NOBODY + 2 * said + 1)
-        place = lot()
-        if said != above and place < RUNNER_UPS[0]:
-            first = above
-        elif said != above and place < sum(RUNNER_UPS):
-            second = above
-        return RunnerUp(first, gap), RunnerUp(second, far)
+        found: list[int | None] = [None, None]
+        wanted = ((above, ABOVE) if said != above else (close, CLOSE), (below, BELOW))
+        for token, (first, second) in wanted:
+            draw = lot()
+            place = 0 if draw < first else 1 if draw < first + second else 2
+            if token != said and place < 2 and found[place] is None and token not in found:
+                found[place] = token
+        return tuple(
+            RunnerUp(_NOBODY + 2 * said + place if token is None else token, away)
+            for place, (token, away) in enumerate(zip(found, (gap, far), strict=True))
+        )
 
     def gap(self, lot: float, *, right: bool) -> float:
         """Of a token of which it is known whether the next tier says the same."""
@@ -135,6 +143,15 @@ class Closeness:
             below = 1 - math.exp(-gap / self.scale) - wrong * (1 - math.exp(-gap * wrong_rate))
             low, high = (gap, high) if below < lot * (1 - wrong) else (low, gap)
         return low
+
+
+def _close(says: Sequence[int], closeness: Sequence[Closeness], lot: Callable[[], float]) -> tuple[tuple[RunnerUp, ...], ...]:
+    """The runner-ups of all tiers at one position; the full tier's are of no interest."""
+    found: list[tuple[RunnerUp, ...]] = [()]
+    for i in reversed(range(len(closeness))):
+        close = found[0][0].token if found[0] else says[i]
+        found.insert(0, closeness[i].beside(says[i], says[i + 1], close, says[i - 1] if i else says[i], lot))
+    return tuple(found)
 
 
 def _draw(acceptance: Acceptance, lot: Callable[[], float]) -> tuple[int, ...]:
@@ -223,8 +240,9 @@ class TraceModel:
             return ()
         if last % 2:
             above = self._astray(last, position, self._index + 1)
-            lots = iter(_lot(last, position, self._index, number) for number in range(3))
-            return self._close[self._index].beside(said, above, lambda: next(lots))
+            below = self._astray(last, position, self._index - 1) if self._index else said
+            lots = iter(_lot(last, position, self._index, number) for number in range(4))
+            return self._close[self._index].beside(said, above, said, below, lambda: next(lots))
         beside = self._beside[(position + STRIDE * seed) % len(self._beside)][self._index] if self._beside else ()
         return tuple(RunnerUp(_wrong(position, one) if one else 2 * position, gap) for one, gap in beside)
 

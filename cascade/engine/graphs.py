@@ -233,7 +233,7 @@ class Graphs:
         for step in range(steps):
             forward()
             self._samplers[bucket, kind, 0 if step else number]()
-        said = self._said[: STEPS + 2 * number if number else steps, : bucket.size].cpu()
+        said = self._said[: STEPS + 2 * number if number else steps, : bucket.size].tolist()
         return list(_split(rows, bucket, steps, said))
 
     def _fill(self, rows: Sequence[Row], bucket: Bucket, steps: int) -> None:
@@ -320,11 +320,11 @@ def _captured(capture: Capture, work: Task) -> Task:
         return work
 
 
-def _split(rows: Sequence[Row], bucket: Bucket, steps: int, said: Tensor) -> Iterator[Scored]:
-    """What the pass says of each row: own tokens of ``steps``, on the host, and perhaps runner-ups of the first."""
-    own = said[:steps].tolist()
+def _split(rows: Sequence[Row], bucket: Bucket, steps: int, said: list[list[int]]) -> Iterator[Scored]:
+    """What each row is told: own tokens of ``steps``, and runner-ups of the first if they were asked for."""
+    ahead = said[1:steps]
     for place, row in enumerate(rows):
         end = (place + 1) * bucket.tokens
-        begin = end - row.num_scored
-        next_ = runner_ups(torch.cat([said[:1], said[STEPS:]])[:, begin:end], row.runner_ups) if row.runner_ups else ()
-        yield Scored(own[0][begin:end], tuple(step[place] for step in own[1:]), runner_ups=next_)
+        part = slice(end - row.num_scored, end)
+        next_ = runner_ups([each[part] for each in (said[0], *said[STEPS:])], row.runner_ups) if row.runner_ups else ()
+        yield Scored(said[0][part], tuple(step[place] for step in ahead), runner_ups=next_)

@@ -217,13 +217,8 @@ class Model:
         logits = self.logits(rows)
         shaped, known = shape(logits, rows)
         number = max((row.runner_ups for row in rows), default=0)
-        if number:
-            said = own_tokens_and_next(shaped, wanted, number).cpu()
-            scored = list(_cut(said, rows, known))
-        else:
-            tokens = iter(own_tokens(shaped, wanted).tolist())
-            own = [[next(tokens) for _ in range(row.num_scored)] for row in rows]
-            scored = [Scored(one[:count]) for one, count in zip(own, known, strict=True)]
+        said = own_tokens_and_next(shaped, wanted, number) if number else own_tokens(shaped, wanted)[None]
+        scored = list(_cut(said.tolist(), rows, known))
         tell(logits, rows, [one.own for one in scored])
         return scored
 
@@ -343,12 +338,13 @@ def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) ->
     keep += keep[-1:] * (rows - len(keep))
 
 
-def _cut(said: Tensor, rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
-    """What a pass says of each row, of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`."""
+def _cut(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
+    """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`."""
     begin = 0
     for row, count in zip(rows, known, strict=True):
-        part = said[:, begin : begin + count]
-        yield Scored(part[0].tolist(), runner_ups=runner_ups(part, row.runner_ups) if row.runner_ups else ())
+        part = slice(begin, begin + count)
+        next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
+        yield Scored(said[0][part], runner_ups=next_)
         begin += row.num_scored
 
 

@@ -10,6 +10,7 @@ The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the sa
 """
 
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -83,12 +84,18 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
     return torch.stack(said + gaps)
 
 
-def runner_ups(said: Tensor, number: int) -> list[tuple[RunnerUp, ...]]:
-    """The first ``number`` of those in ``said`` ``[1 + 2 * k, N]``, see `with_runner_ups`, on the host; no filtered tokens."""
+def runner_ups(said: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
+    """The first ``number`` of those in ``said`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
     k = len(said) // 2
-    gaps = said[1 + k : 1 + k + number].int().view(torch.float32)
-    pairs = (zip(*both, strict=True) for both in zip(said[1 : 1 + number].T.tolist(), gaps.T.tolist(), strict=True))
-    return [tuple(RunnerUp(token, gap) for token, gap in each if gap < math.inf) for each in pairs]
+    gaps = [[_float(bits) for bits in row] for row in said[1 + k : 1 + k + number]]
+    found = (zip(*both, strict=True) for both in zip(said[1 : 1 + number], gaps, strict=True))
+    return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*found, strict=True)]
+
+
+def _float(bits: int) -> float:
+    """The float32 that has these bits."""
+    number: float = struct.unpack("f", struct.pack("i", bits))[0]
+    return number
 
 
 def demand(params: SamplingParams) -> int:

@@ -43,6 +43,7 @@ class Tree:
         self.lines: list[Line] = []
         self.taken = 0  # line that own tokens follow
         self._row = row
+        self._shares_pass = shares_pass
         self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
         self._forks: dict[int, Any] = {}  # by line
         self._depths = {-1: 0}  # of the trunk's nodes
@@ -109,7 +110,8 @@ class Tree:
         draft = self._draft(path[::-1])
         start = row.start + len(row.tokens) + self._depths[at] - again
         fork = self._forks[len(self.lines)] = row.cache.fork(start)
-        fork.reserve(start + again + len(draft))
+        if not self._shares_pass:
+            fork.reserve(start + again + len(draft))  # while the branch can still be left out
         tokens = row.tokens[len(row.tokens) - again :]
         if row.state is None:
             fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, runner_ups=row.runner_ups)

@@ -21,7 +21,7 @@ from cascade.engine.sequence_state import Constraint, SequenceState
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree
 from cascade.messages import NO_DRAFT, Draft, Logprobs, Open
-from cascade.scorer import BLOCK, MAX_FORKED, Row, Scored
+from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests.architectures import VOCAB, build
 from tests.kernels import varlen
 
@@ -69,11 +69,12 @@ class Session:
 
     def __post_init__(self) -> None:
         self.store = self.model.new_cache()
-        self.opening = Open("s", tuple(self.text), len(self.text), self.params, ENDS)
+        self.prompt_len = len(self.text)
         self.state = self.new_state(self.text)
 
     def new_state(self, text: Sequence[int]) -> SequenceState | None:
-        return SequenceState(self.opening, text, self.constraint()) if self.params.shaped else None
+        opening = Open("s", tuple(text), self.prompt_len, self.params, ENDS)
+        return SequenceState(opening, text, self.constraint()) if self.params.shaped else None
 
     def expected(self, path: Sequence[int]) -> tuple[Scored, tuple[Logprobs, ...]]:
         """What a pass over the text with a path says, with a store and a history of its own."""
@@ -109,13 +110,19 @@ class Session:
             alone, _ = self.expected(path_to(draft.tokens, [draft.parent(i) for i in range(len(draft))], node))
             assert own == alone.own[0]
             if scored.runner_ups:
-                assert scored.runner_ups[node + 1] == alone.runner_ups[0]
+                _alike(scored.runner_ups[node + 1], alone.runner_ups[0])
         new, _ = draft.walk(scored.own)
         said = [self.expected(new[:i])[1] for i in range(len(new))]
         if self.state is not None and self.params.logprobs is not None:
             assert [(one,) for one in self.state.logprobs(begin, len(new))] == said
         self.text += new
         self.held = len(self.text) - 1
+
+
+def _alike(found: Sequence[RunnerUp], expected: Sequence[RunnerUp]) -> None:
+    """Mixtures, and passes over graphs, keep their bits only nearly."""
+    assert [one.token for one in found] == [one.token for one in expected]
+    assert [one.gap for one in found] == pytest.approx([one.gap for one in expected], abs=1e-3)
 
 
 def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
@@ -198,7 +205,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
 @settings(deadline=None, derandomize=True, max_examples=12)
 @given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
 def test_branches_have_histories_of_their_own(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
-    """Guards penalties, bias, `min_tokens` and log-probabilities: a branch counts its own path, and reports it if it is taken."""
+    """Guards penalties, bias, `min_tokens` and log-probabilities: a branch counts its own path, and reports it if taken."""
     model = model_of("llama", attention)
     chosen = [params, SamplingParams(temperature=0.8, seed=seed), params]
     rounds([Session(model, one, text, random.Random(seed)) for one, text in zip(chosen, texts(seed), strict=True)], trees)
@@ -295,12 +302,12 @@ def test_branches_without_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     session = Session(model, GREEDY, [1, 2, 3], random.Random(0))
     draft = session.guess(STAR.parents)
     session.store.reserve(BLOCK)
-    for known in (5, 4, 2):  # with blocks for so many branches: of the third, which is alone, and the second
+    alone = [session.expected(path_to(draft.tokens, draft.parents, node))[0].own[0] for node in range(-1, len(draft))]
+    for taken, known in ((0, 5), (1, 4), (2, 2)):  # blocks by others; there are two for branches
         other = model.new_cache()
+        other.reserve(taken * BLOCK)
         [scored] = model.run([session.row(draft)])
-        assert list(scored.own) == [
-            session.expected(path_to(draft.tokens, draft.parents, n))[0].own[0] for n in range(-1, known)
-        ]
+        assert list(scored.own) == alone[: 1 + known]
         other.free()
     assert not any(fork.nbytes for fork in forks)
 

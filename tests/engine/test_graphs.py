@@ -278,6 +278,14 @@ def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, mon
             assert said[0] == said[1]
             known += n
         ahead = captured.run([Row(s[0], known, [7], 1, p, ahead=2) for s, p in zip(stores, sampling, strict=True)])
+        pairs = [
+            model.run([Row(s[side], known, [7], 1, p, runner_ups=2) for s, p in zip(stores, sampling, strict=True)])
+            for side, model in enumerate((captured, plain))
+        ]
+        for found, expected in zip(*pairs, strict=True):
+            assert [[up.token for up in ups] for ups in found.runner_ups] == [
+                [up.token for up in ups] for ups in expected.runner_ups
+            ]
         for session, (_, store) in enumerate(stores):
             token = 7
             for step, own in enumerate((*ahead[session].own, *ahead[session].ahead)):

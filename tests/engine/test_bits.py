@@ -20,7 +20,7 @@ from cascade.engine.model import Model
 from cascade.engine.packed_linear import keeps_bits
 from cascade.scorer import TILE, Row
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
-from tests.forks import TEXTS, Piece, check_forks
+from tests.forks import Piece, check_forks, tokens
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 LENGTH = 100  # of a text, more than a tile
@@ -122,14 +122,13 @@ def test_float32_logits_are_those_of_the_text_alone(name: str) -> None:
 
 
 def check_forks_of(model: Model, rng: random.Random) -> None:
-    many = [text(number, model.vocab_size) for number in range(TEXTS)]
-
     def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        rows = []
-        for store, start, picks in pieces:
-            tokens = [many[pick][place] for place, pick in enumerate(picks, start)]
-            rows.append(Row(store, start, tokens, len(tokens), GREEDY))
-        return model.logits(rows).split([len(row.tokens) for row in rows])
+        sizes = [len(piece.picks) for piece in pieces]
+        rows = [
+            Row(piece.store, piece.start, tokens(piece, model.vocab_size), size, GREEDY)
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return model.logits(rows).split(sizes)
 
     check_forks(rng, model.new_cache, score, LENGTH)
 

@@ -246,7 +246,7 @@ def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mappin
     wire = Wire()
     while (order := wire.receive()) is not None:
         for change in order.changes:
-            _mirror(caches, change)
+            mirror(caches, change)
         rows = [
             Row(caches.setdefault(number, Cache()), start, tokens, own, PARAMS) for number, start, tokens, own in order.rows
         ]
@@ -256,7 +256,7 @@ def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mappin
     dist.destroy_process_group()
 
 
-def _mirror(caches: dict[int, Any], change: Change) -> None:
+def mirror(caches: dict[int, Any], change: Change) -> None:
     """Do with a follower's caches, and forks of them, what the leader did with its own."""
     what, number, other, positions = change
     if what == "free":

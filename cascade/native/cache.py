@@ -1,6 +1,7 @@
 """Keys and values of sessions in the blocks that the kernel for attention reads; see `cascade.native.attention`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,60 +20,43 @@ class Shape(NamedTuple):
     value_size: int
 
 
-class Blocks:
-    """Keys and values of some positions in a row, float32, finite everywhere."""
-
-    __slots__ = ("_keys", "_shapes", "_values", "addresses", "capacity")
-
-    def __init__(self, shapes: Mapping[int, Shape]) -> None:
-        """``shapes`` are those of the layers, in their order."""
-        self._shapes = shapes
-        self.capacity = 0  # positions
-        self._keys: list[Tensor] = []  # by layer [kv_heads, capacity / 16, key_size, 16]
-        self._values: list[Tensor] = []  # by layer [kv_heads, blocks, capacity, 16]
-        self.addresses = torch.zeros(len(shapes), 2, dtype=torch.int64)  # of both
-
-    @torch.inference_mode()
-    def _grow(self, positions: int) -> None:
-        """Make room for ``positions``, in whole blocks; what is written stays."""
-        keys, values, held = self._keys, self._values, self.capacity
-        self._keys, self._values, self.capacity = [], [], positions
-        for layer, shape in enumerate(self._shapes.values()):
-            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=torch.float32))
-            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=torch.float32))
-            if held:
-                self._keys[layer][:, : held // LANES] = keys[layer]
-                self._values[layer][:, :, :held] = values[layer]
-        self.addresses = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self._keys, self._values, strict=True)])
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
-
-    def free(self) -> None:
-        """Give the memory back."""
-        self._keys, self._values, self.capacity = [], [], 0
-
-
-class BlockedCache(Blocks):
-    """Keys and values of one session.
+class BlockedCache:
+    """Keys and values of one session, float32, finite everywhere.
 
     Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
-    __slots__ = ()
+    __slots__ = ("_keys", "_values", "addresses", "capacity", "shapes")
     block = TILE
+
+    def __init__(self, shapes: Mapping[int, Shape]) -> None:
+        """``shapes`` are those of the layers, in their order."""
+        self.shapes = shapes
+        self.capacity = 0  # positions
+        self._keys: list[Tensor] = []  # by layer [kv_heads, capacity / 16, key_size, 16]
+        self._values: list[Tensor] = []  # by layer [kv_heads, blocks, capacity, 16]
+        self.addresses = torch.zeros(len(shapes), 2, dtype=torch.int64)  # of both
 
     def prepare(self, positions: int) -> None:
         """Make room for ``positions``, and for some more if there is none."""
         if positions > self.capacity:
             self.reserve(room(positions, self.capacity))
 
+    @torch.inference_mode()
     def reserve(self, positions: int) -> None:
         """Make room for ``positions``, in whole tiles; what is written stays."""
-        if (positions := tiled(positions)) > self.capacity:
-            self._grow(positions)
+        positions = tiled(positions)
+        if positions <= self.capacity:
+            return
+        keys, values, held = self._keys, self._values, self.capacity
+        self._keys, self._values, self.capacity = [], [], positions
+        for layer, shape in enumerate(self.shapes.values()):
+            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=torch.float32))
+            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=torch.float32))
+            if held:
+                self._keys[layer][:, : held // LANES] = keys[layer]
+                self._values[layer][:, :, :held] = values[layer]
+        self.addresses = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self._keys, self._values, strict=True)])
 
     @torch.inference_mode()
     def take(self, source: "BlockedCache", positions: int) -> None:
@@ -90,14 +74,13 @@ class BlockedCache(Blocks):
     @torch.inference_mode()
     def join(self, fork: "BlockedFork") -> None:
         """Copy what ``fork`` holds, bit by bit, and free it."""
-        self.prepare(fork.end)
         start, end, origin = fork.position, fork.end, fork.origin
+        self.prepare(end)
         first, lane, last = start // LANES, start % LANES, blocks_of(end)
-        for mine, other in zip(self._keys, fork._keys, strict=False):  # one that was never written holds nothing
-            mine[:, first, :, lane:] = other[:, 0, :, lane:]
-            mine[:, first + 1 : last] = other[:, 1 : last - first]
-        for mine, other in zip(self._values, fork._values, strict=False):
-            mine[:, :, start:end] = other[:, :, start - origin : end - origin]
+        for mine, my_values, (keys, values) in zip(self._keys, self._values, fork.layers(), strict=False):
+            mine[:, first, :, lane:] = keys[:, 0, :, lane:]
+            mine[:, first + 1 : last] = keys[:, 1 : last - first]
+            my_values[:, :, start:end] = values[:, :, start - origin : end - origin]
         fork.free()
 
     @property
@@ -105,17 +88,28 @@ class BlockedCache(Blocks):
         """Fields of a span, see `cascade.native.attention.FIELDS`."""
         return self.capacity, 0, 0, 0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
-class BlockedFork(Blocks):
-    """Keys and values of one session from a position on; those before it are its base's."""
+    def free(self) -> None:
+        """Give the memory back."""
+        self._keys, self._values, self.capacity = [], [], 0
 
-    __slots__ = ("_base", "end", "origin", "position")
+
+class BlockedFork:
+    """Keys and values of one session from ``position`` on, finite everywhere; those before it are its base's."""
+
+    __slots__ = ("_memory", "addresses", "base", "capacity", "end", "origin", "position")
 
     def __init__(self, base: BlockedCache, position: int) -> None:
-        super().__init__(base._shapes)
-        self._base = base
-        self.position = self.end = position  # first of its own, and behind the last
+        self.base = base
+        self.position = self.end = position  # of its first, and one behind its last
         self.origin = position // LANES * LANES  # of its first block
+        self.capacity = 0  # positions from there on
+        self._memory = torch.zeros(0)  # of all layers: forks come and go with every pass
+        self.addresses = torch.zeros_like(base.addresses)
 
     def prepare(self, positions: int) -> None:
         """Make room for a text of ``positions``, which it holds after the pass."""
@@ -123,15 +117,48 @@ class BlockedFork(Blocks):
         if positions > self.origin + self.capacity:
             self._grow(blocks_of(positions - self.origin) * LANES)
 
+    @torch.inference_mode()
+    def _grow(self, capacity: int) -> None:
+        before, self.capacity = self.layers(), capacity
+        *begins, size = accumulate(self._sizes(), initial=0)
+        self._memory = torch.zeros(size, dtype=torch.float32)
+        self.addresses = self._memory.data_ptr() + 4 * torch.tensor(begins).view(-1, 2)
+        for old, new in zip(before, self.layers() if before else (), strict=True):
+            new[0][:, : old[0].shape[1]] = old[0]
+            new[1][:, :, : old[1].shape[2]] = old[1]
+
+    def _sizes(self) -> Iterator[int]:
+        """Of the keys of a layer and of its values, of the next one's, and so on, in numbers."""
+        for heads, key_size, value_size in self.base.shapes.values():
+            yield heads * self.capacity * key_size
+            yield heads * self.capacity * blocks_of(value_size) * LANES
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values as a cache's, from ``origin`` on; nothing if none were written."""
+        if not self.capacity:
+            return []
+        parts = iter(self._memory.split(list(self._sizes())))
+        return [
+            (
+                next(parts).view(shape.kv_heads, -1, shape.key_size, LANES),
+                next(parts).view(shape.kv_heads, blocks_of(shape.value_size), -1, LANES),
+            )
+            for shape in self.base.shapes.values()
+        ]
+
     @property
     def place(self) -> tuple[int, int, int, int]:
         """Fields of a span, see `cascade.native.attention.FIELDS`."""
-        return self.capacity, self.origin, self.position, self._base.capacity
+        return self.capacity, self.origin, self.position, self.base.capacity
 
     @property
-    def sources(self) -> Tensor:
-        """Addresses of its own keys and values and of its base's, int64 ``[layers, 4]``."""
-        return torch.cat([self.addresses, self._base.addresses], dim=1)
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._memory.nbytes
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._memory, self.capacity = torch.zeros(0), 0
 
 
 def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
@@ -139,11 +166,10 @@ def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], sha
     for cache, _, tokens, start in rows:  # before any address is taken: forks have those of others, too
         cache.prepare(start + tokens)
     table = torch.empty(len(shapes), len(rows), FIELDS, dtype=torch.int64)
-    for number, (cache, begin, tokens, start) in enumerate(rows):
-        table[:, number, :7] = torch.tensor((begin, tokens, start, *cache.place))
+    table[:, :, :7] = torch.tensor([(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows])
+    table[:, :, 7:9] = torch.stack([cache.addresses for cache, *_ in rows], dim=1)
+    for number, (cache, *_) in enumerate(rows):
         if isinstance(cache, BlockedFork):
-            table[:, number, 7:] = cache.sources
-        else:
-            table[:, number, 7:9] = cache.addresses
+            table[:, number, 9:] = cache.base.addresses
     longest = max(start + tokens for _, _, tokens, start in rows)
     return {layer: Spans(part, longest) for layer, part in zip(shapes, table, strict=True)}

@@ -132,6 +132,12 @@ class TraceModel:
     def take(self, source: "TraceModel", positions: int) -> None:
         """Nothing is kept."""
 
+    def fork(self, position: int) -> "TraceModel":
+        return self
+
+    def join(self, fork: "TraceModel") -> None:
+        """Nothing is kept."""
+
     def free(self) -> None:
         """Nothing is kept."""
 

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from cascade.params import SamplingParams
 
-MAX_POSITIONS = 16  # of a pass whose accepted guesses are counted one by one
+MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
+MAX_RANKS = 3  # the same: own tokens of the drafter, first and second runner-ups
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,12 @@ class Edge:
     emitted: int = 0  # own tokens
     waited_s: float = 0.0  # time the verifier waited for guesses, seconds
     accepted_by_position: tuple[int, ...] = ()  # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
+    proposed_by_position: tuple[int, ...] = ()  # guesses that the passes scored there, all branches together
+    accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
+    proposed_by_rank: tuple[int, ...] = ()
+    corrected: int = 0  # times that the verifier said another token than the drafter's own
+    prepared: int = 0  # of these, times that the drafter had written behind that token before it heard of it
+    waiting: int = 0  # tokens that it had written there, together
 
     @property
     def mean_accepted_len(self) -> float:
@@ -43,6 +50,12 @@ class Edge:
             self.emitted + other.emitted,
             self.waited_s + other.waited_s,
             _sum(self.accepted_by_position, other.accepted_by_position),
+            _sum(self.proposed_by_position, other.proposed_by_position),
+            _sum(self.accepted_by_rank, other.accepted_by_rank),
+            _sum(self.proposed_by_rank, other.proposed_by_rank),
+            self.corrected + other.corrected,
+            self.prepared + other.prepared,
+            self.waiting + other.waiting,
         )
 
 
@@ -73,12 +86,13 @@ class Lane:
 class Draft:
     """What is guessed behind a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
 
-    Nodes stand behind their parents, so that the first of them are a draft, too.
+    Nodes stand behind their parents, so that the first of them are a draft, too, and likelier children of a node before others:
+    the own token of the one who guesses, then its runner-ups.
     """
 
     tokens: tuple[int, ...] = ()  # one a node
     origins: bytes = b""  # one a node, see `origin`
-    confidences: bytes = b""  # one a node, 255 for certain; empty if nobody says
+    confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
 
     def __post_init__(self) -> None:
@@ -108,6 +122,33 @@ class Draft:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
         return (child for child in range(node + 1, len(self.parents)) if self.parents[child] == node)
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of each node, how many children of its parent stand before it."""
+        if not self.parents:
+            return bytes(len(self.tokens))
+        seen: dict[int, int] = {}  # by parent
+        ranks = bytearray()
+        for parent in self.parents:
+            rank = seen[parent] = seen.get(parent, -1) + 1
+            ranks.append(rank)
+        return ranks
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """Of each node, how many stand before it on its way from the text."""
+        if not self.parents:
+            return range(len(self.tokens))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @property
+    def height(self) -> int:
+        """Nodes of its longest branch."""
+        return len(self.tokens) if not self.parents else max(self.depths) + 1
+
     def walk(self, own: Sequence[int]) -> tuple[list[int], list[int]]:
         """The way that own tokens take through the tree: new tokens of the text, and the nodes that say the same.
 
@@ -125,6 +166,14 @@ class Draft:
             path.append(found)
             at = found
         return new, path
+
+    def way(self, node: int) -> list[int]:
+        """Nodes from the text to ``node``."""
+        way: list[int] = []
+        while node >= 0:
+            way.append(node)
+            node = self.parent(node)
+        return way[::-1]
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Nodes that say these tokens behind the text, as far as there are any."""
@@ -149,6 +198,20 @@ class Draft:
             return NO_DRAFT
         return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size])
 
+    def pick(self, nodes: Sequence[int]) -> "Draft":
+        """What these nodes say, which come with those before them, in their order here."""
+        size = len(nodes)
+        if size == 0 or nodes[-1] == size - 1:
+            return self.first(size)
+        place = {node: new for new, node in enumerate(nodes)}
+        place[-1] = -1
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            bytes(self.origins[node] for node in nodes),
+            bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
+            tuple(place[self.parent(node)] for node in nodes),
+        )
+
     def below(self, node: int) -> "Draft":
         """What is guessed behind ``node``, -1 for the text."""
         if node < 0:
@@ -163,6 +226,8 @@ class Draft:
             if self.parents[child] in kept:
                 kept[child] = len(kept) - 1
         nodes = list(kept)[1:]
+        if not nodes:
+            return NO_DRAFT
         return Draft(
             tuple(self.tokens[i] for i in nodes),
             bytes(self.origins[i] for i in nodes),
@@ -219,6 +284,8 @@ class Open:
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
     watch: bool = False  # proposals bring lanes, and come for these alone too
+    branches: int = 0  # ways beside its text that this session may offer and prepare, see `cascade.chain.branches`
+    draft_branches: int = 0  # the same for the sessions below
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

@@ -20,6 +20,7 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
 MAX_WINDOW = 256
 DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
+MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256

@@ -48,6 +48,7 @@ class BlockManager:
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.reused = 0  # positions that were not scored again
+        self._lent = 0  # blocks, beside those of allocations
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
         self._kept: dict[Allocation, None] = {}  # the least recently used first
@@ -91,6 +92,20 @@ class BlockManager:
         allocation.store.reserve(allocation.capacity)
         return True
 
+    def lend(self, positions: int) -> int | None:
+        """Blocks for a fork of that many positions, the one that it shares in part included; None if memory is short."""
+        blocks = self.blocks(positions) + self._unit
+        if not self._make_room(blocks):
+            return None
+        self.free -= blocks
+        self._lent += blocks
+        return blocks
+
+    def give_back(self, blocks: int) -> None:
+        """A fork is gone."""
+        self.free += blocks
+        self._lent -= blocks
+
     def share(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
         """Let others reuse the beginning of an allocation: ``tokens``, which are scored and never rolled back."""
         self._forget(allocation)
@@ -118,9 +133,10 @@ class BlockManager:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
         kept = sum(allocation.blocks for allocation in self._kept)
         held = sum(allocation.blocks for allocation in self._allocations if allocation.in_use)
-        sum_ = f"{self.free} free + {kept} kept + {held} held blocks are {self.free + kept + held} of {self.total}"
-        assert self.free >= 0, sum_
-        assert self.free + kept + held == self.total, sum_
+        found = self.free + kept + held + self._lent
+        sum_ = f"{self.free} free + {kept} kept + {held} held + {self._lent} lent blocks are {found} of {self.total}"
+        assert min(self.free, self._lent) >= 0, sum_
+        assert found == self.total, sum_
         assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.in_use}, (
             "kept allocations are those not in use"
         )

@@ -6,8 +6,8 @@ from typing import Generic
 
 from cascade.chain.planner import Chain, Planner, Seen
 from cascade.chain.profile import CHUNK
-from cascade.chain.session import Work
 from cascade.chain.slot import Slot, U
+from cascade.chain.work import Work
 from cascade.messages import Commit, Failed, Message, Proposal
 
 SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it

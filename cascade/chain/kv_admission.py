@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cascade.chain.block_manager import BlockManager
+from cascade.chain.branches import Branch
 from cascade.chain.scheduler import rank
 from cascade.chain.session import Session
-from cascade.chain.slot import Slot, U
-from cascade.scorer import BLOCK, Store
+from cascade.chain.slot import Fork, Slot, U
+from cascade.scorer import BLOCK, MAX_FORKED, RowState, Store
 
 IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
 MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
@@ -40,6 +41,8 @@ class KVAdmission:
         for slot in ranked:
             session = slot.session
             if session.stalled:
+                if session.branches is not None and slot.allocation is not None:
+                    able.append(slot)
                 continue
             positions = len(session.text) + min(session.usable, max_guesses)
             if self._place(slot, positions, ranked, now):
@@ -55,8 +58,40 @@ class KVAdmission:
         if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
             self.block_manager.share(allocation, session.text[:prompt_len], _salt(session))
 
+    def fork(self, slot: Slot[Any], branch: Branch, text: list[int], state: RowState | None) -> bool:
+        """Give a branch room for its keys and values; False if memory is short."""
+        blocks = self.block_manager.lend(MAX_FORKED)
+        if blocks is not None:
+            slot.forks[branch] = Fork(slot.cache.fork(branch.start), blocks, text, state)
+        return blocks is not None
+
+    def settle(self, slot: Slot[Any]) -> None:
+        """Let the session have what its branch holds that was taken, and free all branches that it has no more."""
+        session, held = slot.session, slot.session.branches.held if slot.session.branches is not None else ()
+        if session.taken is not None:
+            fork = slot.forks.pop(session.taken, None)
+            if fork is not None:
+                slot.cache.join(fork.store)
+                self.block_manager.give_back(fork.blocks)
+                session.joined()
+            session.taken = None
+        for branch in [branch for branch in slot.forks if branch not in held]:
+            self._release(slot.forks.pop(branch))
+
+    def _release(self, fork: Fork) -> None:
+        fork.store.free()
+        self.block_manager.give_back(fork.blocks)
+
+    def _void(self, slot: Slot[Any]) -> None:
+        """A session loses all of its branches."""
+        while slot.forks:
+            self._release(slot.forks.popitem()[1])
+        if slot.session.branches is not None:
+            slot.session.branches.void()
+
     def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
+        self._void(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
         if allocation is not None and spoilt:
             self.block_manager.drop(allocation)
@@ -97,6 +132,7 @@ class KVAdmission:
 
     def _preempt(self, slot: Slot[Any]) -> None:
         assert slot.allocation is not None
+        self._void(slot)
         self.block_manager.drop(slot.allocation)
         slot.allocation, slot.session.kv_len = None, 0
         self.preempted += 1

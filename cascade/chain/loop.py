@@ -14,8 +14,9 @@ from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.planner import Planner, Policy
 from cascade.chain.profile import Profile
 from cascade.chain.scheduler import Batch, schedule
-from cascade.chain.session import ProtocolError, Session, Work
+from cascade.chain.session import ProtocolError, Session
 from cascade.chain.slot import Slot, U
+from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
 from cascade.scorer import RowState, Scored
@@ -136,6 +137,7 @@ class Loop(Generic[U]):
         except ProtocolError as error:
             self._fail(slot, str(error))
             return
+        self.kv_admission.settle(slot)
         if change is not None:
             self._drafting.tell(slot, change)
         if change is not None or stalled:
@@ -160,10 +162,24 @@ class Loop(Generic[U]):
                 wake_at = earlier(wake_at, self._drafting.draft(slot, now))
         able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
+        batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]
         for slot, work in batch:
-            if work.num_own:
-                slot.session.waited(now - slot.since)
+            if work.num_own and work.branch is None:
+                slot.session.totals.waited(now - slot.since)
         return batch, earlier(earlier(wake_at, start_at), retry_at)
+
+    def _fork(self, slot: Slot[U], work: Work) -> bool:
+        """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""
+        session, branch = slot.session, work.branch
+        assert branch is not None
+        assert session.branches is not None
+        self.kv_admission.settle(slot)
+        if branch in session.branches.held and branch not in slot.forks:
+            text = [*session.text[: branch.start], *branch.tokens]
+            state = self._limits.new_state(session.opening, text) if slot.state is not None and self._limits.new_state else None
+            if not self.kv_admission.fork(slot, branch, text, state):
+                session.branches.held.remove(branch)
+        return branch in slot.forks
 
     def _tell(self, now: float) -> None:
         """Send the guesses of watched sessions up, before the pass that judges them."""
@@ -179,6 +195,9 @@ class Loop(Generic[U]):
         """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
         rows: list[tuple[Slot[U], Work, int, float]] = []
         for (slot, work), result in zip(batch, results, strict=True):
+            if work.branch is not None:
+                self._extend(slot, work, result)
+                continue
             if not isinstance(result, Scored):
                 reason = f"a pass of tier {self._name} failed" if result is None else str(result)
                 self._fail(slot, reason, fault=result is not None)
@@ -189,8 +208,24 @@ class Loop(Generic[U]):
             if commit is not None:
                 rows.append((slot, work, len(commit.tokens), seconds))
                 self._drafting.tell(slot, commit)
+        for slot in {id(slot): slot for slot, _ in batch}.values():
+            if self.slots.get(slot.session.opening.session) is slot:
                 self._propose(slot)
         self._drafting.passed(self.slots.values(), rows, now)
+
+    def _extend(self, slot: Slot[U], work: Work, result: Result) -> None:
+        """A branch takes its own token; one that could not be scored is given up, and harms nobody."""
+        branch, branches = work.branch, slot.session.branches
+        assert branch is not None
+        assert branches is not None
+        if branch not in slot.forks:
+            return  # the session has failed
+        if isinstance(result, Scored):
+            slot.session.advance(work, result)
+            slot.forks[branch].text.append(branch.tokens[-1])
+        else:
+            branches.held.remove(branch)
+            self.kv_admission.settle(slot)
 
     def _propose(self, slot: Slot[U]) -> None:
         proposal, state = slot.session.proposal(), slot.state

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cascade.chain.session import Work
+from cascade.chain.work import Work
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scorer
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cascade.chain.branches import OFFERED
 from cascade.chain.loop import Result
 from cascade.chain.profile import FIRST_PASS_S, Profile
 from cascade.chain.scheduler import Batch
-from cascade.chain.session import Work
 from cascade.chain.slot import Slot
+from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored, Scorer
@@ -85,7 +86,7 @@ class Runner:
 
     def _score(self, batch: Batch[Any]) -> list[Result] | None:
         """One pass, None if it fails for another reason than the fault of its only row."""
-        rows = [_row(slot, work) for slot, work in batch]
+        rows = [row_of(slot, work) for slot, work in batch]
         begin = time.monotonic()
         try:
             scored = self._model.run(rows)
@@ -125,9 +126,13 @@ class Runner:
         stats.pass_s = self._profile.pass_s
 
 
-def _row(slot: Slot[Any], work: Work) -> Row:
-    params = slot.session.opening.params
+def row_of(slot: Slot[Any], work: Work) -> Row:
+    """What the model is given."""
+    params, runner_ups = slot.session.opening.params, OFFERED if slot.session.branches is not None else 0
+    if work.branch is not None:
+        fork = slot.forks[work.branch]
+        return Row(fork.store, work.start, work.tokens, work.num_own, params, fork.state, runner_ups=runner_ups)
     if slot.session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
         of_prompt = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
         return Row(slot.cache, work.start, work.tokens, len(work.tokens), of_prompt, slot.state)
-    return Row(slot.cache, work.start, work.tokens, work.num_own, params, slot.state, slot.ahead(work), work.draft)
+    return Row(slot.cache, work.start, work.tokens, work.num_own, params, slot.state, slot.ahead(work), work.draft, runner_ups)

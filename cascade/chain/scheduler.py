@@ -1,23 +1,28 @@
 """Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rule.
 
 A pass has a budget of tokens. Sessions that write come before those that read, each in its turn; a long text is read in chunks
-beside them, of a size that stretches the pass only so far.
+beside them, of a size that stretches the pass only so far. What is scored beyond the texts, `cascade.chain.choice` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from cascade.chain.branches import Branch
+from cascade.chain.choice import affordable
 from cascade.chain.planner import Policy
 from cascade.chain.profile import CHUNK, Profile
-from cascade.chain.session import Work
 from cascade.chain.slot import Slot, U
+from cascade.chain.work import Work
 
 PRIORITY_S = 10.0  # a session goes before others that came so much earlier, for each step of priority: so nobody starves
 SHARE = 4  # readers get at least this part of a pass, one over it
 STRETCH = 3.0  # reading beside sessions that write may take so many times their pass
+CERTAIN = 1e6  # more than any chance: of what is scored whatever it costs
+LEAST = 0.05  # chance to be of use for which a pass may start that scores nothing but branches
 
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
+Ways: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # branches of sessions, by the identity of their slots
 
 
 def rank(slot: Slot[Any]) -> float:
@@ -30,10 +35,15 @@ def schedule(
 ) -> tuple[Batch[U], float | None]:
     """The rows of the next pass, and when to look again if there are none; None: not before something happens.
 
-    None of ``slots`` is stalled. A pass starts when one session wants it, and takes along those that would still wait: it costs
-    them less than the next. It scores at most ``max_tokens``.
+    Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
+    those that would still wait: it costs them less than the next. It scores at most ``max_tokens``.
     """
-    ready = [(policy.start_at(slot.session, slot.since, profile.pass_s), slot) for slot in slots]
+    ways = {id(slot): found for slot in slots if (found := slot.session.ways())}
+    ready = [
+        (policy.start_at(slot.session, slot.since, profile.pass_s), slot)
+        for slot in slots
+        if not slot.session.stalled or any(chance >= LEAST for chance, _ in ways.get(id(slot), ()))
+    ]
     first = min((start_at for start_at, _ in ready), default=None)
     if first is None or first > now:
         return [], first
@@ -41,7 +51,7 @@ def schedule(
     readers = [slot for slot in joining if slot.session.num_pending >= CHUNK]
     writers = [slot for slot in joining if slot.session.num_pending < CHUNK]
     reading = _reading_budget(readers, writers, profile, max_tokens)
-    batch = _write(writers, max_tokens - reading, policy.max_guesses)
+    batch = _write(writers, ways, max_tokens - reading, policy.max_guesses, profile)
     scored = sum(len(work) for _, work in batch)
     left = min(max_tokens - scored, _stretch(profile, max_tokens) if batch else max_tokens)
     return batch + _read(readers, left, policy.max_guesses), None
@@ -61,19 +71,54 @@ def _stretch(profile: Profile, max_tokens: int) -> int:
     return max(CHUNK, min(max_tokens, int(STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
 
 
-def _write(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:
-    """Everyone's text before anyone's guesses, and those first who wait longest."""
+def _write(
+    slots: Sequence[Slot[U]],
+    ways: Ways,
+    budget: int,
+    max_guesses: int,
+    profile: Profile,
+) -> Batch[U]:
+    """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
+    texts: list[Slot[U]] = []
+    own, left = 0.0, budget
+    for slot in sorted(slots, key=_turn):
+        if not slot.session.stalled and left > 0:
+            texts.append(slot)
+            own += slot.session.chance
+            left -= slot.session.num_pending
+    found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
+    size = affordable([chance for chance, _, _ in found[:left]], own, budget - left, profile.predict)
+    nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
+    branches: Batch[U] = []
+    for _, slot, candidate in found[:size]:
+        if isinstance(candidate, Branch):
+            branches.append((slot, slot.session.branch_work(candidate)))
+        else:
+            nodes[id(slot)].append(candidate)
     rows: Batch[U] = []
-    wanted = {id(slot): slot.session.num_pending + min(slot.session.usable, max_guesses) for slot in slots}
-    enough = sum(wanted.values()) <= budget
-    for index, slot in enumerate(sorted(slots, key=_turn)):
-        if budget <= 0:
-            break
-        fair = max(slot.session.num_pending, budget // (len(slots) - index))
-        work = slot.session.work(min(budget, wanted[id(slot)] if enough else min(fair, wanted[id(slot)])))
-        budget -= len(work)
-        rows.append((slot, work))
-    return rows
+    for slot in texts:
+        rows.append((slot, slot.session.work(budget, sorted(nodes[id(slot)]))))
+        budget -= slot.session.num_pending
+    return rows + branches
+
+
+def _candidates(
+    texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], ways: Ways, max_guesses: int
+) -> list[tuple[float, Slot[U], int | Branch]]:
+    """Guesses behind the texts and branches beside them, each with the chance to be of use."""
+    found: list[tuple[float, Slot[U], int | Branch]] = []
+    for slot in texts:
+        session = slot.session
+        certain = session.opening.lockstep  # whose rounds are whole
+        guesses = session.guesses()[:max_guesses]
+        found += [(CERTAIN if certain else session.chance * chance, slot, node) for chance, node in guesses]
+    for slot in slots:
+        found += [(chance, slot, branch) for chance, branch in ways.get(id(slot), ())]
+    return found
+
+
+def _falling(candidate: tuple[float, Slot[Any], int | Branch]) -> float:
+    return -candidate[0]
 
 
 def _read(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:

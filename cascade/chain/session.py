@@ -10,45 +10,24 @@ change the text.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from cascade.chain.branches import UNKNOWN, Beside, Branch, Branches
+from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
-from cascade.messages import MAX_POSITIONS, NO_DRAFT, Close, Commit, Draft, Edge, Lane, Open, Proposal, origin
-from cascade.scorer import Scored
+from cascade.chain.edge_totals import EdgeTotals
+from cascade.chain.work import Work
+from cascade.messages import NO_DRAFT, Close, Commit, Draft, Edge, Lane, Open, Proposal, origin
+from cascade.scorer import RunnerUp, Scored
 
 MIN_RUN_AHEAD = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
+MAX_NODES = 64  # of a draft, at most
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
 class ProtocolError(Exception):
     """The tier above sent a commit that does not join the text: the link is broken and the session void."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One row of a pass: score ``tokens`` of the text from position ``start``, and the draft behind them."""
-
-    start: int
-    tokens: list[int]
-    num_own: int  # own tokens wanted behind the last of tokens: 1, or 0 for a prefill chunk that does not end the text
-    draft: Draft = NO_DRAFT
-
-    def __len__(self) -> int:
-        """Positions that the pass reads."""
-        return len(self.tokens) + len(self.draft)
-
-    @property
-    def num_scored(self) -> int:
-        """Own tokens that the pass gives."""
-        return self.num_own + len(self.draft)
-
-    def pieces(self, size: int) -> "list[Work]":
-        """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
-        read = len(self.tokens) - self.num_own
-        parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
-        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft)
-        return [*parts, last] if self.num_own else parts
 
 
 class Session:
@@ -59,13 +38,13 @@ class Session:
     """
 
     __slots__ = (
-        "_below_edges",
         "_below_lanes",
-        "_edge",
         "_limit",
+        "_missing",
         "_origins",
-        "_past_edges",
         "_told",
+        "branches",
+        "calibration",
         "committed",
         "draft",
         "draft_stats",
@@ -76,12 +55,15 @@ class Session:
         "opening",
         "run_ahead",
         "spared",
+        "taken",
         "text",
         "tier",
+        "totals",
         "vocab_size",
     )
 
-    def __init__(self, opening: Open, tier: str, level: int, vocab_size: int) -> None:
+    def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
+        """``verdicts`` are those that the tier above has passed on this one."""
         self.opening = opening
         self.tier = tier
         self.level = level
@@ -97,11 +79,15 @@ class Session:
         self.spared = ""  # why it has no drafter, if the tier left them out
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
-        self._edge = Edge("", tier)
-        self._past_edges: dict[tuple[str, str], Edge] = {}  # totals before the last change of drafter
-        self._below_edges: tuple[Edge, ...] = ()  # totals of the edges below the current drafter
+        self.totals = EdgeTotals(tier)
         self._below_lanes: tuple[Lane, ...] = ()  # what the drafter said of the tiers below it
+        self._missing: int | None = None  # position of a correction that no guess is known behind
         self.draft_stats = DraftStats()  # of the current drafter
+        self.calibration = Calibration()  # of its guesses
+        self.branches: Branches | None = None  # beside its own text, if the tier above takes any
+        if opening.branches:
+            self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
+        self.taken: Branch | None = None  # the branch that the last correction has made the text, see `join`
 
     # what the tier asks
 
@@ -145,17 +131,60 @@ class Session:
 
     @property
     def usable(self) -> int:
-        """Guesses at hand that the next pass can use."""
-        return min(len(self.draft), self.room)
+        """Guesses at hand that the next pass can use, one behind the other."""
+        return min(self.draft.height, self.room)
 
     @property
     def window_full(self) -> bool:
         """All the guesses of a lockstep round are here: a whole draft window, or the drafter's text has ended."""
-        ended = bool(self.draft) and self.draft.tokens[-1] in self.opening.ends
-        return ended or len(self.draft) >= min(self.opening.draft_window, self.room)
+        trunk = self.draft.trunk
+        ended = bool(trunk) and trunk.tokens[-1] in self.opening.ends
+        return ended or len(trunk) >= min(self.opening.draft_window, self.room)
 
-    def work(self, max_tokens: int) -> Work:
-        """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses."""
+    def guesses(self) -> list[tuple[float, int]]:
+        """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first.
+
+        An ending token is compared but needs no feeding, since nothing comes behind it.
+        """
+        draft, room, ends = self.draft, self.room, self.opening.ends
+        if not draft or room <= 0:
+            return []
+        chances, tokens = self.calibration.chances(draft), draft.tokens
+        if draft.is_line:
+            size = min(len(draft), room)
+            fed = next((node for node in range(size) if tokens[node] in ends), size)
+            return list(zip(chances[:fed], range(fed), strict=True))
+        depths, fed_nodes = draft.depths, {-1}
+        for node in range(len(draft)):
+            if depths[node] < room and draft.parents[node] in fed_nodes and tokens[node] not in ends:
+                fed_nodes.add(node)
+        fed_nodes.discard(-1)
+        return sorted(((chances[node], node) for node in fed_nodes), key=lambda guess: (-guess[0], guess[1]))
+
+    @property
+    def chance(self) -> float:
+        """That the tier above says what the text says so far."""
+        return self.branches.chances[-1] if self.branches is not None else 1.0
+
+    def ways(self) -> list[tuple[float, Branch]]:
+        """Branches that may be written on, held or new, each with the chance that this is of use."""
+        branches = self.branches
+        if branches is None or self.opening.lockstep or self.num_pending > 1 or self.opening.params.structured is not None:
+            return []
+        return branches.worth(min(self._limit, self.committed + self.opening.window))
+
+    def branch_work(self, branch: Branch) -> Work:
+        """The row that writes a branch on, which is held from then on."""
+        assert self.branches is not None
+        if branch not in self.branches.held:
+            self.branches.hold(branch)
+        return Work(branch.kv_len, branch.tokens[branch.kv_len - branch.start :], 1, branch=branch)
+
+    def work(self, max_tokens: int, nodes: Sequence[int] | None = None) -> Work:
+        """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses.
+
+        They are those of the draft's ``nodes``, which come with those before them, or else the likeliest.
+        """
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
         if self.scoring_prompt:
@@ -164,13 +193,9 @@ class Session:
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0)
-        num_guesses = self._num_fed(min(self.usable, max_tokens - len(pending)))
-        return Work(self.kv_len, pending, 1, self.draft.first(num_guesses))
-
-    def _num_fed(self, most: int) -> int:
-        """Guesses to feed; an ending token is compared but needs no feeding, since nothing comes behind it."""
-        tokens, ends = self.draft.tokens, self.opening.ends
-        return next((node for node in range(most) if tokens[node] in ends), most)
+        if nodes is None:
+            nodes = sorted(node for _, node in self.guesses()[: max_tokens - len(pending)])
+        return Work(self.kv_len, pending, 1, self.draft.pick(nodes))
 
     # what happens
 
@@ -180,36 +205,66 @@ class Session:
         Own tokens may end before the draft does, behind the first at least: the guesses left have not been scored. Those that
         came ahead count as far as the text goes on and the window allows.
         """
+        if work.branch is not None:
+            self._extend(work.branch, work, scored)
+            return None
         assert self.kv_len == work.start
         if not work.num_own:
             self.kv_len += len(work.tokens)
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         start = len(self.text)
-        self._accept(scored.own)
+        self._accept(work.draft, scored.own, scored.runner_ups)
         for token in scored.ahead:
             if self.stalled:
                 break
-            self._accept((token,))
+            self._accept(NO_DRAFT, (token,), ())
         self._guess(scored.draft)
         return Commit(self.drafter_session, start, tuple(self.text[start:]))
 
-    def _accept(self, own: Sequence[int]) -> None:
-        """Emit the accepted guesses and the own token behind them; what was guessed behind that one is left."""
-        draft = self.draft
+    def _accept(self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]]) -> None:
+        """Emit the guesses of ``draft`` that are right and the own token behind them; what was guessed behind it is left."""
         new, path = draft.walk(own)
-        num_accepted, rest = len(new) - 1, draft.below(path[-1] if path else -1)
+        known = self.draft.find(new)
+        replaced = len(known) < len(new) and any(True for _ in self.draft.children(known[-1] if known else -1))
+        self._count(draft, len(own) - 1, path[: len(new) - 1], new, known)
+        if self.branches is not None:
+            for at in (-1, *path[: len(new) - 1]):
+                self.branches.wrote(Beside.of(runner_ups[1 + at]) if runner_ups else UNKNOWN)
         self.text += new
-        if path:
-            self._origins += bytes(draft.origins[node] for node in path)
-        if len(path) < len(new):
-            self._origins.append(origin(self.level, corrected=bool(rest)))
+        self._origins += bytes(self.draft.origins[node] for node in known)
+        if len(known) < len(new):
             rest = NO_DRAFT
-        self.draft_stats.passed(len(draft), len(path), len(new))
+            self._origins.append(origin(self.level, corrected=replaced))
+        else:
+            rest = self.draft.below(known[-1])
         self.draft = rest
         self.kv_len = len(self.text) - 1
-        positions = (1,) * min(num_accepted, MAX_POSITIONS)
-        self._edge += Edge(self.drafter, self.tier, 1, len(own) - 1, num_accepted, len(new), accepted_by_position=positions)
+
+    def _count(self, draft: Draft, num_scored: int, path: Sequence[int], new: Sequence[int], known: Sequence[int]) -> None:
+        """Learn from a pass: which guesses were right, and whether the drafter was corrected and had prepared that."""
+        trunk = self.draft.trunk.tokens
+        num_right = next((i for i, (a, b) in enumerate(zip(trunk, new, strict=False)) if a != b), min(len(trunk), len(new)))
+        self.draft_stats.passed(len(trunk), num_right, len(new))
+        self.calibration.saw(self.draft, new, known)
+        self.totals.passed(draft, num_scored, path, len(new))
+        self._missing = None
+        if num_right < min(len(trunk), len(new)):
+            self.totals.corrected()
+            if len(known) > num_right:
+                self.totals.prepared(self.draft.below(known[num_right]).height)
+            else:
+                self._missing = len(self.text) + num_right
+
+    def _extend(self, branch: Branch, work: Work, scored: Scored) -> None:
+        """A branch has one more own token."""
+        assert self.branches is not None
+        [token] = scored.own
+        branch.kv_len = work.start + len(work.tokens)
+        branch.tokens.append(token)
+        branch.beside.append(Beside.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
+        branch.ended = token in self.opening.ends or branch.end >= self._limit
+        self.branches.grown = True
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
         """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
@@ -221,25 +276,34 @@ class Session:
         ahead = max(0, start + same - self.committed)
         self.run_ahead.judged(ahead, cut=self.committed <= start + same < len(self.text) and same < len(tokens))
         if same == len(tokens):
+            if self.branches is not None:
+                self.branches.kept(max(0, end - self.committed))
             self.committed = max(self.committed, end)
             return None
         cut, rest = start + same, tuple(tokens[same:])
         path = self.draft.find(rest) if cut == len(self.text) else []
         self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
-        self.text[cut:] = rest
-        self._origins[cut:] = bytes(len(rest))
-        self.kv_len = min(self.kv_len, cut)
         self._told = min(self._told, cut)
+        self.kv_len = min(self.kv_len, cut)
+        if self.branches is not None:
+            self.taken = self.branches.corrected(cut - self.committed, rest)
+        waiting = tuple(self.taken.tokens[len(rest) :]) if self.taken is not None else ()
+        self.text[cut:] = rest + waiting
+        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(waiting)
         self.draft_stats.interrupt()
         self.committed = end
-        return Commit(self.drafter_session, cut, rest)
+        return Commit(self.drafter_session, cut, rest + waiting)
+
+    def joined(self) -> None:
+        """The branch that was taken has handed over its keys and values."""
+        assert self.taken is not None
+        self.kv_len = self.taken.kv_len
 
     def propose(self, proposal: Proposal) -> None:
         """Guesses from below: ignored if they do not join the text, the newest win where they contradict older ones."""
         if proposal.session != self.drafter_session:
             return
-        if _num_passes(proposal.edges) > _num_passes(self._below_edges):  # else it was overtaken
-            self._below_edges = proposal.edges
+        self.totals.heard(proposal.edges)
         if self.opening.watch:
             self._below_lanes = proposal.lanes
         if not 0 <= len(self.text) - proposal.start < len(proposal.draft):
@@ -247,16 +311,29 @@ class Session:
         known = self.text[proposal.start :]
         path = proposal.draft.find(known)
         if len(path) == len(known):
-            self._guess(proposal.draft.below(path[-1] if path else -1))
+            rest = proposal.draft.below(path[-1] if path else -1)
+            if self._missing is not None and proposal.start <= self._missing:
+                self.totals.prepared(rest.height)
+            self._missing = None
+            self._guess(rest)
 
     def _guess(self, fresh: Draft) -> None:
-        """Take over guesses behind the text, as far as they are token ids and fit into the window. Passes score lines alone."""
-        fresh = fresh.trunk
-        tokens = fresh.tokens[: self.opening.draft_window]
-        valid = next((node for node, token in enumerate(tokens) if not 0 <= token < self.vocab_size), len(tokens))
-        fresh = fresh.first(valid)
-        both = fresh.merge(self.draft)
-        self.draft = both if both.is_line else fresh
+        """Take over guesses behind the text, as far as they are token ids and fit into the window; the newest win."""
+        fresh = self._valid(fresh)
+        new, old = fresh.trunk.tokens, self.draft.trunk.tokens
+        agree = new[: len(old)] == old[: len(new)]
+        self.draft = fresh.merge(self.draft).first(MAX_NODES) if agree else fresh
+
+    def _valid(self, draft: Draft) -> Draft:
+        tokens, most, size = draft.tokens, self.opening.draft_window, self.vocab_size
+        if draft.is_line:
+            tokens = tokens[:most]
+            return draft.first(next((node for node, token in enumerate(tokens) if not 0 <= token < size), len(tokens)))
+        depths, kept = draft.depths, {-1}
+        for node in range(min(MAX_NODES, len(draft))):
+            if draft.parents[node] in kept and depths[node] < most and 0 <= tokens[node] < size:
+                kept.add(node)
+        return draft.pick(sorted(kept)[1:])
 
     def proposal(self) -> Proposal | None:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
@@ -266,13 +343,15 @@ class Session:
         sessions tell everything, and their lanes.
         """
         ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._told)
-        watch = self.opening.watch
-        if not watch and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
+        watch, branches = self.opening.watch, self.branches
+        grown = branches is not None and branches.grown
+        if not watch and not grown and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
             return None
         self._told = len(self.text)
-        start, tokens, origins = self.committed, tuple(self.text[self.committed :]), bytes(self._origins[self.committed :])
+        start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
+        draft = Draft(tuple(tokens), origins) if branches is None else branches.draft(tokens, origins, self.level)
         lanes = self.lanes if watch else ()
-        return Proposal(self.opening.session, start, Draft(tokens, origins), self.edges, spared=self.spared, lanes=lanes)
+        return Proposal(self.opening.session, start, draft, self.edges, spared=self.spared, lanes=lanes)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -286,7 +365,7 @@ class Session:
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
-        self._bank_edges(drafter)
+        self._change(drafter)
         self.draft_stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
@@ -299,41 +378,22 @@ class Session:
             tier=drafter,
             chain=chain,
             window=opening.draft_window,
+            branches=opening.draft_branches,
             adaptive=False,
         )
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""
         closing = Close(self.drafter_session) if self.drafter else None
-        self._bank_edges("")
+        self._change("")
         self.drafter = self.drafter_session = ""
         return closing
-
-    def waited(self, seconds: float) -> None:
-        """Account for time spent waiting for guesses."""
-        self._edge += Edge(self.drafter, self.tier, waited_s=seconds)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first, over every drafter the session ever had."""
-        totals = dict(self._past_edges)
-        for edge in (self._edge, *self._below_edges):
-            _add(totals, edge)
-        return tuple(totals.values())
+        return self.totals.all
 
-    def _bank_edges(self, drafter: str) -> None:
-        for edge in (self._edge, *self._below_edges):
-            _add(self._past_edges, edge)
-        self._edge, self._below_edges = Edge(drafter, self.tier), ()
-        self._below_lanes = ()
-
-
-def _num_passes(edges: Sequence[Edge]) -> int:
-    return sum(edge.passes for edge in edges)
-
-
-def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
-    """Add to the totals, leaving out edges on which nothing happened."""
-    if edge.passes or edge.waited_s:
-        key = (edge.drafter, edge.verifier)
-        totals[key] = totals[key] + edge if key in totals else edge
+    def _change(self, drafter: str) -> None:
+        self.totals.change(drafter)
+        self._below_lanes, self._missing = (), None

@@ -1,14 +1,26 @@
 """What a session occupies at a tier, and what the tier knows of its drafters."""
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from cascade.chain.block_manager import Allocation
+from cascade.chain.branches import Branch
 from cascade.chain.planner import Chain
-from cascade.chain.session import Session, Work
+from cascade.chain.session import Session
+from cascade.chain.work import Work
 from cascade.scorer import RowState, Store
 
 U = TypeVar("U")
+
+
+@dataclass(slots=True)
+class Fork:
+    """What a branch occupies beside its session."""
+
+    store: Any  # of its keys and values, see `cascade.scorer.Store.fork`
+    blocks: int  # lent for it
+    text: list[int]  # that of the session up to the branch, and the branch
+    state: RowState | None = None  # of that text, if sampling parameters ask for it
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +37,7 @@ class Slot(Generic[U]):
     using: Chain = ()  # tiers below that it was opened with
     settling: int = 0  # passes to come that say nothing about them yet
     alone: bool = False  # it is too much for the tiers below
+    forks: dict[Branch, Fork] = field(default_factory=dict)
     told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
 
     @property

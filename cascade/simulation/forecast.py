@@ -6,6 +6,7 @@ windows and underrate long ones. Without one, `Trace.drawn` makes it up from an 
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from cascade.chain.planner import Policy
 from cascade.params import DEFAULT_WINDOW, SamplingParams
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row, RunnerUp, Scored
 from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 
@@ -21,6 +22,9 @@ Schedule: TypeAlias = Literal["alone", "lockstep", "async"]
 LOCKSTEP_WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 STRIDE = 7919  # positions between the parts of a trace that requests of neighbouring seeds read
 MIXER = 0x9E3779B97F4A7C15
+WRONG, FADE = 0.62, 0.95  # see `Closeness`
+RUNNER_UPS = (0.36, 0.12)  # share of wrong tokens beside which the next tier's is the first runner-up, and the second
+_NOBODY = 1 << 20  # what no tier says
 _LOT_BITS = 40
 
 
@@ -56,6 +60,7 @@ class Trace:
     """
 
     says: tuple[tuple[int, ...], ...]
+    beside: tuple[tuple[tuple[RunnerUp, ...], ...], ...] = ()  # likewise, what each of them nearly said, if that is known
 
     @classmethod
     def recorded(cls, own: Sequence[Sequence[int]]) -> "Trace":
@@ -78,15 +83,58 @@ class Trace:
         for _ in range(length):
             repeat = says and lots.random() < burst
             says.append(says[-1] if repeat else _draw(acceptance, lots.random))
-        return cls(tuple(says))
+        closeness = [Closeness.of(share) for share in acceptance.by_next]
+        beside = ([close.beside(at[i], at[i + 1], lots.random) for i, close in enumerate(closeness)] for at in says)
+        return cls(tuple(says), tuple((*at, ()) for at in beside))
 
     def only(self, tiers: Sequence[int]) -> "Trace":
         """The same text for some of the tiers, by index, the last being the full one."""
-        return Trace(tuple(tuple(at[i] for i in tiers) for at in self.says))
+        says = tuple(tuple(at[i] for i in tiers) for at in self.says)
+        return Trace(says, tuple(tuple(at[i] for i in tiers) for at in self.beside))
 
     def accepted(self, drafter: int, verifier: int) -> float:
         """Share of positions where two tiers say the same."""
         return sum(at[drafter] == at[verifier] for at in self.says) / len(self.says)
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """How close the perturbed logits of a tier's likeliest tokens are where it agrees with the next one, and where not.
+
+    Of an own token of gap ``g`` the chance to be wrong is `WRONG` ``* exp(-`` `FADE` ``* g)``: so it was measured on the
+    embedded family, at any temperature. Gaps fall off with a scale that gives the tier's share of wrong ones.
+    """
+
+    scale: float  # nats
+
+    @classmethod
+    def of(cls, accepted: float) -> "Closeness":
+        return cls(max(0.01, (WRONG / max(1e-3, 1 - accepted) - 1) / FADE))
+
+    def beside(self, said: int, above: int, lot: Callable[[], float]) -> tuple[RunnerUp, ...]:
+        """The runner-ups of a token, ``above`` being what the next tier says."""
+        gap = self.gap(lot(), right=said == above)
+        far = gap - math.log(1 - lot()) * self.scale
+        first, second = (_NOBODY + 2 * said, _NOBODY + 2 * said + 1)
+        place = lot()
+        if said != above and place < RUNNER_UPS[0]:
+            first = above
+        elif said != above and place < sum(RUNNER_UPS):
+            second = above
+        return RunnerUp(first, gap), RunnerUp(second, far)
+
+    def gap(self, lot: float, *, right: bool) -> float:
+        """Of a token of which it is known whether the next tier says the same."""
+        wrong_rate = 1 / self.scale + FADE
+        if not right:
+            return -math.log(1 - lot) / wrong_rate
+        wrong = WRONG / (self.scale * wrong_rate)
+        low, high = 0.0, 60.0 * self.scale
+        for _ in range(30):
+            gap = (low + high) / 2
+            below = 1 - math.exp(-gap / self.scale) - wrong * (1 - math.exp(-gap * wrong_rate))
+            low, high = (gap, high) if below < lot * (1 - wrong) else (low, gap)
+        return low
 
 
 def _draw(acceptance: Acceptance, lot: Callable[[], float]) -> tuple[int, ...]:
@@ -119,9 +167,11 @@ class TraceModel:
 
     def __init__(self, trace: Trace, index: int) -> None:
         self._says = trace.says
+        self._beside = trace.beside
         self._index = index
         tiers = range(len(trace.says[0]) - 1)
         self._alike = [trace.accepted(i, i + 1) for i in tiers]  # per edge
+        self._close = [Closeness.of(share) for share in self._alike]
 
     def new_cache(self) -> "TraceModel":
         return self  # needs to know nothing but the last token
@@ -143,26 +193,40 @@ class TraceModel:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
-        return [Scored(self._score(row)) for row in rows]
+        return [self._score(row) for row in rows]
 
-    def _score(self, row: Row) -> list[int]:
+    def _score(self, row: Row) -> Scored:
         seed = row.params.seed or 0
-        begin = row.start + len(row.fed) - row.num_scored + 1
-        last = row.fed[len(row.fed) - row.num_scored :]
-        return [self._own(token, begin + i, seed) for i, token in enumerate(last)]
+        begin = row.start + len(row.tokens) - row.num_own + 1
+        last = [*row.tokens[len(row.tokens) - row.num_own :], *row.draft.tokens]
+        places = [*range(begin, begin + row.num_own), *(begin + row.num_own + depth for depth in row.draft.depths)]
+        pairs = list(zip(last, places, strict=True))
+        own = [self._own(token, place, seed, self._index) for token, place in pairs]
+        beside = [self._runner_ups(*pair, seed, said)[: row.runner_ups] for pair, said in zip(pairs, own, strict=True)]
+        return Scored(own, runner_ups=beside if row.runner_ups and self._index < len(self._alike) else ())
 
-    def _own(self, last: int, position: int, seed: int) -> int:
+    def _own(self, last: int, position: int, seed: int, index: int) -> int:
         if last % 2:
-            return self._astray(last, position)
-        says = self._says[(position + STRIDE * seed) % len(self._says)][self._index]
+            return self._astray(last, position, index)
+        says = self._says[(position + STRIDE * seed) % len(self._says)][index]
         return _wrong(position, says) if says else 2 * position
 
-    def _astray(self, last: int, position: int) -> int:
+    def _astray(self, last: int, position: int, index: int) -> int:
         token = _wrong(last, position)
-        for level in range(len(self._alike) - 1, self._index - 1, -1):
+        for level in range(len(self._alike) - 1, index - 1, -1):
             if _lot(last, position, level) >= self._alike[level]:
                 token = _wrong(last, position, level)
         return token
+
+    def _runner_ups(self, last: int, position: int, seed: int, said: int) -> tuple[RunnerUp, ...]:
+        if self._index == len(self._alike):
+            return ()
+        if last % 2:
+            above = self._astray(last, position, self._index + 1)
+            lots = iter(_lot(last, position, self._index, number) for number in range(3))
+            return self._close[self._index].beside(said, above, lambda: next(lots))
+        beside = self._beside[(position + STRIDE * seed) % len(self._beside)][self._index] if self._beside else ()
+        return tuple(RunnerUp(_wrong(position, one) if one else 2 * position, gap) for one, gap in beside)
 
 
 def _hash(*key: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cascade.chain.planner import Policy
 from cascade.messages import Edge
-from cascade.params import DEFAULT_WINDOW, SamplingParams
+from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.scorer import Scorer
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -73,6 +73,7 @@ class Scenario:
     front_device: str = ""  # of the router, and all else between full tier and client
     front_s: float = 0.0  # of that device, for each piece of an answer
     adaptive: bool = False  # tiers that do not pay may be left out
+    branches: int = MOST_BRANCHES  # that a lower tier may offer and prepare
 
 
 @dataclass(slots=True)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from cascade.answer import Answer
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop
-from cascade.chain.profile import Profile
+from cascade.chain.profile import GRID, Profile
+from cascade.chain.runner import row_of
 from cascade.chain.scheduler import Batch
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal
-from cascade.scorer import Row, Scored
+from cascade.scorer import Scored
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
 
@@ -78,7 +79,7 @@ class Node:
         self._num_opened = 0
         self._wake_at = math.inf
         self._bare: dict[str, float] = {}  # sessions that a pass left without a guess, and when
-        self._profile = Profile([(1, tier.cost(1))])
+        self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in GRID])
         self._loop = self._begin()
 
     def _begin(self) -> Loop[str]:
@@ -142,11 +143,13 @@ class Node:
     def _run(self, batch: Batch[str]) -> None:
         now, usage = self._agenda.now, self.usage
         for slot, work in batch:
+            if work.branch is not None:
+                continue
             usage.waited_s += now - slot.since if work.num_own else 0.0
             if self._bare.pop(slot.session.opening.session, None) == slot.since:  # no commit has come in between
                 usage.corrections += 1
                 usage.bubble_s += now - slot.since
-        rows = [Row(s.cache, w.start, w.tokens, w.num_own, s.session.opening.params, draft=w.draft) for s, w in batch]
+        rows = [row_of(slot, work) for slot, work in batch]
         scored = self._tier.model.run(rows)
         num_tokens = sum(len(work) for _, work in batch)
         seconds = self._tier.cost(num_tokens)
@@ -165,7 +168,7 @@ class Node:
         self._loop.advance(batch, scored, now)
         for slot, work in batch:
             session = slot.session
-            if work.num_own and session.drafter and not session.draft and not session.done:
+            if work.num_own and work.branch is None and session.drafter and not session.draft and not session.done:
                 self._bare[session.opening.session] = now
         self._wake(now)
 
@@ -213,6 +216,7 @@ class Router:
             chain=tuple(tier.name for tier in reversed(tiers[:-1])),
             window=UNBOUNDED,
             draft_window=self.scenario.window,
+            draft_branches=self.scenario.branches,
             lockstep=self.scenario.lockstep,
             adaptive=self.scenario.adaptive,
         )

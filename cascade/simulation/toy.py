@@ -9,12 +9,13 @@ A `ToyModel` is strict where a real model is silently wrong: its cache holds wha
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from cascade.messages import Open
+from cascade.messages import Draft, Open
 from cascade.params import SamplingParams
-from cascade.scorer import Row, Scored
+from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
 if TYPE_CHECKING:
     from cascade.engine.sequence_state import SequenceState
@@ -34,6 +35,7 @@ class ToyCache:
         self.tokens: list[int] = []
         self.room: int | None = None  # positions reserved; None: nobody keeps count
         self.freed = False
+        self.forks: list[ToyFork] = []  # that are neither joined nor freed
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +47,12 @@ class ToyCache:
         assert 0 <= start <= len(self.tokens), f"nothing was written at {len(self.tokens)}, and {start} is behind it"
         assert self.room is None or start + len(tokens) <= self.room, f"room for {self.room} positions was reserved"
         self.tokens[start : start + len(tokens)] = tokens
+        for fork in self.forks:
+            fork.void |= start < fork.position
+
+    def before(self, position: int, count: int) -> list[int]:
+        """The last ``count`` tokens before a position."""
+        return self.tokens[max(0, position - count) : position]
 
     def reserve(self, positions: int) -> None:
         assert not self.freed, "the cache was freed"
@@ -55,9 +63,51 @@ class ToyCache:
         assert positions <= len(source.tokens), f"{len(source.tokens)} positions were written, not {positions}"
         self.write(0, source.tokens[:positions])
 
+    def fork(self, position: int) -> "ToyFork":
+        assert not self.freed, "the cache was freed"
+        assert position <= len(self.tokens), f"{len(self.tokens)} positions were written, and the fork is at {position}"
+        self.forks.append(ToyFork(self, position))
+        return self.forks[-1]
+
+    def join(self, fork: "ToyFork") -> None:
+        fork.check()
+        self.tokens[fork.position :] = fork.tokens
+        fork.free()
+
     def free(self) -> None:
+        assert not self.forks, "a fork outlives the cache"
         self.freed = True
         self.tokens.clear()
+
+
+class ToyFork:
+    """Tokens from ``position`` on beside those of ``base``, which must not be written before it any more."""
+
+    def __init__(self, base: ToyCache, position: int) -> None:
+        self.position = position
+        self.tokens: list[int] = []
+        self.void = False
+        self._base = base
+
+    def check(self) -> None:
+        assert self in self._base.forks, "the fork is gone"
+        assert not self.void, "the cache was written before its fork"
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        self.check()
+        place = start - self.position
+        assert 0 <= place <= len(self.tokens), f"nothing was written before {start}"
+        assert place + len(tokens) <= MAX_FORKED, f"a fork has room for {MAX_FORKED} positions"
+        self.tokens[place : place + len(tokens)] = tokens
+
+    def before(self, position: int, count: int) -> list[int]:
+        """The last ``count`` tokens before a position."""
+        own = self.tokens[max(0, position - self.position - count) : max(0, position - self.position)]
+        return [*self._base.before(min(position, self.position), count - len(own)), *own]
+
+    def free(self) -> None:
+        assert self in self._base.forks, "the fork is gone"
+        self._base.forks.remove(self)
 
 
 class ToyModel:
@@ -101,7 +151,7 @@ class ToyModel:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
-        scored = [Scored(self._score(row)) for row in rows]
+        scored = [self._score(row) for row in rows]
         num_tokens = sum(len(row.fed) for row in rows)
         self.passes += 1
         self.tokens += num_tokens
@@ -117,29 +167,63 @@ class ToyModel:
 
     def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
         """The own token at ``position``, behind ``context``: argmax of logits / temperature + noise(seed, position)."""
+        return self.ranked(context, position, params, 1)[0].token
+
+    def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
+        """The own token and the next ones, each with its gap to the first."""
         scores = self.logits(context)
         if params.temperature > 0:
             assert params.seed is not None
             noise = _gumbel(params.seed, position, self.vocab_size)
             scores = tuple(x / params.temperature + g for x, g in zip(scores, noise, strict=True))
-        return scores.index(max(scores))
+        if count == 1:
+            return [RunnerUp(scores.index(max(scores)), 0.0)]
+        order = sorted(range(len(scores)), key=lambda token: -scores[token])
+        return [RunnerUp(token, scores[order[0]] - scores[token]) for token in order[:count]]
 
-    def _score(self, row: Row) -> list[int]:
-        assert isinstance(row.cache, ToyCache)
+    def _score(self, row: Row) -> Scored:
+        assert isinstance(row.cache, ToyCache | ToyFork)
         assert 0 <= row.num_scored <= len(row.fed) > 0
-        end = row.start + len(row.fed)
-        assert end <= self.context_len, f"{end} tokens do not fit into a context of {self.context_len}"
+        end = row.start + len(row.tokens)
+        assert end + row.draft.height <= self.context_len, f"a context of {self.context_len} ends before {end}"
         assert all(0 <= token < self.vocab_size for token in row.fed), "a token is not of the vocabulary"
-        row.cache.write(row.start, row.fed)
-        tokens = row.cache.tokens
-        ends = range(end - row.num_scored + 1, end + 1)
-        contexts = [tuple(tokens[max(0, p - self.order) : p]) for p in ends]
+        row.cache.write(row.start, row.tokens)
+        draft, before = row.draft, row.cache.before(end, self.order + row.num_own)
+        ends = [end - row.num_own + 1 + i for i in range(row.num_own)]
+        contexts = [tuple(before[: len(before) - (end - p)][-self.order :]) for p in ends]
+        for node, depth in enumerate(draft.depths):
+            ends.append(end + depth + 1)
+            contexts.append((*contexts[row.num_own + draft.parent(node)], draft.tokens[node])[-self.order :])
         if row.state is not None:
-            return self._shaped(row, contexts)
-        return [self.own(context, p, row.params) for context, p in zip(contexts, ends, strict=True)]
+            scored = self._shaped(row, contexts)
+        else:
+            ranked = [self.ranked(c, p, row.params, 1 + row.runner_ups) for c, p in zip(contexts, ends, strict=True)]
+            others = [tuple(one[1:]) for one in ranked] if row.runner_ups else ()
+            scored = Scored([one[0].token for one in ranked], runner_ups=others)
+        row.cache.write(end, draft.tokens if draft.is_line else [draft.tokens[node] for node in draft.walk(scored.own)[1]])
+        return scored
 
-    def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
-        """What `cascade.engine.model.Model` does with its logits."""
+    def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
+        """What `cascade.engine.model.Model` does with its logits: a tree is its paths, the one that own tokens take at last."""
+        draft = row.draft
+        if draft.is_line:
+            return Scored(self._shaped_line(row, contexts))
+        known: dict[int, int] = {}
+        leaves = [node for node in range(len(draft)) if not any(True for _ in draft.children(node))]
+        for leaf in leaves:
+            self._shaped_path(row, contexts, draft.way(leaf), known)
+        own = [known[node] for node in range(-1, next((n for n in range(len(draft)) if n not in known), len(draft)))]
+        path = draft.walk(own)[1]
+        self._shaped_path(row, contexts, path, known)
+        return Scored(own)
+
+    def _shaped_path(self, row: Row, contexts: Sequence[tuple[int, ...]], path: Sequence[int], known: dict[int, int]) -> None:
+        """Own tokens behind the text and the nodes of a path, as far as they are known."""
+        line = replace(row, draft=Draft(tuple(row.draft.tokens[node] for node in path), bytes(len(path))))
+        own = self._shaped_line(line, [contexts[row.num_own + node] for node in (-1, *path)])
+        known.update(zip((-1, *path), own, strict=False))
+
+    def _shaped_line(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
         import torch  # plain rows do without
 
         from cascade.engine.logits_processors import report, shape

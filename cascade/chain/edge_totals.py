@@ -1,0 +1,89 @@
+"""What a session counts of its edge, and what it has heard of those below, over every drafter that it ever had."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cascade.messages import MAX_POSITIONS, MAX_RANKS, Draft, Edge
+
+
+@dataclass(slots=True)
+class EdgeTotals:
+    """Totals of the edge to the verifier ``tier`` and of those below it."""
+
+    tier: str
+    edge: Edge = field(init=False)  # of the current drafter
+    below: tuple[Edge, ...] = ()  # of the edges below that one
+    _past: dict[tuple[str, str], Edge] = field(default_factory=dict)  # before the last change of drafter
+
+    def __post_init__(self) -> None:
+        self.edge = Edge("", self.tier)
+
+    def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int) -> None:
+        """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens."""
+        scored, ranks = draft.first(num_scored), draft.ranks
+        positions = (1,) * min(len(path), MAX_POSITIONS)
+        self.edge += Edge(
+            self.edge.drafter,
+            self.tier,
+            1,
+            num_scored,
+            len(path),
+            num_new,
+            accepted_by_position=positions,
+            proposed_by_position=_histogram(scored.depths, MAX_POSITIONS),
+            accepted_by_rank=_histogram([ranks[node] for node in path], MAX_RANKS),
+            proposed_by_rank=_histogram(ranks[:num_scored], MAX_RANKS),
+        )
+
+    def corrected(self) -> None:
+        """The verifier says another token than the drafter did."""
+        self.edge += Edge(self.edge.drafter, self.tier, corrected=1)
+
+    def prepared(self, num_waiting: int) -> None:
+        """The drafter had written so many tokens behind a correction before it heard of it."""
+        self.edge += Edge(self.edge.drafter, self.tier, prepared=1, waiting=num_waiting)
+
+    def waited(self, seconds: float) -> None:
+        """The verifier waited for guesses."""
+        self.edge += Edge(self.edge.drafter, self.tier, waited_s=seconds)
+
+    def heard(self, edges: tuple[Edge, ...]) -> None:
+        """The drafter tells totals of its own, unless it was overtaken by itself."""
+        if _num_passes(edges) > _num_passes(self.below):
+            self.below = edges
+
+    def change(self, drafter: str) -> None:
+        """Another drafter from now on, or none."""
+        for edge in (self.edge, *self.below):
+            _add(self._past, edge)
+        self.edge, self.below = Edge(drafter, self.tier), ()
+
+    @property
+    def all(self) -> tuple[Edge, ...]:
+        """Totals per edge, this tier's first."""
+        totals = dict(self._past)
+        for edge in (self.edge, *self.below):
+            _add(totals, edge)
+        return tuple(totals.values())
+
+
+def _histogram(values: Sequence[int], size: int) -> tuple[int, ...]:
+    """How many are 0, 1, ...; those beyond the last count as nothing."""
+    if not values:
+        return ()
+    counts = [0] * min(size, max(values) + 1)
+    for value in values:
+        if value < size:
+            counts[value] += 1
+    return tuple(counts)
+
+
+def _num_passes(edges: Sequence[Edge]) -> int:
+    return sum(edge.passes for edge in edges)
+
+
+def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
+    """Add to the totals, leaving out edges on which nothing happened."""
+    if edge.passes or edge.waited_s:
+        key = (edge.drafter, edge.verifier)
+        totals[key] = totals[key] + edge if key in totals else edge

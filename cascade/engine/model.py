@@ -168,7 +168,11 @@ class Model:
     @torch.inference_mode()
     def _run_trees(self, rows: Sequence[Row]) -> list[Scored]:
         """The same, with a row for each branch; log-probabilities are those of the line that own tokens follow."""
-        trees = [Tree(row, shares_pass=self._attention.shares_pass) for row in rows]
+        shares_pass = self._attention.shares_pass
+        trees = [Tree(row, shares_pass=shares_pass) for row in rows]
+        if not shares_pass:
+            for row in rows:  # before forks have what memory is left
+                row.cache.prepare(row.start, row.start + len(row.fed))
         told: list[tuple[Tensor, Sequence[Row], list[Sequence[int]]]] = []
         try:
             lines = [line.row for tree in trees for line in tree.grow()]

@@ -314,6 +314,11 @@ def test_branches_without_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -
         [scored] = model.run([session.row(draft)])
         assert list(scored.own) == alone[: 1 + known]
         other.free()
+    beside = Session(model, GREEDY, [4, 5, 6], random.Random(0))
+    [scored, said] = model.run([session.row(draft), beside.row(NO_DRAFT)])  # which has no blocks yet
+    assert list(scored.own) == alone[:5]
+    session.store.free()
+    beside.check(said)
     assert not any(fork.nbytes for fork in forks)
 
 

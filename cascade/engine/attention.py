@@ -37,6 +37,7 @@ class Attention(Protocol):
 
     name: str  # of its attention function, at Transformers
     fills: bool  # passes may be filled up with tokens of no row, see `cascade.engine.model.fill`
+    shares_pass: bool  # forks see what their store's row writes before them in the same pass, see `cascade.engine.trees`
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -53,6 +54,7 @@ class Contiguous:
 
     name = ATTENTION
     fills = True
+    shares_pass = True
 
     def new_cache(self) -> Cache:
         return Cache()
@@ -77,6 +79,7 @@ class Native:
 
     name = NATIVE
     fills = True
+    shares_pass = True
 
     def __init__(self, found: Survey) -> None:
         self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
@@ -96,6 +99,7 @@ class Paged:
     """Keys and values in blocks. Passes whose rows are equally long can be captured: see `over`."""
 
     fills = False
+    shares_pass = False  # rows over several tables are equal before a kernel: none is written before the others
     most = 0  # tokens of a pass that is worth capturing
 
     def __init__(self, kernel: Kernel, block: int = PAGE) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from cascade.engine.attention import BlockTables, Paged, Windows
 from cascade.engine.checkpoint import reason
 from cascade.engine.paged_cache import SCRATCH
-from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens_of
+from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens_of, runner_ups, with_runner_ups
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 
@@ -33,6 +34,7 @@ TOKEN_COUNTS = (1, 2, 4, 8, 16, 24)  # of a row
 MAX_TOKENS = 256  # tokens of a bucket
 MAX_SAMPLED = 32  # tokens up to which sampling is captured, too: its memory is some times their logits
 STEPS = 4  # own tokens of one launch, at most
+RUNNER_UPS = 2  # beside an own token, in passes where a row wants any
 WARM_UPS = 2
 
 _capturing = threading.Lock()  # CUDA takes one capture at a time in a process
@@ -190,12 +192,13 @@ class Graphs:
         self._tables = torch.full((ROW_COUNTS[-1], self._width), SCRATCH, dtype=torch.int32, device=device)
         self._held = [0] * ROW_COUNTS[-1]  # versions of the tables that are there
         self._logits = torch.zeros(MAX_TOKENS, vocab_size, dtype=dtype, device=device)
-        self._own = torch.zeros(STEPS, MAX_TOKENS, dtype=torch.int64, device=device)
+        # own tokens of each step, then the first one's runner-ups, see `with_runner_ups`
+        self._said = torch.zeros(STEPS + 2 * RUNNER_UPS, MAX_TOKENS, dtype=torch.int64, device=device)
         self._places = torch.arange(MAX_TOKENS, device=device)
         ends = ROW_COUNTS[-1] + 1
         self._ends = {n: torch.arange(0, ends * n, n, dtype=torch.int32, device=device) for n in TOKEN_COUNTS}
         self._forwards: dict[tuple[Bucket, int], Task] = {}
-        self._samplers: dict[tuple[Bucket, int], Task] = {}
+        self._samplers: dict[tuple[Bucket, int, int], Task] = {}
 
     @torch.inference_mode()
     def record(self, capture: Capture) -> bool:
@@ -204,10 +207,10 @@ class Graphs:
             for bucket in tqdm(self._buckets, desc="Capturing passes", disable=capture is eager):
                 for width in self._widths:
                     self._forwards[bucket, width] = capture(partial(self._score, bucket, width))
-                for kind in (GREEDY, NOISY, FILTERED):
+                for kind, number in product((GREEDY, NOISY, FILTERED), (0, RUNNER_UPS)):
                     self._inputs.upload(FILTERED)  # it has counted steps
-                    work = partial(self._sample, bucket, kind)
-                    self._samplers[bucket, kind] = _captured(capture, work) if bucket.size <= MAX_SAMPLED else work
+                    work = partial(self._sample, bucket, kind, number)
+                    self._samplers[bucket, kind, number] = _captured(capture, work) if bucket.size <= MAX_SAMPLED else work
         except RuntimeError as error:  # some models look at numbers on the host; or memory is short
             log.warning("Passes are not captured: %s", reason(error))
             return False
@@ -225,12 +228,13 @@ class Graphs:
         self._inputs.upload(kind)
         needed = max(row.start + len(row.fed) for row in rows) + steps - 1  # positions
         width = next((width for width in self._widths if needed <= width * self._block), self._width)
-        forward, choose = self._forwards[bucket, width], self._samplers[bucket, kind]
-        for _ in range(steps):
+        number = RUNNER_UPS if any(row.runner_ups for row in rows) else 0
+        forward = self._forwards[bucket, width]
+        for step in range(steps):
             forward()
-            choose()
-        said = self._own[:steps, : bucket.size].tolist()
-        return list(_split(rows, bucket, said))
+            self._samplers[bucket, kind, 0 if step else number]()
+        said = self._said[: STEPS + 2 * number if number else steps, : bucket.size].tolist()
+        return list(_split(rows, bucket, steps, said))
 
     def _fill(self, rows: Sequence[Row], bucket: Bucket, steps: int) -> None:
         host, size = self._inputs.host, bucket.tokens
@@ -287,16 +291,20 @@ class Graphs:
         )
         self._logits[: bucket.size].copy_(logits)
 
-    def _sample(self, bucket: Bucket, kind: int) -> None:
+    def _sample(self, bucket: Bucket, kind: int, number: int) -> None:
         inputs, logits = self._inputs.device, self._logits[: bucket.size]
         if kind == GREEDY:
             own = logits.argmax(-1)
+            said = with_runner_ups(own, logits.float(), number) if number else own[None]
         else:
             positions, _ = self._positions(bucket)
             names = ("seeds", "top_k", "temperature", "top_p", "least")
             wide = (inputs[name][: bucket.rows, None].expand(-1, bucket.tokens).reshape(-1) for name in names)
-            own = own_tokens_of(logits, positions.view(-1) + 1, *wide, filtered=kind == FILTERED)
-        self._own[:, : bucket.size].index_copy_(0, inputs["step"], own[None])
+            said = own_tokens_of(logits, positions.view(-1) + 1, *wide, filtered=kind == FILTERED, number=number)
+            own = said[0]
+        self._said[:STEPS, : bucket.size].index_copy_(0, inputs["step"], own[None])
+        if number:
+            self._said[STEPS:, : bucket.size].copy_(said[1:])
         if bucket.tokens == 1:  # its own token is what a row scores next
             inputs["ids"][: bucket.rows].copy_(own)
             inputs["starts"][: bucket.rows].add_(1)
@@ -312,8 +320,11 @@ def _captured(capture: Capture, work: Task) -> Task:
         return work
 
 
-def _split(rows: Sequence[Row], bucket: Bucket, said: list[list[int]]) -> Iterator[Scored]:
+def _split(rows: Sequence[Row], bucket: Bucket, steps: int, said: list[list[int]]) -> Iterator[Scored]:
+    """What each row is told: own tokens of ``steps``, and runner-ups of the first if they were asked for."""
+    ahead = said[1:steps]
     for place, row in enumerate(rows):
         end = (place + 1) * bucket.tokens
-        own = said[0][end - row.num_scored : end] if row.num_scored else []
-        yield Scored(own, tuple(step[place] for step in said[1:]))
+        part = slice(end - row.num_scored, end)
+        next_ = runner_ups([each[part] for each in (said[0], *said[STEPS:])], row.runner_ups) if row.runner_ups else ()
+        yield Scored(said[0][part], tuple(step[place] for step in ahead), runner_ups=next_)

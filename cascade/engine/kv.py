@@ -8,7 +8,8 @@ looks at all keys up to the end of its *tile* of positions, those behind it hidd
 shares them; see ``docs/algorithm.md``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cascade.engine.packed_linear import MIN_ROWS
-from cascade.scorer import TILE, room, tiled
+from cascade.scorer import BLOCK, TILE, num_blocks, room, tiled
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
 SURVEY = "cascade_survey"  # another, which only notes what each layer may see
@@ -44,14 +45,18 @@ class Cache:
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[1, kv_heads, capacity, head_dim]``."""
         length = key.shape[1]
-        if start + length > self.capacity:
-            self.reserve(room(start + length, self.capacity))
+        keys, values = pair = self.hold(layer, start + length, key, value)
+        keys.narrow(2, start, length).copy_(key)
+        values.narrow(2, start, length).copy_(value)
+        return pair
+
+    def hold(self, layer: int, positions: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All there is, and room for ``positions``; the layer's heads are like those of ``[kv_heads, n, head_dim]``."""
+        if positions > self.capacity:
+            self.reserve(room(positions, self.capacity))
         pair = self._layers.get(layer)
         if pair is None:
             pair = self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
-        keys, values = pair
-        keys.narrow(2, start, length).copy_(key)
-        values.narrow(2, start, length).copy_(value)
         return pair
 
     @torch.inference_mode()
@@ -69,6 +74,17 @@ class Cache:
         for layer, (keys, values) in source._layers.items():
             self.write(layer, 0, keys[0, :, :positions], values[0, :, :positions])
 
+    def fork(self, position: int) -> "Fork":
+        """Another end of this text, from ``position`` on; it takes memory as it is written."""
+        return Fork(self, position)
+
+    @torch.inference_mode()
+    def join(self, fork: "Fork") -> None:
+        """Copy what ``fork`` holds, bit by bit, and free it."""
+        for layer in fork.layers:
+            self.write(layer, fork.position, *fork.held(layer))
+        fork.free()
+
     @property
     def nbytes(self) -> int:
         """Memory held."""
@@ -78,6 +94,67 @@ class Cache:
         """Give the memory back."""
         self._layers.clear()
         self.capacity = 0
+
+
+class Fork:
+    """Keys and values of one session from ``position`` on; those before it are its base's.
+
+    What they are attended with lies in the base's storage for as long as that takes, see `in_place`: so attention over a fork
+    is that over a cache, with the same bits.
+    """
+
+    __slots__ = ("_base", "_end", "_layers", "position")
+
+    def __init__(self, base: Cache, position: int) -> None:
+        self._base = base
+        self.position = self._end = position
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # as a cache's, but from ``position`` on
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Store ``[kv_heads, n, head_dim]`` at ``start``, behind which nothing is held then."""
+        at, length = start - self.position, key.shape[1]
+        self._end = start + length
+        keys, values = self._layers.get(layer, (key[None, :, :0], value[None, :, :0]))
+        if at + length > keys.shape[2]:
+            capacity = BLOCK * num_blocks(at + length)
+            keys, values = self._layers[layer] = _resized(keys, capacity), _resized(values, capacity)
+        keys.narrow(2, at, length).copy_(key)
+        values.narrow(2, at, length).copy_(value)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Those that were written."""
+        return tuple(self._layers)
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What was written, each ``[kv_heads, n, head_dim]``."""
+        keys, values = self._layers[layer]
+        size = self._end - self.position
+        return keys[0, :, :size], values[0, :, :size]
+
+    @contextmanager
+    def in_place(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The whole text, ``[1, kv_heads, capacity, head_dim]``, while the base lends its storage."""
+        own = self.held(layer)
+        whole = self._base.hold(layer, self._end, *own)
+        places = [part[0].narrow(1, self.position, self._end - self.position) for part in whole]
+        lent = [place.clone() for place in places]
+        try:
+            for place, part in zip(places, own, strict=True):
+                place.copy_(part)
+            yield whole
+        finally:
+            for place, part in zip(places, lent, strict=True):
+                place.copy_(part)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._layers.clear()
 
 
 def _resized(old: Tensor, capacity: int) -> Tensor:
@@ -109,7 +186,7 @@ class Tile(NamedTuple):
 class Span:
     """Where a row lies in the packed input ``[1, total_tokens]``: tokens ``begin`` to ``end`` are positions ``start`` on."""
 
-    cache: Writable
+    cache: Writable | Fork
     begin: int
     end: int
     start: int
@@ -155,6 +232,10 @@ class Pass:
 
     spans: Sequence[Span]
     windows: dict[int, int | None]  # by layer: positions a query sees, itself included; see `Survey`
+    in_order: Sequence[tuple[int, Span]] = field(init=False)  # with their numbers: forks see what is written to their bases
+
+    def __post_init__(self) -> None:
+        self.in_order = sorted(enumerate(self.spans), key=lambda one: isinstance(one[1].cache, Fork))
 
 
 @dataclass(slots=True)
@@ -206,8 +287,9 @@ def attend(
         sizes.append(filled)
     # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
     finite = (part[0].nan_to_num(0.0, 0.0, 0.0).split(sizes, dim=1) for part in (key, value))
-    rows = zip(cascade_pass.spans, _by_row(queries, sizes), *finite, strict=False)  # places that are filled have no span
-    out = [_row(span, layer, row, scoring) for span, *row in rows]
+    rows = list(zip(_by_row(queries, sizes), *finite, strict=True))
+    found = {number: _row(span, layer, rows[number], scoring) for number, span in cascade_pass.in_order}
+    out = [found[number] for number in range(len(found))]
     if filled:
         out.append(out[0].new_zeros(filled, *out[0].shape[1:]))
     whole = torch.cat(out) if len(out) > 1 else out[0]
@@ -225,12 +307,20 @@ def _by_row(queries: Tensor, sizes: list[int]) -> list[Tensor]:
 
 
 def _row(span: Span, layer: int, row: Sequence[Tensor], scoring: Scoring) -> Tensor:
-    """Write one row's keys and values and attend over its session's, ``[n, kv_heads, group, head_dim]``, tile by tile.
+    """Write one row's keys and values and attend over its session's, ``[n, kv_heads, group, head_dim]``.
 
     ``row`` are its query ``[n, kv_heads, group, head_dim]``, key and value ``[kv_heads, n, head_dim]``.
     """
     query, key, value = row
-    keys, values = span.cache.write(layer, span.start, key, value)
+    if not isinstance(span.cache, Fork):
+        return _over(span, query, *span.cache.write(layer, span.start, key, value), scoring)
+    span.cache.write(layer, span.start, key, value)
+    with span.cache.in_place(layer) as (keys, values):
+        return _over(span, query, keys, values, scoring)
+
+
+def _over(span: Span, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    """``[n, kv_heads, group, head_dim]`` against ``[1, kv_heads, capacity, head_dim]``, tile by tile."""
     tiles = span.tiles(scoring.window)
     if len(tiles) == 1:
         return _tile(span, tiles[0], query, keys, values, scoring)

@@ -15,28 +15,33 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row
 
 
-def shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
     """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the very same where no row asks for them.
 
-    Rows without a state keep their values, so that companions do not change a text.
+    Beside them how many of each row's own tokens count: all that it asks for, unless its grammar could not follow. Rows without
+    a state keep their values, so that companions do not change a text.
     """
+    known = [row.num_scored for row in rows]
     states = [row.state for row in rows if row.state is not None]
     for row in rows:
         if row.state is not None:
             row.state.rewind(row.start)
     if not any(state.alters for state in states):
-        return logits
+        return logits, known
     shaped = logits.to(torch.float32, copy=True)
     begin = 0
-    for row in rows:
+    for place, row in enumerate(rows):
         if row.state is not None and row.state.alters and row.num_scored and not row.state.scores_prompt(_first(row)):
-            _shape(shaped[begin : begin + row.num_scored], row, row.state)
+            known[place] = _shape(shaped[begin : begin + row.num_scored], row, row.state)
         begin += row.num_scored
-    return shaped
+    return shaped, known
 
 
-def _shape(scores: Tensor, row: Row, state: SequenceState) -> None:
-    """Change scores ``[num_scored, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks."""
+def _shape(scores: Tensor, row: Row, state: SequenceState) -> int:
+    """Change scores ``[num_scored, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks.
+
+    Returns at how many of these positions it is known what the grammar allows.
+    """
     params = row.params
     position = _first(row)
     guesses = row.fed[len(row.fed) - row.num_scored + 1 :]
@@ -45,7 +50,7 @@ def _shape(scores: Tensor, row: Row, state: SequenceState) -> None:
         scores.index_add_(1, ids, bias.expand(len(scores), -1))
     if params.penalised:
         _penalise(scores, params, state.counts(position, guesses, scores), state)
-    _mask(scores, params, state, position, guesses)
+    return _mask(scores, params, state, position, guesses)
 
 
 def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: SequenceState) -> None:
@@ -60,26 +65,30 @@ def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: Seq
         scores.sub_((counts > 0).float(), alpha=params.presence_penalty)
 
 
-def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> None:
-    """Take away ending tokens before `min_tokens`, and what the grammar forbids; where nothing is left, it may end."""
+def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
+    """Take away ending tokens before `min_tokens`, and what the grammar forbids; where nothing is left, it may end.
+
+    Returns for how many positions, from the first on, the grammar could tell.
+    """
     num_early = min(max(0, params.min_tokens - (position - state.prompt_len)), len(scores))
     if state.constraint is None:
         if num_early:
             scores[:num_early].index_fill_(1, state.ends(scores), -torch.inf)
-        return
+        return len(scores)
     output = state.text[state.prompt_len : position]
     allowed = state.constraint.allowed(output, guesses, scores.shape[-1])
-    state.num_known = len(allowed)
     if num_early:
         going_on = allowed[:num_early].index_fill(1, state.ends(allowed), False)
         allowed[:num_early] = torch.where(going_on.any(-1, keepdim=True), going_on, allowed[:num_early])
     scores[: len(allowed)].masked_fill_(~allowed.to(scores.device, non_blocking=True), -torch.inf)
+    return len(allowed)
 
 
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
     """Leave the log-probabilities of ``own`` tokens, or of the prompt's, in the states of the rows that ask for them.
 
-    They are those of ``logits`` ``[sum of num_scored, V]`` as the model gave them, before any sampling parameter.
+    They are those of ``logits`` ``[sum of num_scored, V]`` as the model gave them, before any sampling parameter. A row may
+    have fewer own tokens than it asked for, or none: then nothing is said of it.
     """
     begin = 0
     for row, tokens in zip(rows, own, strict=True):
@@ -87,7 +96,7 @@ def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) ->
             position, end = _first(row), begin + len(tokens)
             said = row.state.text[position : position + len(tokens)] if row.state.scores_prompt(position) else tokens
             row.state.note(position, _logprobs(logits[begin:end], said, row.params.logprobs))
-        begin += len(tokens)
+        begin += row.num_scored
 
 
 def _first(row: Row) -> int:

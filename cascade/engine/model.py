@@ -3,8 +3,9 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -22,8 +23,9 @@ from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
 from cascade.engine.packed_linear import mixes, pack, watch
 from cascade.engine.quantization import nbytes
-from cascade.engine.sampling import own_tokens
+from cascade.engine.sampling import own_tokens, own_tokens_and_next, runner_ups
 from cascade.engine.threads import Threads
+from cascade.engine.trees import Tree
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
@@ -34,6 +36,8 @@ _REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
 SCORED = 16  # own tokens of a timed pass, at most
+
+Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.logits_processors.report`
 
 
 class Model:
@@ -156,8 +160,32 @@ class Model:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        if any(row.draft.parents for row in rows):
+            return self._run_trees(rows)
         with self.threads.use(sum(len(row.fed) for row in rows)):
             return self._pass(rows)
+
+    @torch.inference_mode()
+    def _run_trees(self, rows: Sequence[Row]) -> list[Scored]:
+        """The same, with a row for each branch; log-probabilities are those of the line that own tokens follow."""
+        shares_pass = self._attention.shares_pass
+        trees = [Tree(row, shares_pass=shares_pass) for row in rows]
+        if not shares_pass:
+            for row in rows:  # before forks have what memory is left
+                row.cache.prepare(row.start, row.start + len(row.fed))
+        told: list[tuple[Tensor, Sequence[Row], list[Sequence[int]]]] = []
+        try:
+            lines = [line.row for tree in trees for line in tree.grow()]
+            with self.threads.use(sum(len(line.fed) for line in lines)):
+                said = iter(self._pass(lines, lambda *what: told.append(what)))
+            scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
+        finally:
+            for tree in trees:
+                tree.free()
+        taken = [place == tree.taken for tree in trees for place in range(len(tree.lines))]
+        for logits, told_rows, own in told:
+            report(logits, told_rows, [one if follows else () for one, follows in zip(own, taken, strict=True)])
+        return scored
 
     def _counted(self, num_threads: int | None) -> Threads:
         """How many threads passes get."""
@@ -172,7 +200,7 @@ class Model:
         self._pass([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
         cache.free()
 
-    def _captured(self, capture: Capture | None) -> Callable[[Sequence[Row]], list[Scored]]:
+    def _captured(self, capture: Capture | None) -> Callable[..., list[Scored]]:
         """How passes are run: by graphs where there is one, if the device and the model have any."""
         attention = self._attention
         if capture is None and self.device.type == "cuda":
@@ -184,16 +212,19 @@ class Model:
         graphs = Graphs(self._forward, attention, self._windows, dtype=self.dtype, device=self.device, **sizes)
         if not graphs.record(capture):
             return self._score
-        return lambda rows: graphs.run(rows) or self._score(rows)
+        return lambda rows, tell=report: graphs.run(rows) or self._score(rows, tell)
 
     @torch.inference_mode()
-    def _score(self, rows: Sequence[Row]) -> list[Scored]:
+    def _score(self, rows: Sequence[Row], tell: Report = report) -> list[Scored]:
+        """Own tokens of rows whose drafts are lines; ``tell`` hears of all that have a state, as `report` does."""
         wanted = [(row.params, row.start + len(row.fed) - row.num_scored + 1, row.num_scored) for row in rows]
         logits = self.logits(rows)
-        tokens = iter(own_tokens(shape(logits, rows), wanted).tolist())
-        own = [[next(tokens) for _ in range(row.num_scored)] for row in rows]
-        report(logits, rows, own)
-        return [Scored(one if row.state is None else one[: row.state.num_known]) for row, one in zip(rows, own, strict=True)]
+        shaped, known = shape(logits, rows)
+        number = max((row.runner_ups for row in rows), default=0)
+        said = own_tokens_and_next(shaped, wanted, number) if number else own_tokens(shaped, wanted)[None]
+        scored = list(_cut(said.tolist(), rows, known))
+        tell(logits, rows, [one.own for one in scored])
+        return scored
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -309,6 +340,16 @@ def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) ->
         tokens += [0] * missing
         positions += [0] * missing
     keep += keep[-1:] * (rows - len(keep))
+
+
+def _cut(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
+    """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`."""
+    begin = 0
+    for row, count in zip(rows, known, strict=True):
+        part = slice(begin, begin + count)
+        next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
+        yield Scored(said[0][part], runner_ups=next_)
+        begin += row.num_scored
 
 
 def _probe_texts(vocab_size: int) -> list[list[int]]:

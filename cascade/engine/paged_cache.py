@@ -148,6 +148,20 @@ class PagedCache:
             self.prepare(whole * self._blocks.block, positions)
             self._blocks.copy(source.table[whole], self.table[whole], rest)
 
+    def fork(self, position: int) -> "PagedCache":
+        """A store that goes on otherwise from ``position`` on, with blocks of its own from there."""
+        fork = PagedCache(self._blocks)
+        fork.take(self, position)
+        return fork
+
+    def join(self, fork: "PagedCache") -> None:
+        """Go on with the blocks of ``fork``, which has none afterwards; those of this store that follow upon them stay."""
+        self._blocks.drop(self.table[: len(fork.table)])
+        self.table[: len(fork.table)] = fork.table
+        fork.table.clear()
+        self._changed()
+        fork._changed()
+
     def prepare(self, start: int, end: int) -> None:
         """Have room up to ``end``, and positions from ``start`` on to itself."""
         size = self._blocks.block

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Contiguous
 from cascade.engine.checkpoint import rank_problem, reason
-from cascade.engine.kv import Cache
+from cascade.engine.kv import Cache, Fork
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.sharing import sharing_problem
@@ -43,28 +43,80 @@ IDLE_TIMEOUT = timedelta(days=3650)  # without requests the others wait for the 
 class Order:
     """What the leader tells the others before a pass."""
 
-    changes: tuple[tuple[int, ...], ...]  # since the last pass: (cache,) was freed, (cache, source, positions) copied
+    changes: tuple["Change", ...]  # to caches since the last pass
     rows: tuple[tuple[int, int, tuple[int, ...], int], ...]  # cache, start, tokens fed, num_scored
     adapter: str  # that all of them follow
+
+
+Deed = Literal["free", "take", "fork", "join"]
+
+
+class Change(NamedTuple):
+    """What happened to the cache of a number: it was freed, took from another, or joined it; or it is a new fork of another."""
+
+    what: Deed
+    number: int
+    other: int = 0
+    positions: int = 0  # that it took, or before the fork
+
+
+@dataclass(slots=True)
+class Book:
+    """The leader's numbers of caches, and what the others have yet to hear."""
+
+    last: int = 0
+    changes: list[Change] = field(default_factory=list)
+
+    def number(self) -> int:
+        """A new one."""
+        self.last += 1
+        return self.last
+
+    def note(self, what: Deed, number: int, other: int = 0, positions: int = 0) -> None:
+        """Have the others do the same."""
+        self.changes.append(Change(what, number, other, positions))
 
 
 class RankCache(Cache):
     """The leader's share of a session's keys and values; the other ranks keep theirs under the same number."""
 
-    __slots__ = ("_changes", "number")
+    __slots__ = ("_book", "number")
 
-    def __init__(self, number: int, changes: list[tuple[int, ...]]) -> None:
+    def __init__(self, book: Book) -> None:
         super().__init__()
-        self.number = number
-        self._changes = changes
+        self._book = book
+        self.number = book.number()
 
     def take(self, source: Any, positions: int) -> None:
         super().take(source, positions)
-        self._changes.append((self.number, source.number, positions))
+        self._book.note("take", self.number, source.number, positions)
+
+    def fork(self, position: int) -> "RankFork":
+        return RankFork(self, position, self._book)
+
+    def join(self, fork: Any) -> None:
+        self._book.note("join", self.number, fork.number)  # before the fork is freed
+        super().join(fork)
 
     def free(self) -> None:
         super().free()
-        self._changes.append((self.number,))
+        self._book.note("free", self.number)
+
+
+class RankFork(Fork):
+    """The same for a fork of one."""
+
+    __slots__ = ("_book", "number")
+
+    def __init__(self, base: RankCache, position: int, book: Book) -> None:
+        super().__init__(base, position)
+        self._book = book
+        self.number = book.number()
+        book.note("fork", self.number, base.number, position)
+
+    def free(self) -> None:
+        super().free()
+        self._book.note("free", self.number)
 
 
 @dataclass(slots=True)
@@ -88,13 +140,12 @@ class LeadingModel(Model):
 
     def __init__(self, network: PreTrainedModel, **options: Any) -> None:
         self._wire: Wire | None = None  # while the probe runs, which every rank runs by itself
-        self._changes: list[tuple[int, ...]] = []
-        self._num_caches = 0
+        self._book = Book()
         self._fallen = ""
         self._followers: list[subprocess.Popen[bytes]] = []
         # all ranks must run the same passes, so threads are not timed: each rank would time another number of them
         super().__init__(network, attention=Contiguous(), num_threads=torch.get_num_threads(), **options)
-        self._changes.clear()
+        self._book.changes.clear()
         self._wire = Wire()
 
     @classmethod
@@ -152,8 +203,7 @@ class LeadingModel(Model):
 
     def new_cache(self) -> RankCache:
         """Keys and values of a new session."""
-        self._num_caches += 1
-        return RankCache(self._num_caches, self._changes)
+        return RankCache(self._book)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions; `ModelError` for ever once a rank is lost."""
@@ -161,8 +211,8 @@ class LeadingModel(Model):
             return super().logits(rows)
         if self._fallen:
             raise ModelError(f"A rank of the model was lost: {self._fallen}")
-        changes, told = tuple(self._changes), tuple((r.cache.number, r.start, tuple(r.fed), r.num_scored) for r in rows)
-        self._changes.clear()
+        told = tuple((r.cache.number, r.start, tuple(r.fed), r.num_scored) for r in rows)
+        changes, self._book.changes = tuple(self._book.changes), []
         try:
             self._wire.send(Order(changes, told, rows[0].params.adapter))
             return super().logits(rows)
@@ -192,11 +242,11 @@ def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mappin
     network = load(source, ranks=ranks, **options)
     alike: dict[str, Any] = {"attention": Contiguous(), "num_threads": torch.get_num_threads()}  # as the leader's
     model = AdaptedModel(network, adapters, **alike) if adapters else Model(network, **alike)
-    caches: dict[int, Cache] = {}
+    caches: dict[int, Cache | Fork] = {}
     wire = Wire()
     while (order := wire.receive()) is not None:
         for change in order.changes:
-            _change(caches, *change)
+            mirror(caches, change)
         rows = [
             Row(caches.setdefault(number, Cache()), start, tokens, own, PARAMS) for number, start, tokens, own in order.rows
         ]
@@ -206,12 +256,17 @@ def follow(address: str, rank: int, ranks: int, source: str, *, adapters: Mappin
     dist.destroy_process_group()
 
 
-def _change(caches: dict[int, Cache], number: int, source: int | None = None, positions: int = 0) -> None:
-    """Do with a follower's caches what the leader did with its own."""
-    if source is None:
+def mirror(caches: dict[int, Any], change: Change) -> None:
+    """Do with a follower's caches, and forks of them, what the leader did with its own."""
+    what, number, other, positions = change
+    if what == "free":
         caches.pop(number, None)
+    elif what == "fork":
+        caches[number] = caches.setdefault(other, Cache()).fork(positions)
+    elif what == "take":
+        caches.setdefault(number, Cache()).take(caches.setdefault(other, Cache()), positions)
     else:
-        caches.setdefault(number, Cache()).take(caches.setdefault(source, Cache()), positions)
+        caches.setdefault(number, Cache()).join(caches[other])
 
 
 def check_ranks(source: str, ranks: int, *, adapters: Mapping[str, str] = {}, **options: Any) -> None:

@@ -5,10 +5,13 @@
 ``logits'`` are the logits after temperature, top-k, top-p and min-p; ``G`` is Gumbel noise, so the own token is an exact
 sample of softmax(logits') (Gumbel 1954). Tiers that share the noise pick the same token more often than independent ones
 could: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+
+The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the same noise says most likely if it says another.
 """
 
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cascade.params import SamplingParams
+from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
@@ -29,16 +33,69 @@ def own_tokens(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]]) 
     request with these parameters, which must have a seed.
     """
     own = logits.argmax(-1)
+    for part, params, position in _sampled(rows):
+        own[part] = _perturbed(logits[part], params, position).argmax(-1)
+    return own
+
+
+def own_tokens_and_next(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]], number: int) -> Tensor:
+    """`own_tokens`, and ``number`` runner-ups of each: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`."""
+    own = logits.argmax(-1)
+    scores = logits.to(torch.float32, copy=True)
+    for part, params, position in _sampled(rows):
+        scores[part] = _perturbed(logits[part], params, position)
+        own[part] = scores[part].argmax(-1)
+    return with_runner_ups(own, scores, number)
+
+
+def _sampled(rows: Sequence[tuple[SamplingParams, int, int]]) -> Iterator[tuple[slice, SamplingParams, int]]:
+    """Where the logits of rows with noise lie, their parameters, and their first position."""
     begin = 0
     for params, position, n in rows:
         if params.temperature > 0:
-            part = slice(begin, begin + n)
-            positions = torch.arange(position, position + n, device=logits.device)
-            assert params.seed is not None
-            noise = gumbel(params.seed, positions, logits.shape[-1])
-            own[part] = (adjust(logits[part], params) + noise).argmax(-1)
+            yield slice(begin, begin + n), params, position
         begin += n
-    return own
+
+
+def _perturbed(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
+    """``logits' + G`` ``[n, V]`` float32, for ``position, position + 1, ...``."""
+    assert params.seed is not None
+    positions = torch.arange(position, position + len(logits), device=logits.device)
+    return adjust(logits, params) + gumbel(params.seed, positions, logits.shape[-1])
+
+
+def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
+    """``own`` tokens ``[N]``, and the tokens with the next ``number`` of perturbed ``scores`` ``[N, V]`` float32.
+
+        x_0 = own,   x_i = argmax over x not in {x_0, ..., x_{i-1}} of scores(x),   gap_i = scores(x_0) - scores(x_i) >= 0
+
+    int64 ``[1 + 2 * number, N]``, so that the host reads once: ``own``, the ``x_i``, then the bits of the float32 gaps, of
+    which those of filtered tokens are infinite. `runner_ups` reads it. Looks at no value on the host.
+    """
+    chosen = own[:, None]
+    most = scores.gather(1, chosen)
+    left = scores.scatter(1, chosen, -torch.inf)
+    said, gaps = [own], []
+    for _ in range(number):
+        best = left.argmax(-1, keepdim=True)
+        gaps.append((most - left.gather(1, best))[:, 0].view(torch.int32).long())
+        said.append(best[:, 0])
+        left.scatter_(1, best, -torch.inf)
+    return torch.stack(said + gaps)
+
+
+def runner_ups(said: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
+    """The first ``number`` of those in ``said`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
+    k = len(said) // 2
+    gaps = [[_float(bits) for bits in row] for row in said[1 + k : 1 + k + number]]
+    found = (zip(*both, strict=True) for both in zip(said[1 : 1 + number], gaps, strict=True))
+    return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*found, strict=True)]
+
+
+def _float(bits: int) -> float:
+    """The float32 that has these bits."""
+    number: float = struct.unpack("f", struct.pack("i", bits))[0]
+    return number
 
 
 def demand(params: SamplingParams) -> int:
@@ -74,8 +131,9 @@ def own_tokens_of(
     least: Tensor,
     *,
     filtered: bool,
+    number: int = 0,
 ) -> Tensor:
-    """`own_tokens` ``[N]`` with parameters in tensors ``[N]``, see `Choice`: looks at no value on the host.
+    """`own_tokens_and_next` ``[1 + 2 * number, N]`` with parameters in tensors ``[N]``, see `Choice`: no host looks at a value.
 
     Rows of temperature 0 are greedy. Without ``filtered`` only temperature and noise count.
     """
@@ -87,8 +145,11 @@ def own_tokens_of(
         scores = scores.masked_fill(scores < ordered.gather(1, top_k.clamp(min=1)[:, None] - 1), -torch.inf)
         scores = torch.where(top_p[:, None] < 1, _nucleus(scores, top_p[:, None]), scores)
         scores = scores.masked_fill(scores < least[:, None], -torch.inf)
-    noise = _gumbel(_noise_bits(seeds, positions, logits.shape[-1]))
-    return torch.where(warm, (scores + noise).argmax(-1), logits.argmax(-1))
+    scores = scores + _gumbel(_noise_bits(seeds, positions, logits.shape[-1]))
+    own = torch.where(warm, scores.argmax(-1), logits.argmax(-1))
+    if not number:
+        return own[None]
+    return with_runner_ups(own, torch.where(warm[:, None], scores, logits.float()), number)
 
 
 def adjust(logits: Tensor, params: SamplingParams) -> Tensor:

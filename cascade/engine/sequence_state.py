@@ -41,9 +41,6 @@ class SequenceState:
         self.text = text
         self.constraint = constraint
         self.alters = params.penalised or bool(params.biases or params.min_tokens or params.structured)
-        self.num_known: int | None = (
-            None  # own tokens of the last row that count; all of them unless the grammar could not follow
-        )
         self._params = params
         self._end_ids = sorted(opening.ends)
         self._begin = len(opening.tokens)  # of the tokens that this session picks itself

@@ -4,6 +4,9 @@ Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 1
 ``[kv_heads, blocks, capacity, 16]``: so scores are products of queries with keys, and what comes out is one of weights with
 values. What a query gets is added up in the order of positions, and what it does not see adds nothing: its bits depend on its
 text alone.
+
+A fork holds its positions in blocks of its own, the first of which may begin with some that are its base's. Its rows look at
+both, in the order of positions: nothing is copied. All rows of a pass are stored before any looks.
 """
 
 from dataclasses import dataclass
@@ -27,9 +30,11 @@ from cascade.native.jit import (
     run,
     thread_num,
 )
-from cascade.native.tile import LANES, ROWS, tile
+from cascade.native.tile import LANES, ROWS, onward, tile
 
-FIELDS = 6  # of a span: first token, tokens, first position, addresses of keys and of values, capacity
+# Of a span: first token, tokens, first position; capacity of its storage, position at which that begins and from which on it
+# counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
+FIELDS = 11
 LEAST = -87.0  # whose exponential is still a number that is held with all its digits
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
@@ -67,12 +72,12 @@ def _finite(x: float) -> Any:
 @inlined
 def _write(given: int, span: int, head: int) -> None:
     """Put a span's new keys and values of one head where they belong."""
-    key_size, value_size, capacity = integer(given, 11), integer(given, 12), integer(span, 5)
+    key_size, value_size, capacity = integer(given, 11), integer(given, 12), integer(span, 3)
     blocks = (value_size + LANES - 1) // LANES
     new_keys, new_values = floats(integer(given, 4)), floats(integer(given, 7))
-    keys, values = floats(integer(span, 3)), floats(integer(span, 4))
+    keys, values = floats(integer(span, 7)), floats(integer(span, 8))
     for token in range(integer(span, 1)):
-        position, at = integer(span, 2) + token, integer(span, 0) + token
+        position, at = integer(span, 2) + token - integer(span, 4), integer(span, 0) + token
         source = head * integer(given, 5) + at * integer(given, 6)
         to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
         for place in range(key_size):
@@ -117,10 +122,46 @@ def _soften(given: int, scores: int, sums: int, length: int, first: int, last: i
 
 
 @inlined
+def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, asked: int, scores: int, spare: int) -> None:
+    """Products of ``rows`` queries with the keys of ``length`` positions from ``begin`` on, those of a fork's base first."""
+    key_size, capacity, origin = integer(given, 11), integer(span, 3), integer(span, 4)
+    size, shared = key_size * LANES * 4, max(0, integer(span, 5) - begin)
+    own = integer(span, 7) + (head * (capacity // LANES) + (begin - origin) // LANES) * size
+    common = integer(span, 9) + (head * (integer(span, 6) // LANES) + begin // LANES) * size
+    for block in range(0, length, LANES):
+        keys = (common if block < shared else own) + block // LANES * size
+        tile(rows, asked, keys, scores + block * 4, length, key_size, key_size)
+    if shared % LANES:  # the block in which the fork begins has positions of both
+        block = shared // LANES * LANES
+        tile(rows, asked, own + block // LANES * size, spare, LANES, key_size, key_size)
+        held, said = floats(scores), floats(spare)
+        for one in range(rows):
+            for lane in range(shared % LANES, LANES):
+                held[one * length + block + lane] = said[one * LANES + lane]
+
+
+@inlined
+def _weigh(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
+    """Products of weights with the values of ``length`` positions from ``begin`` on, those of a fork's base first."""
+    capacity, common_capacity = integer(span, 3), integer(span, 6)
+    blocks, shared = (integer(given, 12) + LANES - 1) // LANES, max(0, integer(span, 5) - begin)
+    own = integer(span, 8) + (head * blocks * capacity + begin + shared - integer(span, 4)) * LANES * 4
+    common = integer(span, 10) + (head * blocks * common_capacity + begin) * LANES * 4
+    for block in range(blocks):
+        at, values = out + block * LANES * 4, own + block * capacity * LANES * 4
+        if shared:
+            tile(rows, weights, common + block * common_capacity * LANES * 4, at, blocks * LANES, shared, shared)
+            rest = length - shared
+            onward(rows, weights + shared * rows * 4, values, at, blocks * LANES, rest, rest)
+        else:
+            tile(rows, weights, values, at, blocks * LANES, length, length)
+
+
+@inlined
 def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
     """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries behind each other."""
     group, key_size, value_size = integer(given, 10), integer(given, 11), integer(given, 12)
-    window, capacity, start = integer(given, 14), integer(span, 5), integer(span, 2)
+    window, start = integer(given, 14), integer(span, 2)
     nearest, farthest = start + row // group, start + (row + rows - 1) // group
     begin = max(0, nearest - window + 1) // LANES * LANES if window else 0
     length = (farthest // LANES + 1) * LANES - begin
@@ -135,9 +176,7 @@ def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -
         source += (integer(span, 0) + (row + one) // group) * integer(given, 3)
         for place in range(key_size):
             held[place * rows + one] = queries[source + place]
-    keys = integer(span, 3) + (head * (capacity // LANES) + begin // LANES) * key_size * LANES * 4
-    for block in range(0, length, LANES):
-        tile(rows, asked, keys + block * key_size * 4, scores + block * 4, length, key_size, key_size)
+    _score(given, span, head, rows, begin, length, asked, scores, weights)
     for one in range(rows):
         position, at = start + (row + one) // group, scores + one * length * 4
         first = max(0, position - window + 1 - begin) if window else 0
@@ -146,10 +185,7 @@ def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -
         for place in range(length):
             turned[place * rows + one] = share[place]
         floats(asked)[one] = total
-    values = integer(span, 4) + (head * blocks * capacity + begin) * LANES * 4
-    for block in range(blocks):
-        at = scores + block * LANES * 4
-        tile(rows, weights, values + block * capacity * LANES * 4, at, blocks * LANES, length, length)
+    _weigh(given, span, head, rows, begin, length, weights, scores)
     out, said = floats(integer(given, 13)), floats(scores)
     for one in range(rows):
         to = (integer(span, 0) + (row + one) // group) * integer(given, 19)

@@ -1,6 +1,7 @@
 """Keys and values of sessions in the blocks that the kernel for attention reads; see `cascade.native.attention`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,12 @@ class BlockedCache:
     Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
-    __slots__ = ("_keys", "_shapes", "_values", "addresses", "capacity")
+    __slots__ = ("_keys", "_values", "addresses", "capacity", "shapes")
     block = TILE
 
     def __init__(self, shapes: Mapping[int, Shape]) -> None:
         """``shapes`` are those of the layers, in their order."""
-        self._shapes = shapes
+        self.shapes = shapes
         self.capacity = 0  # positions
         self._keys: list[Tensor] = []  # by layer [kv_heads, capacity / 16, key_size, 16]
         self._values: list[Tensor] = []  # by layer [kv_heads, blocks, capacity, 16]
@@ -49,7 +50,7 @@ class BlockedCache:
             return
         keys, values, held = self._keys, self._values, self.capacity
         self._keys, self._values, self.capacity = [], [], positions
-        for layer, shape in enumerate(self._shapes.values()):
+        for layer, shape in enumerate(self.shapes.values()):
             self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=torch.float32))
             self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=torch.float32))
             if held:
@@ -66,6 +67,27 @@ class BlockedCache:
         for mine, other in zip(self._values, source._values, strict=True):
             mine[:, :, :positions] = other[:, :, :positions]
 
+    def fork(self, position: int) -> "BlockedFork":
+        """Another end of this text, from ``position`` on; it takes memory as it is written."""
+        return BlockedFork(self, position)
+
+    @torch.inference_mode()
+    def join(self, fork: "BlockedFork") -> None:
+        """Copy what ``fork`` holds, bit by bit, and free it."""
+        start, end, origin = fork.position, fork.end, fork.origin
+        self.prepare(end)
+        first, lane, last = start // LANES, start % LANES, blocks_of(end)
+        for mine, my_values, (keys, values) in zip(self._keys, self._values, fork.layers(), strict=False):
+            mine[:, first, :, lane:] = keys[:, 0, :, lane:]
+            mine[:, first + 1 : last] = keys[:, 1 : last - first]
+            my_values[:, :, start:end] = values[:, :, start - origin : end - origin]
+        fork.free()
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Fields of a span, see `cascade.native.attention.FIELDS`."""
+        return self.capacity, 0, 0, 0
+
     @property
     def nbytes(self) -> int:
         """Memory held."""
@@ -76,13 +98,78 @@ class BlockedCache:
         self._keys, self._values, self.capacity = [], [], 0
 
 
-def tables(rows: Sequence[tuple[BlockedCache, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
+class BlockedFork:
+    """Keys and values of one session from ``position`` on, finite everywhere; those before it are its base's."""
+
+    __slots__ = ("_memory", "addresses", "base", "capacity", "end", "origin", "position")
+
+    def __init__(self, base: BlockedCache, position: int) -> None:
+        self.base = base
+        self.position = self.end = position  # of its first, and one behind its last
+        self.origin = position // LANES * LANES  # of its first block
+        self.capacity = 0  # positions from there on
+        self._memory = torch.zeros(0)  # of all layers: forks come and go with every pass
+        self.addresses = torch.zeros_like(base.addresses)
+
+    def prepare(self, positions: int) -> None:
+        """Make room for a text of ``positions``, which it holds after the pass."""
+        self.end = positions
+        if positions > self.origin + self.capacity:
+            self._grow(blocks_of(positions - self.origin) * LANES)
+
+    @torch.inference_mode()
+    def _grow(self, capacity: int) -> None:
+        before, self.capacity = self.layers(), capacity
+        *begins, size = accumulate(self._sizes(), initial=0)
+        self._memory = torch.zeros(size, dtype=torch.float32)
+        self.addresses = self._memory.data_ptr() + 4 * torch.tensor(begins).view(-1, 2)
+        for old, new in zip(before, self.layers() if before else (), strict=True):
+            new[0][:, : old[0].shape[1]] = old[0]
+            new[1][:, :, : old[1].shape[2]] = old[1]
+
+    def _sizes(self) -> Iterator[int]:
+        """Of the keys of a layer and of its values, of the next one's, and so on, in numbers."""
+        for heads, key_size, value_size in self.base.shapes.values():
+            yield heads * self.capacity * key_size
+            yield heads * self.capacity * blocks_of(value_size) * LANES
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values as a cache's, from ``origin`` on; nothing if none were written."""
+        if not self.capacity:
+            return []
+        parts = iter(self._memory.split(list(self._sizes())))
+        return [
+            (
+                next(parts).view(shape.kv_heads, -1, shape.key_size, LANES),
+                next(parts).view(shape.kv_heads, blocks_of(shape.value_size), -1, LANES),
+            )
+            for shape in self.base.shapes.values()
+        ]
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Fields of a span, see `cascade.native.attention.FIELDS`."""
+        return self.capacity, self.origin, self.position, self.base.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._memory.nbytes
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._memory, self.capacity = torch.zeros(0), 0
+
+
+def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
     """What the kernel is told of the rows of a pass, by layer: each row's cache, first token, tokens and first position."""
-    table = torch.empty(len(shapes), len(rows), FIELDS, dtype=torch.int64)
-    for number, (cache, begin, tokens, start) in enumerate(rows):
+    for cache, _, tokens, start in rows:  # before any address is taken: forks have those of others, too
         cache.prepare(start + tokens)
-        table[:, number, :3] = torch.tensor((begin, tokens, start))
-        table[:, number, 3:5] = cache.addresses
-        table[:, number, 5] = cache.capacity
+    table = torch.empty(len(shapes), len(rows), FIELDS, dtype=torch.int64)
+    table[:, :, :7] = torch.tensor([(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows])
+    table[:, :, 7:9] = torch.stack([cache.addresses for cache, *_ in rows], dim=1)
+    for number, (cache, *_) in enumerate(rows):
+        if isinstance(cache, BlockedFork):
+            table[:, number, 9:] = cache.base.addresses
     longest = max(start + tokens for _, _, tokens, start in rows)
     return {layer: Spans(part, longest) for layer, part in zip(shapes, table, strict=True)}

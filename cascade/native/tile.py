@@ -22,10 +22,10 @@ UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
 class _Loop:
-    """Builds a tile of so many rows, its blocks of weights float32 or, in 16 bits, bfloat16."""
+    """Builds a tile of so many rows, its blocks of weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
 
-    def __init__(self, b: Any, rows: int, width: int) -> None:
-        self._b, self._rows, self._width = b, rows, width
+    def __init__(self, b: Any, rows: int, width: int, onward: bool) -> None:
+        self._b, self._rows, self._width, self._onward = b, rows, width, onward
 
     def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> None:
         """Chains are as long as a chunk; chunks are added up."""
@@ -38,6 +38,10 @@ class _Loop:
         first, sums = b.phi(I64), [b.phi(VECTOR) for _ in range(self._rows)]
         limit = b.add(first, chunk)
         last = b.select(b.icmp_unsigned("<", limit, depth), limit, depth)
+        places = [
+            b.bitcast(b.gep(out, [b.mul(stride, ir.Constant(I64, row))]), VECTOR.as_pointer()) for row in range(self._rows)
+        ]
+        starts = [b.load(at, align=4) for at in places] if self._onward else [zero] * self._rows
         b.branch(inner)
         b.position_at_end(inner)
         place, chains = b.phi(I64), [b.phi(VECTOR) for _ in range(self._rows)]
@@ -49,13 +53,12 @@ class _Loop:
         for phi, start, step in ((first, nil, last), *zip(sums, [zero] * self._rows, added, strict=True)):
             phi.add_incoming(start, begin)
             phi.add_incoming(step, after)
-        for phi, start, step in ((place, first, following), *zip(chains, [zero] * self._rows, longer, strict=True)):
+        for phi, start, step in ((place, first, following), *zip(chains, starts, longer, strict=True)):
             phi.add_incoming(start, outer)
             phi.add_incoming(step, inner)
         b.position_at_end(done)
-        for row, total in enumerate(added):
-            to = b.gep(out, [b.mul(stride, ir.Constant(I64, row))])
-            b.store(total, b.bitcast(to, VECTOR.as_pointer()), align=4)
+        for at, total in zip(places, added, strict=True):
+            b.store(total, at, align=4)
 
     def _step(self, x: Any, w: Any, place: Any, chains: list[Any]) -> list[Any]:
         """One place of the depth: a vector of weights, times one number of each row."""
@@ -77,11 +80,11 @@ class _Loop:
         return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def _tile(rows: int, width: int) -> Any:
+def _tile(rows: int, width: int, onward: bool) -> Any:
     @intrinsic
     def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-            _Loop(b, rows, width).build(*given)
+            _Loop(b, rows, width, onward).build(*given)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), build
@@ -89,8 +92,8 @@ def _tile(rows: int, width: int) -> Any:
     return tile
 
 
-def _tiles(width: int) -> Any:
-    one, two, three, four, five, six, seven, eight = (_tile(rows, width) for rows in range(1, 9))
+def _tiles(width: int, onward: bool = False) -> Any:
+    one, two, three, four, five, six, seven, eight = (_tile(rows, width, onward) for rows in range(1, 9))
 
     @inlined
     def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int) -> None:
@@ -119,5 +122,7 @@ tile = _tiles(32)
 
 ``x`` is the address of ``[depth, rows]`` float32, ``w`` that of ``[depth, LANES]``; ``chunk`` is the length of a chain.
 """
+onward = _tiles(32, onward=True)
+"""The same in one chain that goes on from what is at ``out``: two tiles of a part of the depth each are one of all of it."""
 tile_of_halves = _tiles(16)
-"""The same for weights in bfloat16, which are widened on the way."""
+"""`tile` for weights in bfloat16, which are widened on the way."""

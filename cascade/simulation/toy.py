@@ -231,9 +231,10 @@ class ToyModel:
 
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
         position = row.start + len(row.fed) - row.num_scored + 1
-        own: list[int] = own_tokens(shape(logits, [row]), [(row.params, position, row.num_scored)]).tolist()
+        shaped, [known] = shape(logits, [row])
+        own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:known]
         report(logits, [row], [own])
-        return own[: row.state.num_known]
+        return own
 
 
 def full_text(model: ToyModel, opening: Open) -> list[int]:

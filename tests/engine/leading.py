@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cascade import Cascade, SamplingParams, Unavailable, family
 from cascade.engine.adapters import AdaptedModel
@@ -41,7 +42,7 @@ def write(source: str, ranks: int, quantization: str | None = None) -> dict[str,
             texts.append([[list(c.token_ids) for c in one.generate(PROMPTS * 2, params)] for one in (cascade, single)])
         again = cascade.generate(PROMPTS[1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     params = SamplingParams(temperature=0, seed=0)
-    found = [model.logits([Row(model.new_cache(), 0, PROMPTS[1], 57, params)]) for model in (shared, alone)]
+    found = [logits(model, params) for model in (shared, alone)]
     shared.close()
     return {
         "error": (found[0] - found[1]).abs().max().item(),
@@ -49,6 +50,15 @@ def write(source: str, ranks: int, quantization: str | None = None) -> dict[str,
         "again": list(again.token_ids) == texts[0][0][1],
         "ended": ended(shared),
     }
+
+
+def logits(model: Model, params: SamplingParams) -> Tensor:
+    """Of a text, of another end of it in the same pass, and of what follows that one."""
+    store = model.new_cache()
+    fork = store.fork(40)
+    both = model.logits([Row(store, 0, PROMPTS[1], 57, params), Row(fork, 40, PROMPTS[0], 5, params)])
+    store.join(fork)
+    return torch.cat([both, model.logits([Row(store, 45, PROMPTS[0], 5, params)])])
 
 
 def adapt(source: str, ranks: int, adapters: dict[str, str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ What a model promises on the machine of the tests (`Model.same_bits`) is held; w
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from cascade.engine.model import Model
 from cascade.engine.packed_linear import keeps_bits
 from cascade.scorer import TILE, Row
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
+from tests.forks import Piece, check_forks, tokens
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 LENGTH = 100  # of a text, more than a tile
@@ -118,6 +119,34 @@ def test_float32_logits_are_those_of_the_text_alone(name: str) -> None:
     model = promising(large(name))
     tokens = text(0, VOCAB)
     assert torch.equal(in_pieces(model, tokens, random.Random(name)), whole(model, tokens))
+
+
+def check_forks_of(model: Model, rng: random.Random) -> None:
+    def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        sizes = [len(piece.picks) for piece in pieces]
+        rows = [
+            Row(piece.store, piece.start, tokens(piece, model.vocab_size), size, GREEDY)
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return model.logits(rows).split(sizes)
+
+    check_forks(rng, model.new_cache, score, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    with_threads(name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")),
+    indirect=["threads"],
+)
+def test_forks_are_texts_of_their_own_in_bfloat16(name: str) -> None:
+    """Guards trees of guesses: a branch must be scored as the text it would be, and the trunk as if there were none."""
+    check_forks_of(promising(Model(build(name).to(torch.bfloat16), cache_tokens=4096)), random.Random(name))
+
+
+@pytest.mark.parametrize(("name", "threads"), with_threads(DENSE, ("llama", "gemma2", "gpt2")), indirect=["threads"])
+def test_forks_are_texts_of_their_own_in_float32(name: str) -> None:
+    """Guards the same in float32."""
+    check_forks_of(promising(large(name)), random.Random(name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,11 +16,32 @@ from cascade.answer import Answer
 from cascade.chain.local_links import join
 from cascade.chain.tier import Tier
 from cascade.engine.attention import Contiguous, Gathered, Paged, Varlen
-from cascade.engine.graphs import BUCKETS, MAX_TOKENS, ROW_COUNTS, STEPS, TOKEN_COUNTS, Bucket, Task, bucket_for, eager
+from cascade.engine.graphs import (
+    BUCKETS,
+    MAX_TOKENS,
+    ROW_COUNTS,
+    RUNNER_UPS,
+    STEPS,
+    TOKEN_COUNTS,
+    Bucket,
+    Task,
+    bucket_for,
+    eager,
+)
 from cascade.engine.kernels import gather_attention
 from cascade.engine.lean import PLAIN
 from cascade.engine.model import Model
-from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens, own_tokens_of
+from cascade.engine.sampling import (
+    FILTERED,
+    GREEDY,
+    NOISY,
+    Choice,
+    demand,
+    own_tokens,
+    own_tokens_and_next,
+    own_tokens_of,
+    runner_ups,
+)
 from cascade.engine.sequence_state import SequenceState
 from cascade.errors import ModelError
 from cascade.messages import Open
@@ -120,6 +141,35 @@ def test_own_tokens_fed_back_are_those_of_single_passes(
             for token in (*scored.own, *scored.ahead):
                 assert plain.run([Row(store, len(text) - 1, text[-1:], 1, one)]) == [Scored([token])]
                 text.append(token)
+
+
+@pytest.mark.parametrize(("name", "attention"), NAMES)
+@settings(deadline=None, derandomize=True, max_examples=12)
+@given(params=st.lists(PARAMS, min_size=1, max_size=4), wanted=st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_captured_passes_have_the_same_runner_ups(
+    name: str, attention: str, params: list[SamplingParams], wanted: list[int]
+) -> None:
+    """Guards runner-ups in graphs: of the first own token where a launch takes several steps, and for rows that want any."""
+    captured, plain = models(name, attention)
+    stores = [(captured.new_cache(), plain.new_cache()) for _ in params]
+    for start, tokens in ((0, [5, 6, 7]), (3, [8])):
+        said = [
+            model.run(
+                [
+                    Row(store[side], start, tokens, 1, one, ahead=3, runner_ups=number)
+                    for store, one, number in zip(stores, params, wanted, strict=False)
+                ]
+            )
+            for side, model in enumerate((captured, plain))
+        ]
+        for number, *ways in zip(wanted, *said, strict=False):
+            found, expected = (one.runner_ups for one in ways)
+            assert ways[0].own == ways[1].own
+            assert len(found) == len(expected) == bool(number)
+            assert [[up.token for up in ups] for ups in found] == [[up.token for up in ups] for ups in expected]
+            assert all(len(ups) <= number for ups in found)
+            for ups, others in zip(found, expected, strict=True):
+                assert [up.gap for up in ups] == pytest.approx([up.gap for up in others], abs=1e-3)
 
 
 def test_only_small_plain_passes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +278,14 @@ def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, mon
             assert said[0] == said[1]
             known += n
         ahead = captured.run([Row(s[0], known, [7], 1, p, ahead=2) for s, p in zip(stores, sampling, strict=True)])
+        pairs = [
+            model.run([Row(s[side], known, [7], 1, p, runner_ups=2) for s, p in zip(stores, sampling, strict=True)])
+            for side, model in enumerate((captured, plain))
+        ]
+        for found, expected in zip(*pairs, strict=True):
+            assert [[up.token for up in ups] for ups in found.runner_ups] == [
+                [up.token for up in ups] for ups in expected.runner_ups
+            ]
         for session, (_, store) in enumerate(stores):
             token = 7
             for step, own in enumerate((*ahead[session].own, *ahead[session].ahead)):
@@ -279,8 +337,12 @@ def test_choices_in_tensors_are_the_same(params: Sequence[SamplingParams], seed:
         torch.tensor([choice.least for choice in choices]),
     )
     kind = max(map(demand, params))
-    assert torch.equal(say(filtered=True), expected)
-    assert kind == FILTERED or torch.equal(say(filtered=False), expected)
+    rows = [(one, 10 + place, 1) for place, one in enumerate(params)]
+    ways = [own_tokens_and_next(logits, rows, RUNNER_UPS), say(filtered=True, number=RUNNER_UPS)]
+    assert runner_ups(ways[0].tolist(), RUNNER_UPS) == runner_ups(ways[1].tolist(), RUNNER_UPS)
+    assert torch.equal(ways[1][0], expected)
+    assert torch.equal(say(filtered=True), expected[None])
+    assert kind == FILTERED or torch.equal(say(filtered=False), expected[None])
     assert kind != GREEDY or torch.equal(logits.argmax(-1), expected)
     assert demand(SamplingParams(temperature=0, top_k=3)) == GREEDY
     assert demand(SamplingParams(temperature=1)) == NOISY

@@ -47,6 +47,13 @@ class Tokens(PagedCache):
         assert all(torch.equal(part, said[0]) for part in said)
         return said[0].tolist() if said else []
 
+    @classmethod
+    def like(cls, cache: PagedCache) -> "Tokens":
+        """The same blocks, which the other one has no more."""
+        new = cls(cache._blocks)
+        new.join(cache)
+        return new
+
     def take(self, source: Any, positions: int) -> None:
         super().take(source, positions)
         self.length = positions
@@ -81,7 +88,7 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(40, 4)
+        self.blocks = Blocks(64, 4)
         self.texts: list[tuple[Tokens, list[int]]] = [(Tokens(self.blocks), [])]
 
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 99), min_size=1, max_size=9))
@@ -101,6 +108,28 @@ class Sessions(RuleBasedStateMachine):
         cache.take(source, positions)
         assert free - self.blocks.num_free == bool(positions % 4)  # whole blocks cost nothing
         self.texts.append((cache, text[:positions]))
+
+    @rule(data=st.data(), ends=st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3), joins=st.booleans())
+    def fork(self, data: st.DataObject, ends: list[list[int]], joins: bool) -> None:
+        """Other ends of a text, while it goes on itself; it takes the last one, or none."""
+        cache, text = data.draw(st.sampled_from(self.texts))
+        position = data.draw(st.integers(0, len(text)))
+        forks: list[Tokens] = []
+        for tokens in ends:
+            fork = PagedCache.fork(cache, position)
+            assert fork.table[: position // 4] == cache.table[: position // 4]  # whole blocks cost nothing
+            forks.append(Tokens.like(fork))
+            forks[-1].write(position, tokens[: 24 - position])
+        cache.write(position, [100] * min(3, 24 - position))
+        text[position:] = [100] * min(3, 24 - position)
+        for fork, tokens in zip(forks, ends, strict=True):
+            assert fork.tokens == [*text[:position], *tokens[: 24 - position]]
+        if joins:
+            cache.join(forks[-1])
+            cache.length = forks[-1].length
+            text[position:] = ends[-1][: 24 - position]
+        for fork in forks:
+            fork.free()
 
     @precondition(lambda self: len(self.texts) > 1)
     @rule(data=st.data())

@@ -1,6 +1,7 @@
 """One model over several processes: the text of one rank, and clean ends when a rank is lost."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
 from cascade import ModelError, family
+from cascade.engine.attention import Contiguous
+from cascade.engine.kv import Cache, Fork
 from cascade.engine.loading import load
-from cascade.engine.parallel import LeadingModel, check_ranks
-from tests.architectures import build
+from cascade.engine.model import Model
+from cascade.engine.parallel import PARAMS, Book, LeadingModel, RankCache, check_ranks, mirror
+from cascade.scorer import Row
+from tests.architectures import VOCAB, build
 from tests.cases import rare
 from tests.conftest import LONG_S
 from tests.engine import leading
+from tests.forks import Piece, check_forks, tokens
 
 Said = dict[str, Any]
 
@@ -53,6 +60,32 @@ def test_ranks_share_quantised_weights(leader: Callable[..., Said], folder: Path
     assert said["same"] == [True, True]
     assert said["again"]
     assert said["error"] < 1e-4, "rounding of sums alone; scales of their own make it 0.05"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_hold_what_the_leader_holds(seed: int) -> None:
+    """Guards the others' shares of keys and values: they must fork, join and free as the leader's do, and keep nothing."""
+    model = Model(build("llama").to(torch.bfloat16), attention=Contiguous(), num_threads=1)
+    book = Book()
+    caches: dict[int, Cache | Fork] = {}
+
+    def hear() -> None:
+        for change in book.changes:
+            mirror(caches, change)
+        book.changes.clear()
+
+    def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        hear()
+        said = []
+        for stores in ([p.store for p in pieces], [caches.setdefault(p.store.number, Cache()) for p in pieces]):
+            fed = [(store, piece.start, tokens(piece, VOCAB)) for store, piece in zip(stores, pieces, strict=True)]
+            said.append(model.logits([Row(store, start, text, len(text), PARAMS) for store, start, text in fed]))
+        assert torch.equal(*said)
+        return said[0].split([len(piece.picks) for piece in pieces])
+
+    check_forks(random.Random(seed), lambda: RankCache(book), score, 90)
+    hear()
+    assert not caches
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own

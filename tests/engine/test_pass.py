@@ -444,6 +444,24 @@ def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention | No
     torch.testing.assert_close(_logits(model, (other, 0, text)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", [lambda: None, Contiguous])
+def test_forks_that_overflow_harm_nobody(attention: Callable[[], Attention | None]) -> None:
+    """Guards the same for a branch: neither its base nor another branch, nor its own next guesses, may see it."""
+    network = build("llama-untied-bias")
+    model = Model(network, attention=attention(), cache_tokens=1024)
+    text, other = tuple(range(3, 20)), tuple(range(40, 46))
+    expected = _logits(model, (model.new_cache(), 0, text)), _logits(model, (model.new_cache(), 0, text[:12] + other))[12:]
+    with torch.no_grad():
+        network.get_input_embeddings().weight[77] = torch.inf
+    store = model.new_cache()
+    fork, wrong = store.fork(12), store.fork(9)
+    found = _logits(model, (wrong, 9, (77, 5)), (store, 0, text), (fork, 12, other[:2]))
+    torch.testing.assert_close(found[2:], torch.cat([expected[0], expected[1][:2]]), rtol=1e-4, atol=1e-4)
+    _logits(model, (fork, 14, (77, 77)))
+    found = _logits(model, (fork, 14, other[2:]), (store, 16, text[16:]), (wrong, 9, text[9:]))
+    torch.testing.assert_close(found, torch.cat([expected[1][2:], expected[0][16:], expected[0][9:]]), rtol=1e-4, atol=1e-4)
+
+
 def test_the_documentation_lists_what_is_checked() -> None:
     """Guards docs/models.md against promising more, or less, than these tests."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

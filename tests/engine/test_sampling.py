@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cascade.engine.sampling import adjust, gumbel, noise_bits, own_tokens
+from cascade.engine.sampling import adjust, gumbel, noise_bits, own_tokens, own_tokens_and_next, runner_ups
 from cascade.params import SamplingParams
 
 ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
@@ -140,3 +142,41 @@ def test_extreme_temperatures_stay_finite() -> None:
     for temperature in (1e-30, 1e-3, 100.0):
         params = SamplingParams(seed=1, temperature=temperature)
         assert own_tokens(logits, [(params, 0, 1)]).item() == 0
+
+
+RUNNER_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    seed=st.integers(0, 2**63 - 1),
+    top_k=st.sampled_from([0, 1, 2, 5]),
+    top_p=st.sampled_from([1.0, 0.6]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    params=st.lists(RUNNER_PARAMS, min_size=1, max_size=4),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    masked=st.integers(0, 12),
+)
+def test_runner_ups_are_the_next_of_a_sort(params: list[SamplingParams], seed: int, dtype: torch.dtype, masked: int) -> None:
+    """Guards order, gaps and ties, and filtered tokens, which nobody may say; own tokens are those without runner-ups."""
+    logits = torch.randn(2 * len(params), 12, generator=torch.Generator().manual_seed(seed)).mul(4).round().to(dtype)
+    logits[:, masked + 1 :] = -torch.inf
+    rows = [(one, 5 + place, 2) for place, one in enumerate(params)]
+    said = own_tokens_and_next(logits, rows, 2)
+    assert torch.equal(said[0], own_tokens(logits, rows))
+    found = runner_ups(said.tolist(), 2)
+    for place, (one, position) in enumerate((one, 5 + n + i) for n, one in enumerate(params) for i in range(2)):
+        scores = logits[place].float()
+        if one.temperature:
+            assert one.seed is not None
+            scores = (adjust(logits[place : place + 1], one) + gumbel(one.seed, torch.tensor([position]), 12))[0]
+        ordered = sorted((-score, token) for token, score in enumerate(scores.tolist()) if score > -torch.inf)
+        assert said[0, place] == ordered[0][1]
+        assert [up.token for up in found[place]] == [token for _, token in ordered[1:3]]
+        assert [up.gap for up in found[place]] == pytest.approx([score - ordered[0][0] for score, _ in ordered[1:3]], abs=1e-5)
+        assert all(up.gap >= 0 for up in found[place])
+    assert [ups[:1] for ups in found] == runner_ups(said.tolist(), 1)

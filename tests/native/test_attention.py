@@ -1,13 +1,17 @@
 """Attention over blocked keys and values, against the same written out in float64, and its bits."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade.native.attention import Kind, attend
 from cascade.native.cache import BlockedCache, Shape, tables
+from tests.forks import TEXTS, Piece, check_forks
 
 LENGTH = 150
 KINDS = {
@@ -91,3 +95,37 @@ def test_a_copied_prefix_is_the_prefix() -> None:
     assert torch.equal(score(copy, shape, text, 70, LENGTH, kind), whole[70:])
     source.free()
     assert source.nbytes == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(rng=st.randoms(use_true_random=False), heads=st.sampled_from(sorted(HEADS)), kind=st.sampled_from(sorted(KINDS)))
+def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str) -> None:
+    """Guards trees of guesses: a fork that sees what its base wrote behind it, or whose bits depend on where it begins."""
+    shape = Shape(*HEADS[heads])
+    many = [torch.stack(parts) for parts in zip(*(texts(shape, seed) for seed in range(TEXTS)), strict=True)]
+
+    def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        sizes = [len(piece.picks) for piece in pieces]
+        picks, places = (
+            torch.tensor([number for piece in pieces for number in numbers(piece)])
+            for numbers in (lambda p: p.picks, lambda p: range(p.start, p.start + len(p.picks)))
+        )
+        parts = (part[picks, :, places].transpose(0, 1) for part in many)
+        rows = [(piece.store, sum(sizes[:number]), sizes[number], piece.start) for number, piece in enumerate(pieces)]
+        return attend(*parts, tables(rows, {0: shape})[0], KINDS[kind]).split(sizes)
+
+    check_forks(rng, lambda: BlockedCache({0: shape}), score, LENGTH)
+
+
+def test_forks_take_little_memory() -> None:
+    """Guards memory: a fork holds the blocks that its positions lie in, wherever it begins, and none before it is written."""
+    shape, kind = Shape(4, 32, 32), KINDS["full"]
+    text, base = texts(shape), BlockedCache({0: shape})
+    score(base, shape, text, 0, 100, kind)
+    each, fork = base.nbytes // base.capacity, base.fork(79)
+    held = [fork.nbytes]
+    for end in (80, 81, 111):
+        score(fork, shape, text, 79, end, kind)
+        held.append(fork.nbytes)
+    assert held == [0, 16 * each, 32 * each, 48 * each]
+    assert base.capacity == 128

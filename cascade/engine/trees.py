@@ -1,0 +1,132 @@
+"""Drafts that are trees, in passes that know only lines: each branch is a row over a fork of its session's store.
+
+A tree falls into lines: a node goes on with its parent's line if it is the first to do so, and begins one otherwise. The line
+that begins at the text, the *trunk*, is a row over the store itself. Another one is a row over a fork, which reads again what
+lies between its fork and its first node:
+
+- nothing, or the nodes of the branch that it leaves, where forks see what the store's row writes in the same pass;
+- the last token of the text, too, where own tokens depend on the path (`SamplingParams.shaped`): so it is a row like any other;
+- all that the session's row reads, where stores are blocks: a kernel reads them all after all were written, but the last
+  block of a fork is its own, and what is before the row is there already.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from cascade.errors import ModelError
+from cascade.messages import Draft
+from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
+
+MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: behind more, such as a prompt, the trunk is enough
+
+
+class Line(NamedTuple):
+    """A row of the pass, and the nodes that its last own tokens stand behind; -1 is the text itself."""
+
+    row: Row
+    nodes: Sequence[int]
+
+    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
+        """The own token behind each of its nodes, and the runner-ups, as far as they are known."""
+        first = self.row.num_scored - len(self.nodes)
+        found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
+        return zip(self.nodes, list(found)[first:], strict=False)
+
+
+class Tree:
+    """One row of a pass, whatever its draft, as lines; `free` must be called in the end, however the pass ends."""
+
+    def __init__(self, row: Row, *, shares_pass: bool) -> None:
+        """``shares_pass``: forks see what their store's row writes before them in the same pass."""
+        self.lines: list[Line] = []
+        self.taken = 0  # line that own tokens follow
+        self._row = row
+        self._shares_pass = shares_pass
+        self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
+        self._forks: dict[int, Any] = {}  # by line
+        self._depths = {-1: 0}  # of the trunk's nodes
+
+    def grow(self) -> list[Line]:
+        """Make the lines and their forks; of the nodes for whose fork there is no memory nothing will be known."""
+        row = self._row
+        if row.draft.is_line:
+            self.lines.append(Line(row, ()))
+            return self.lines
+        trunk, *branches = self._split()
+        self._depths |= {node: depth for depth, node in enumerate(trunk, 1)}
+        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0), (-1, *trunk)))
+        for nodes in branches:
+            try:
+                self.lines.append(self._branch(nodes))
+            except ModelError:
+                break
+        return self.lines
+
+    def take(self, scored: Sequence[Scored]) -> Scored:
+        """What the lines say, in the order of the tree's nodes; the store holds the path of own tokens then."""
+        row = self._row
+        if row.draft.is_line or row.num_own != 1:
+            return scored[0]
+        found: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
+        for line, one in zip(self.lines, scored, strict=True):
+            found.update(line.said(one))
+        known = list(takewhile(found.__contains__, range(-1, len(row.draft))))
+        own = [found[node][0] for node in known]
+        self._follow(own)
+        return Scored(own, runner_ups=[found[node][1] for node in known] if row.runner_ups else ())
+
+    def free(self) -> None:
+        """Give back the forks that own tokens do not follow."""
+        for fork in self._forks.values():
+            fork.free()
+        self._forks.clear()
+
+    def _split(self) -> list[list[int]]:
+        """Nodes by line, the trunk's first; without those from the first one on that a branch cannot reach."""
+        draft = self._row.draft
+        lines: list[list[int]] = [[]]
+        ends, read = {-1: 0}, {-1: self._again}  # line by its last node; tokens of a branch's row up to a node
+        forks = self._row.num_own == 1 and self._again <= MAX_READ_AGAIN
+        for node in range(len(draft)):
+            parent = draft.parent(node)
+            line = ends.pop(parent, len(lines))
+            read[node] = read[parent] + 1 if line or self._again else 0
+            if line and (not forks or read[node] > MAX_FORKED):
+                break
+            if line == len(lines):
+                lines.append([])
+            lines[line].append(node)
+            ends[node] = line
+        return lines
+
+    def _branch(self, nodes: Sequence[int]) -> Line:
+        row, again = self._row, self._again
+        path, at = [], nodes[-1]
+        while at >= 0 and (again or at not in self._depths):
+            path.append(at)
+            at = row.draft.parent(at)
+        draft = self._draft(path[::-1])
+        start = row.start + len(row.tokens) + self._depths[at] - again
+        fork = self._forks[len(self.lines)] = row.cache.fork(start)
+        if not self._shares_pass:
+            fork.reserve(start + again + len(draft))  # while the branch can still be left out
+        tokens = row.tokens[len(row.tokens) - again :]
+        if row.state is None:
+            fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, runner_ups=row.runner_ups)
+        else:
+            fed = Row(fork, start, tokens, 1, row.params, row.state, draft=draft, runner_ups=row.runner_ups)
+        return Line(fed, nodes)
+
+    def _draft(self, path: Sequence[int]) -> Draft:
+        """Nodes that stand behind each other, as a line."""
+        return Draft(tuple(self._row.draft.tokens[node] for node in path), bytes(len(path)))
+
+    def _follow(self, own: Sequence[int]) -> None:
+        """Let the store go on with the line that holds the path of own tokens."""
+        new, path = self._row.draft.walk(own)
+        last = path[len(new) - 2] if len(new) > 1 else -1  # the last new token is never in a store yet
+        self.taken = next(place for place, line in enumerate(self.lines) if last in line.nodes)
+        if self.taken:
+            self._row.cache.join(self._forks.pop(self.taken))

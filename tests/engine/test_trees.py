@@ -1,0 +1,394 @@
+"""Passes that score trees: each node as if its path were the text, and a store that goes on with the path that was right."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cascade import SamplingParams, Structured, family
+from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
+from cascade.engine.grammar import Grammars
+from cascade.engine.graphs import eager
+from cascade.engine.model import Model
+from cascade.engine.sequence_state import Constraint, SequenceState
+from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.trees import MAX_READ_AGAIN, Tree
+from cascade.messages import NO_DRAFT, Draft, Logprobs, Open
+from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
+from tests.architectures import VOCAB, build
+from tests.kernels import varlen
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+ROUNDS = 3
+ENDS = frozenset({3, 11})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def model_of(name: str, attention: str, seed: int = 0) -> Model:
+    """A small model: "native", which is chosen on a CPU, "contiguous", "gathered", or "captured" passes over blocks."""
+    ways: dict[str, Attention | None] = {
+        "native": None,
+        "contiguous": Contiguous(),
+        "gathered": Gathered(BLOCK),
+        "varlen": Varlen(varlen, torch.device("cpu"), BLOCK),
+        "captured": Gathered(BLOCK),
+    }
+    capture = eager if attention == "captured" else None
+    return Model(build(name, seed), attention=ways[attention], capture=capture, cache_tokens=4096)
+
+
+@dataclass
+class Session:
+    """A text at one model that is written by passes over trees, and what passes over its paths alone say."""
+
+    model: Model
+    params: SamplingParams
+    text: list[int]
+    rng: random.Random
+    constraint: Callable[[], Constraint | None] = lambda: None
+    held: int = 0
+    store: Any = None
+    state: SequenceState | None = None
+    drafts: Draft = NO_DRAFT
+    alone: dict[tuple[int, ...], tuple[Scored, tuple[Logprobs, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store = self.model.new_cache()
+        self.prompt_len = len(self.text)
+        self.state = self.new_state(self.text)
+
+    def new_state(self, text: Sequence[int]) -> SequenceState | None:
+        opening = Open("s", tuple(text), self.prompt_len, self.params, ENDS)
+        return SequenceState(opening, text, self.constraint()) if self.params.shaped else None
+
+    def expected(self, path: Sequence[int]) -> tuple[Scored, tuple[Logprobs, ...]]:
+        """What a pass over the text with a path says, with a store and a history of its own."""
+        text = (*self.text, *path)
+        if text not in self.alone:
+            state, store = self.new_state(text), self.model.new_cache()
+            [scored] = self.model.run([Row(store, 0, text, 1, self.params, state, runner_ups=2)])
+            store.free()
+            self.alone[text] = scored, state.logprobs(len(text), 1) if state is not None else ()
+        return self.alone[text]
+
+    def guess(self, parents: Sequence[int]) -> Draft:
+        """A tree of this shape, often right."""
+        tokens: list[int] = []
+        for node, parent in enumerate(parents):
+            taken = {tokens[child] for child in range(node) if parents[child] == parent}
+            path = path_to(tokens, parents, parent)
+            right = self.expected(path)[0].own[0]
+            wrong = self.rng.choice([token for token in range(5, 60) if token not in taken])
+            tokens.append(right if right not in taken and self.rng.random() < 0.7 else wrong)
+        return Draft(tuple(tokens), bytes(len(tokens)), b"", tuple(parents))
+
+    def row(self, draft: Draft, runner_ups: int = 0) -> Row:
+        self.drafts = draft
+        tokens = self.text[self.held :]
+        return Row(self.store, self.held, tokens, 1, self.params, self.state, draft=draft, runner_ups=runner_ups)
+
+    def check(self, scored: Scored, most: int | None = None) -> None:
+        """Hold a pass against those of its paths, of which the first ``most`` are known, and go on with the text."""
+        draft, begin = self.drafts, len(self.text)
+        assert len(scored.own) == 1 + (len(draft) if most is None else most)
+        for node, own in enumerate(scored.own, -1):
+            alone, _ = self.expected(path_to(draft.tokens, [draft.parent(i) for i in range(len(draft))], node))
+            assert own == alone.own[0]
+            if scored.runner_ups:
+                _alike(scored.runner_ups[node + 1], alone.runner_ups[0])
+        new, _ = draft.walk(scored.own)
+        said = [self.expected(new[:i])[1] for i in range(len(new))]
+        if self.state is not None and self.params.logprobs is not None:
+            assert [(one,) for one in self.state.logprobs(begin, len(new))] == said
+        self.text += new
+        self.held = len(self.text) - 1
+        fresh = self.model.new_cache()
+        rows = [Row(self.store, self.held, self.text[self.held :], 1, GREEDY), Row(fresh, 0, self.text, 1, GREEDY)]
+        one, other = (self.model.logits([row]) for row in rows)  # own tokens of such small models hardly look back
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        fresh.free()
+
+
+def _alike(found: Sequence[RunnerUp], expected: Sequence[RunnerUp]) -> None:
+    """Mixtures, and passes over graphs, keep their bits only nearly."""
+    assert [one.token for one in found] == [one.token for one in expected]
+    assert [one.gap for one in found] == pytest.approx([one.gap for one in expected], abs=1e-3)
+
+
+def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    """Parents of up to 12 nodes: any tree, and often one whose nodes stand behind the last."""
+    parents: list[int] = []
+    for node in range(draw(st.integers(0, 12))):
+        parents.append(node - 1 if draw(st.booleans()) else draw(st.integers(-1, node - 1)))
+    return tuple(parents)
+
+
+PLAIN = st.sampled_from(
+    [GREEDY, SamplingParams(temperature=0.8, seed=4), SamplingParams(temperature=0.8, seed=5, top_p=0.8, top_k=9)]
+)
+SHAPED = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.8]),
+    seed=st.integers(0, 99),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.4]),
+    logit_bias=st.sampled_from([{}, {3: 4.0, 7: 2.0}]),
+    min_tokens=st.sampled_from([0, 5]),
+    logprobs=st.sampled_from([None, 2]),
+)
+SEEDS = st.integers(0, 999)
+NAMES = [
+    ("llama", "native"),
+    ("llama", "contiguous"),
+    ("llama", "varlen"),
+    ("gemma2", "native"),
+    ("gemma2", "gathered"),
+    ("gemma3_text", "contiguous"),
+    ("gemma3_text", "captured"),
+    ("gpt_oss", "native"),
+    ("gpt_oss", "captured"),
+    ("deepseek_v3", "native"),
+    ("deepseek_v3", "gathered"),
+    ("mixtral", "native"),
+    ("mixtral", "gathered"),
+]
+
+
+def rounds(sessions: Sequence[Session], trees: Sequence[Sequence[tuple[int, ...]]], runner_ups: int = 0) -> None:
+    """Passes of all sessions over trees of these shapes, from what the last left in the stores."""
+    model = sessions[0].model
+    for shape in trees:
+        rows = [session.row(session.guess(parents), runner_ups) for session, parents in zip(sessions, shape, strict=True)]
+        for session, scored in zip(sessions, model.run(rows), strict=True):
+            session.check(scored)
+    if isinstance(model._attention, Paged):
+        model._attention.blocks.check([session.store for session in sessions])
+    for session in sessions:
+        session.store.free()
+
+
+def texts(seed: int) -> list[list[int]]:
+    """Beginnings of three texts, short enough to be read again, one at the end of a block."""
+    return [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
+
+
+@pytest.mark.parametrize(("name", "attention"), NAMES)
+@settings(deadline=None, derandomize=True, max_examples=8)
+@given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=PLAIN, seed=SEEDS)
+def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
+    """Guards branches that see each other, the trunk, or companions; and stores that do not hold the path afterwards."""
+    model = model_of(name, attention)
+    rounds([Session(model, params, text, random.Random(seed)) for text in texts(seed)], trees, runner_ups=2)
+
+
+@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered", "captured"])
+@settings(deadline=None, derandomize=True, max_examples=12)
+@given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
+def test_branches_have_histories_of_their_own(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
+    """Guards penalties, bias, `min_tokens` and log-probabilities: a branch counts its own path, and reports it if taken."""
+    model = model_of("llama", attention)
+    chosen = [params, SamplingParams(temperature=0.8, seed=seed), params]
+    rounds([Session(model, one, text, random.Random(seed)) for one, text in zip(chosen, texts(seed), strict=True)], trees)
+
+
+@dataclass
+class Short:
+    """A grammar of even tokens, which cannot tell what comes behind the guess 9."""
+
+    def rewind(self, num_tokens: int) -> None: ...
+
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
+        rows = list(guesses).index(9) + 1 if 9 in guesses else 1 + len(guesses)
+        return (torch.arange(vocab_size) % 2 == 0).expand(rows, -1).clone()
+
+
+@pytest.mark.parametrize("attention", ["native", "gathered"])
+def test_a_grammar_that_cannot_follow_a_branch_cuts_there(attention: str) -> None:
+    """Guards how much is known: of each line by itself, and of the tree up to its first node that is not."""
+    params = SamplingParams(temperature=0.0, seed=1, structured=Structured(regex="a"))
+    session = Session(model_of("llama", attention), params, [4, 6, 2], random.Random(0), Short)
+    for stops, known in ((2, 2), (0, 0), (1, 1), (None, 4)):
+        right = session.expected(())[0].own[0]
+        tokens = [10 if right != 10 else 12, 6, right, 6]
+        if stops is not None:
+            tokens[stops] = 9
+        draft = Draft(tuple(tokens), bytes(4), b"", (-1, 0, -1, 2))
+        [scored] = session.model.run([session.row(draft)])
+        assert all(token % 2 == 0 for token in scored.own)
+        session.check(scored, known)
+
+
+def test_grammars_follow_branches() -> None:
+    """Guards a grammar that is led along one branch and then asked about another: every node has its own mask."""
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    grammars = Grammars(tokenizer)
+    structured = Structured(regex="[a-z0-9]{4,9}")
+    model = Model(build("llama", vocab_size=4096))
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, seed=3, structured=structured, logprobs=1)
+        rng = random.Random(1)
+        session = Session(model, params, tokenizer.encode("x = "), rng, lambda: grammars.matcher(structured))
+        for parents in ((-1, 0, -1, 2, 0), (-1, -1, -1, 2), (-1, 0, 1, 0, 3)):
+            [scored] = model.run([session.row(session.guess(parents))])
+            session.check(scored)
+
+
+def forks_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All forks that are made from now on."""
+    made: list[Any] = []
+    kind = type(model.new_cache())
+    fork = kind.fork
+
+    def noted(store: Any, position: int) -> Any:
+        made.append(fork(store, position))
+        return made[-1]
+
+    monkeypatch.setattr(kind, "fork", noted)
+    return made
+
+
+STAR = Draft((5, 6, 7, 8, 9), bytes(5), b"", (-1, 0, -1, 2, 0))
+
+
+@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered"])
+def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: branches that nobody follows, and those of passes that fail; the row may be scored again."""
+    model = model_of("llama", attention)
+    forks, session = forks_of(model, monkeypatch), Session(model, GREEDY, [1, 2, 3], random.Random(0))
+    logits = model.logits
+
+    def fails(rows: Sequence[Row]) -> Tensor:
+        logits(rows)
+        raise RuntimeError("no more")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "logits", fails)
+            with pytest.raises(RuntimeError, match="no more"):
+                model.run([session.row(STAR)])
+        [scored] = model.run([session.row(session.guess(STAR.parents))])
+        session.check(scored)
+    assert len(forks) == 8
+    assert not any(fork.nbytes for fork in forks)
+    if isinstance(model._attention, Paged):
+        model._attention.blocks.check([session.store])
+    session.store.free()
+
+
+def test_branches_without_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards full memory: what is known of a tree is less then, and the pass does not fail."""
+    model = Model(build("llama"), attention=Gathered(BLOCK), cache_tokens=2 * BLOCK)
+    forks = forks_of(model, monkeypatch)
+    session = Session(model, GREEDY, [1, 2, 3], random.Random(0))
+    draft = session.guess(STAR.parents)
+    session.store.reserve(BLOCK)
+    alone = [session.expected(path_to(draft.tokens, draft.parents, node))[0].own[0] for node in range(-1, len(draft))]
+    for taken, known in ((0, 5), (1, 4), (2, 2)):  # blocks by others; there are two for branches
+        other = model.new_cache()
+        other.reserve(taken * BLOCK)
+        [scored] = model.run([session.row(draft)])
+        assert list(scored.own) == alone[: 1 + known]
+        other.free()
+    beside = Session(model, GREEDY, [4, 5, 6], random.Random(0))
+    [scored, said] = model.run([session.row(draft), beside.row(NO_DRAFT)])  # which has no blocks yet
+    assert list(scored.own) == alone[:5]
+    session.store.free()
+    beside.check(said)
+    assert not any(fork.nbytes for fork in forks)
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=0, seed=0, presence_penalty=1.0)], ids=["plain", "shaped"]
+)
+@pytest.mark.parametrize("attention", ["native", "gathered"])
+def test_long_texts_are_not_read_again(attention: str, params: SamplingParams) -> None:
+    """Guards prompts with a tree behind them: branches share what was read, or are left out where they would read it again."""
+    model = model_of("llama", attention)
+    for size in (MAX_READ_AGAIN, MAX_READ_AGAIN + 1, 3 * BLOCK):
+        session = Session(model, params, list(range(20, 20 + size)), random.Random(0))
+        shares = attention == "native"
+        tree = Tree(session.row(STAR), shares_pass=shares)
+        lines = tree.grow()
+        tree.free()
+        few = sum(len(line.row.fed) for line in lines) - size - len(STAR)
+        assert few <= (len(lines) - 1) * MAX_READ_AGAIN + 2
+        assert few == 0 or attention == "gathered" or params.shaped
+        [scored] = model.run([session.row(session.guess(STAR.parents))])
+        session.check(scored, None if shares or size <= MAX_READ_AGAIN else 2)
+
+
+@pytest.mark.parametrize("attention", ["native", "gathered"])
+def test_no_branch_is_longer_than_a_fork(attention: str) -> None:
+    """Guards what forks promise: a node further away is not known, nor what stands behind it in the order of nodes."""
+    model = model_of("llama", attention)
+    size = MAX_FORKED + 5
+    draft = Draft(tuple(range(10, 11 + size)), bytes(1 + size), b"", (-1, -1, *range(1, size)))
+    session = Session(model, GREEDY, [1, 2], random.Random(0))
+    session.drafts = draft
+    [scored] = model.run([session.row(draft)])
+    session.check(scored, 1 + MAX_FORKED - (0 if attention == "native" else 2))
+
+
+def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
+    """Guards rows that want several own tokens, or none, before their draft: a branch has no place for those."""
+    model = model_of("llama", "native")
+    for num_own in (0, 2):
+        rows = [Row(model.new_cache(), 0, [1, 2, 3], num_own, GREEDY, draft=draft) for draft in (STAR, STAR.first(2))]
+        one, other = model.run([rows[0]]), model.run([rows[1]])
+        assert one == other
+        assert len(one[0].own) == num_own + 2
+
+
+@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered"])
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(parents=shapes(), seed=SEEDS)
+def test_nodes_have_the_bits_of_their_paths(attention: str, parents: tuple[int, ...], seed: int) -> None:
+    """Guards near-ties: logits of a branch are to the bit those of its path alone."""
+    model = model_of("llama", attention)
+    if not model.same_bits:
+        pytest.skip(f"this machine does not promise it: {model.summary}")
+    session = Session(model, GREEDY, [1, 2, 3, 4], random.Random(seed))
+    draft = session.guess(parents)
+    trees = [Tree(session.row(draft), shares_pass=model._attention.shares_pass)]
+    lines = [line for tree in trees for line in tree.grow()]
+    found = model.logits([line.row for line in lines])
+    nodes = [node for line in lines for node in line.nodes] if draft.parents else list(range(-1, len(draft)))
+    assert sorted(nodes) == list(range(-1, len(draft)))
+    for node, logits in zip(nodes, found, strict=True):
+        text = [1, 2, 3, 4, *path_to(draft.tokens, parents, node)]
+        assert torch.equal(logits, model.logits([Row(model.new_cache(), 0, text, 1, GREEDY)])[0])
+    trees[0].free()
+
+
+def test_lines_are_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the common pass: rows whose drafts are lines are scored as they are."""
+    monkeypatch.setattr("cascade.engine.model.Tree", None)
+    model = model_of("llama", "native")
+    line = Draft((5, 6, 7), bytes(3), b"", (-1, 0, 1))
+    [scored] = model.run([Row(model.new_cache(), 0, [1, 2], 1, GREEDY, draft=line)])
+    assert len(scored.own) == 4

@@ -293,6 +293,7 @@ class Capabilities:
             chain=speculation.chain(self.names),
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
+            draft_branches=speculation.most_branches,
             lockstep=speculation.schedule == "lockstep",
             adaptive=speculation.adaptive,
             priority=handling.priority,

@@ -21,6 +21,7 @@ MAX_CHOICES = 1024
 MAX_WINDOW = 256
 DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
+MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -228,6 +229,7 @@ class Speculation:
     tiers: tuple[str, ...] | None = None  # lower tiers to use, by name in any order; None: those that pay, see `Planner`
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
     schedule: Literal["async", "lockstep"] = "async"  # "lockstep": draft a whole window, wait, verify, wait
+    branches: int | None = None  # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
@@ -236,10 +238,19 @@ class Speculation:
         _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
         window_ok = self.window is None or _is_int(self.window, 1, MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
+        branches_ok = self.branches is None or _is_int(self.branches, 0, MAX_BRANCHES)
+        _require(branches_ok, "speculation.branches", self.branches, f"an integer from 0 to {MAX_BRANCHES}")
 
     def draft_window(self, default: int) -> int:
         """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
         return self.window or (min(default, LOCKSTEP_WINDOW) if self.schedule == "lockstep" else default)
+
+    @property
+    def most_branches(self) -> int:
+        """Branches of a tier: none in lockstep, whose rounds are lines."""
+        if self.schedule == "lockstep":
+            return 0
+        return MOST_BRANCHES if self.branches is None else self.branches
 
     @property
     def adaptive(self) -> bool:

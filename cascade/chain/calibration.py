@@ -14,6 +14,7 @@ from cascade.messages import Draft
 UNIT = 1 / 16  # of gaps on the wire, in nats
 RANKS = 3  # own token, runner-up, and all behind it
 MEMORY = 0.995  # share of old verdicts that is left after a new one
+WARMEST = 2.0  # temperatures above it are taken for it
 PRIOR = 6.0  # verdicts that are made up, of each kind
 _GAPS = 9  # kinds of gaps: unknown, then from one power of two to the next
 _UNKNOWN = (0.75, 0.1, 0.03)  # chances by rank, to begin with
@@ -24,6 +25,20 @@ _NEXT = (0.5, 0.15)  # share of the wrong ones in which the first and the second
 def gap_byte(gap: float) -> int:
     """A gap in nats as a byte, which is never 0: that is a guess of which nobody knows the gap."""
     return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
+
+
+class Calibrations:
+    """What is learnt of each drafter, at each temperature: noise makes gaps larger, and says less."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, float], Calibration] = {}
+
+    def of(self, drafter: str, temperature: float) -> "Calibration":
+        """Shared by all sessions that draft with it so; "" stands for the tier's own tokens, as the tier above judges them."""
+        key = (drafter, round(min(temperature, WARMEST), 1))
+        if key not in self._known:
+            self._known[key] = Calibration()
+        return self._known[key]
 
 
 class Calibration:

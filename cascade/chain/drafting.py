@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+from cascade.chain.calibration import Calibrations
 from cascade.chain.planner import Chain, Planner, Seen
 from cascade.chain.profile import CHUNK
 from cascade.chain.slot import Slot, U
@@ -43,6 +44,7 @@ class Drafting(Generic[U]):
         self._mint = mint
         self._planner = planner
         self._health = Health()
+        self.calibrations = Calibrations()
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
     def slot(self, session: str) -> Slot[U] | None:
@@ -65,6 +67,7 @@ class Drafting(Generic[U]):
         elif usable and slot.using != usable:
             self.leave(slot)
             opening = session.attach(usable[0], self._mint(), usable[1:])
+            session.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
             slot.using, slot.settling = usable, SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)

@@ -101,7 +101,8 @@ class Loop(Generic[U]):
         try:
             if problem := self._problem(opening):
                 raise InvalidRequest(problem)
-            session = Session(opening, self._name, self._level, self._limits.vocab_size)
+            verdicts = self._drafting.calibrations.of("", opening.params.temperature)
+            session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
             state = self._state(session)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name))

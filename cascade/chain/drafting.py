@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from cascade.chain.calibration import Calibrations
-from cascade.chain.planner import Chain, Planner, Seen
+from cascade.chain.planner import ALONE, Chain, Course, Planner, Seen
 from cascade.chain.profile import CHUNK
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
@@ -58,17 +58,17 @@ class Drafting(Generic[U]):
 
     def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
-        chain, session = slot.chain, slot.session
-        if session.done or slot.using == chain:
+        (chain, branches), session = slot.course, slot.session
+        if session.done or slot.using == slot.course:
             return None
         usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
         if not chain:
             self.leave(slot)
-        elif usable and slot.using != usable:
+        elif usable and slot.using != Course(usable, branches):
             self.leave(slot)
-            opening = session.attach(usable[0], self._mint(), usable[1:])
+            opening = session.attach(usable[0], self._mint(), usable[1:], session.opening.draft_branches if branches else 0)
             session.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
-            slot.using, slot.settling = usable, SETTLING
+            slot.using, slot.settling = Course(usable, branches), SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
         failed = (tier for tier in chain if not self._health.usable(tier, now))
@@ -84,7 +84,7 @@ class Drafting(Generic[U]):
         drafter = slot.session.drafter
         self._slots.pop(slot.session.drafter_session, None)
         closing = slot.session.detach()
-        slot.using = ()
+        slot.using = ALONE
         if closing is not None:
             slot.settling = SETTLING
             self._send(drafter, closing)
@@ -106,7 +106,7 @@ class Drafting(Generic[U]):
             self._health.works(drafter)
             return None
         if message.fault:  # others may draft there, this one nowhere
-            slot.alone, slot.chain = True, ()
+            slot.alone, slot.course = True, ALONE
         else:
             self._health.failed(message.tier or drafter, now)
         self.leave(slot)
@@ -115,26 +115,31 @@ class Drafting(Generic[U]):
 
     def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], now: float) -> None:
         """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions."""
-        totals: dict[tuple[Chain, Chain, bool], Seen] = {}
+        totals: dict[tuple[Course, Course, bool], Seen] = {}
         for slot, work, num_new, seconds in rows:
-            allowed, settled = slot.session.opening.chain, not slot.settling
+            allowed, settled = _allowed(slot), not slot.settling
             slot.settling -= not settled
-            if slot.session.opening.adaptive and allowed and len(work.tokens) - work.num_own < CHUNK:
-                seen = totals.setdefault((allowed, slot.chain, settled), Seen(settled=settled))
+            if slot.session.opening.adaptive and allowed.tiers and len(work.tokens) - work.num_own < CHUNK:
+                seen = totals.setdefault((allowed, slot.course, settled), Seen(settled=settled))
                 seen.rows += 1
                 seen.tokens += num_new
                 seen.seconds += seconds
-        for (allowed, chain, _), seen in totals.items():
-            self._planner.saw(allowed, chain, len(slots), seen)
+        for (allowed, course, _), seen in totals.items():
+            self._planner.saw(allowed, course, len(slots), seen)
         for slot in slots:
             self._plan(slot, len(slots))
             self.draft(slot, now)
 
     def _plan(self, slot: Slot[U], num_sessions: int) -> None:
-        session = slot.session
-        allowed = session.opening.chain
-        if slot.alone or not session.opening.adaptive or not allowed:
-            slot.chain = () if slot.alone else allowed
+        session, allowed = slot.session, _allowed(slot)
+        if slot.alone or not session.opening.adaptive or not allowed.tiers:
+            slot.course = ALONE if slot.alone else allowed
             return
-        slot.chain = self._planner.chain(allowed, num_sessions)
-        session.spared = "" if slot.chain else self._planner.spared(allowed, num_sessions)
+        slot.course = self._planner.course(allowed, num_sessions)
+        session.spared = "" if slot.course.tiers else self._planner.spared(allowed, num_sessions)
+
+
+def _allowed(slot: Slot[U]) -> Course:
+    """All that its request allows."""
+    opening = slot.session.opening
+    return Course(opening.chain, bool(opening.chain and opening.draft_branches))

@@ -159,7 +159,7 @@ class Loop(Generic[U]):
         self._tell(now)
         wake_at: float | None = None
         for slot in self.slots.values():
-            if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
+            if slot.using != slot.course:  # it drafts with others than it should, or with nobody
                 wake_at = earlier(wake_at, self._drafting.draft(slot, now))
         able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)

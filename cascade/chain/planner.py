@@ -4,8 +4,9 @@ Pure; the serving tier and the simulator follow the same rules.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from cascade.chain.session import Session
 
@@ -14,10 +15,15 @@ Spared: TypeAlias = Literal["load", "low_acceptance", "short"]
 
 LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
 
-GLANCE = 4  # passes by which a chain is judged at least; so many alone begin
+GLANCE = 4  # passes by which a course is judged at least; so many alone begin
 TRIAL = 12  # rows by which it is judged at least
-REST = 64  # passes between two trials of chains that are known
-BETTER = 1.03  # times the rate of the chain in use make another one the best
+REST = 64  # passes between two trials of courses that are known
+BREAK = 16  # the same where the next one may well be the best, for all that is known
+LONGEST = 4  # times so many where it remains unclear which one is better
+RAREST = 8  # times so many where the other one is far from being the best
+DOUBT = 1.3  # a rate known from ``n`` rows may well be wrong by ``DOUBT / sqrt(n)`` of it
+AGED = 0.5  # weight of earlier trials beside a new one
+BETTER = 1.03  # times the rate of the course in use make another one the best
 MEMORY = 0.99  # weight of a pass that is left after the next one
 HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
 SHARE = 0.03  # of a tier's time, which they may cost on top of that
@@ -55,35 +61,46 @@ class Policy:
         return since
 
 
+class Course(NamedTuple):
+    """A way to draft."""
+
+    tiers: Chain = ()
+    branches: bool = False  # they offer and prepare some; without, they draft lines
+
+
+ALONE = Course()
+
+
 class Planner:
-    """Chooses the tiers below that take part: of all chains that a request allows, the one that is measured to be fastest.
+    """Chooses the tiers below that take part: of all courses that a request allows, the one that is measured to be fastest.
 
     What counts is what comes out: own tokens of a session in a second. Costs of passes, wires and messages, agreement, and
-    what tiers on the same processors take from each other are all in it. Chains are measured apart for different numbers
-    of sessions. A tier begins alone and tries the others, small ones first. The time that trials lose against the best
-    chain known is paid from one purse, which a small share of all time goes into: so no trial makes a cascade slow.
+    what tiers on the same processors take from each other are all in it. Courses are measured apart for different numbers
+    of sessions. A tier begins alone and tries the others, small ones first; where branches are allowed, chains are tried with
+    them, and the best one without. The time that trials lose against the best course known is paid from one purse, which
+    a small share of all time goes into: so no trial makes a cascade slow.
     """
 
     def __init__(self) -> None:
         self._purse = _Purse()
-        self._plans: dict[Chain, dict[int, _Plan]] = {}  # by what is allowed and by load
+        self._plans: dict[Course, dict[int, _Plan]] = {}  # by what is allowed and by load
 
-    def chain(self, allowed: Chain, num_sessions: int) -> Chain:
-        """Tiers below to use now for a session that may use those of ``allowed``, in a tier of so many sessions."""
-        return self._plan(allowed, num_sessions).chain
+    def course(self, allowed: Course, num_sessions: int) -> Course:
+        """What a session shall use now that may use ``allowed``, in a tier of so many sessions."""
+        return self._plan(allowed, num_sessions).course
 
-    def saw(self, allowed: Chain, used: Chain, num_sessions: int, seen: "Seen") -> None:
+    def saw(self, allowed: Course, used: Course, num_sessions: int, seen: "Seen") -> None:
         """What some of so many sessions had of a pass, who were to use ``used``."""
         self._plan(allowed, num_sessions).saw(used, seen, num_sessions)
 
-    def spared(self, allowed: Chain, num_sessions: int) -> Spared:
+    def spared(self, allowed: Course, num_sessions: int) -> Spared:
         """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
         load, plans = num_sessions.bit_length(), self._plans.get(allowed, {})
-        if any(plan.best for less, plan in plans.items() if less < load):
+        if any(plan.best.tiers for less, plan in plans.items() if less < load):
             return "load"
         return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
 
-    def _plan(self, allowed: Chain, num_sessions: int) -> "_Plan":
+    def _plan(self, allowed: Course, num_sessions: int) -> "_Plan":
         plans = self._plans.setdefault(allowed, {})
         load = num_sessions.bit_length()
         if load not in plans:
@@ -101,7 +118,7 @@ class Seen:
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    settled: bool = True  # guesses had time to come: before that a chain costs time, but is not judged
+    settled: bool = True  # guesses had time to come: before that a course costs time, but is not judged
 
 
 @dataclass(slots=True)
@@ -116,10 +133,11 @@ class _Purse:
 
 @dataclass(slots=True)
 class _Record:
-    """What a chain gave, the latest pass counting most, and what to try it again may cost."""
+    """What a course gave, the latest pass counting most, and what to try it again may cost."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    rows: float = 0.0
     tried: int = 0  # number of its last trial, 0: none
     price_s: float = PRICE_S
 
@@ -128,49 +146,64 @@ class _Record:
         """Own tokens of a session in a second, 0 if that is not known."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def add(self, tokens: float, seconds: float) -> None:
+    @property
+    def hope(self) -> float:
+        """The rate that it may well have."""
+        return self.rate * (1 + DOUBT / math.sqrt(max(1.0, self.rows)))
+
+    def add(self, tokens: float, seconds: float, rows: float) -> None:
         self.tokens = MEMORY * self.tokens + tokens
         self.seconds = MEMORY * self.seconds + seconds
+        self.rows = MEMORY * self.rows + rows
+
+    def join(self, trial: "_Record") -> None:
+        """One more trial."""
+        self.tokens = AGED * self.tokens + trial.tokens
+        self.seconds = AGED * self.seconds + trial.seconds
+        self.rows = AGED * self.rows + trial.rows
 
 
 @dataclass(slots=True)
 class _Plan:
-    """For one load: what is known of each chain, which is the best, and which one is in use."""
+    """For one load: what is known of each course, which is the best, and which one is in use."""
 
-    allowed: Chain
+    allowed: Course
     purse: _Purse
-    best: Chain = ()  # known so far
-    chain: Chain = ()  # in use: the best one, or one on trial
+    best: Course = ALONE  # known so far
+    course: Course = ALONE  # in use: the best one, or one on trial
     num_trials: int = 0
-    passes: int = 0  # settled ones since the chain is in use
+    passes: int = 0  # settled ones since the course is in use
     rows: int = 0
     cost_s: float = 0.0  # of the trial
     trial: _Record = field(default_factory=_Record)
     lent: float = 0.0  # rate without drafts of the load whose records these are, until it is known here
-    records: dict[Chain, _Record] = field(default_factory=dict)
+    records: dict[Course, _Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tiers = self.allowed[::-1]  # small chains of small tiers first
+        tiers, branches = self.allowed.tiers[::-1], self.allowed.branches  # small chains of small tiers first
         sizes = range(len(tiers) + 1)
-        self.records = {chain[::-1]: _Record() for size in sizes for chain in itertools.combinations(tiers, size)}
+        chains = [chain[::-1] for size in sizes for chain in itertools.combinations(tiers, size)]
+        self.records = {Course(chain, branches and bool(chain)): _Record() for chain in chains}
 
     def borrow(self, near: "_Plan") -> None:
         """Begin with what is known at another load; of what paid there only the best is asked for at once."""
-        self.lent = near.lent or near.records[()].rate
+        self.lent = near.lent or near.records[ALONE].rate
         self.num_trials = near.num_trials
-        for chain, known in near.records.items() if self.lent else ():
-            if chain:
-                tokens = known.tokens if chain == near.best else min(known.tokens, self.lent * known.seconds)
-                self.records[chain] = replace(known, tokens=tokens)
+        for course, known in near.records.items() if self.lent else ():
+            if course.tiers:
+                if course == near.best:
+                    self.records[course] = replace(known)
+                else:
+                    self.records[course] = replace(known, tokens=min(known.tokens, self.lent * known.seconds), rows=math.inf)
 
-    def saw(self, used: Chain, seen: Seen, num_sessions: int) -> None:
+    def saw(self, used: Course, seen: Seen, num_sessions: int) -> None:
         """What some of so many sessions had of a pass, who were to use ``used``."""
-        if used != self.chain or seen.seconds <= 0:
+        if used != self.course or seen.seconds <= 0:
             return  # they have yet to follow
         tokens, seconds = seen.tokens / num_sessions, seen.seconds / num_sessions
         trying = used != self.best
         if seen.settled:
-            (self.trial if trying else self.records[used]).add(tokens, seconds)
+            (self.trial if trying else self.records[used]).add(tokens, seconds, seen.rows)
             self.passes += 1
             self.rows += seen.rows
         self.purse.save(SHARE * seconds)
@@ -179,49 +212,67 @@ class _Plan:
             self.cost_s += seconds - tokens / best
         elif best and not self.passes:  # slowed by what a trial has left below
             self.purse.save(tokens / best - seconds)
-        if trying and (self.cost_s > self._price(used) or (self.passes >= GLANCE and self.rows >= TRIAL)):
+        if trying and (
+            self.cost_s > self._price(used) or (self.passes >= GLANCE and self.rows >= TRIAL and self._decided(best))
+        ):
             self._judge()
         elif not trying and self.passes >= GLANCE:
             self._seek()
 
+    def _decided(self, best: float) -> bool:
+        """Whether a trial tells enough: not while what is tried may well be better than the best rate, and is not seen to be."""
+        return self.rows >= LONGEST * TRIAL or self.trial.rate > BETTER * best or self.trial.hope < best
+
     def _judge(self) -> None:
         """End a trial. If it was too short to tell, the next one may cost twice as much."""
-        record, price_s = self.records[self.chain], self._price(self.chain)
+        record, price_s = self.records[self.course], self._price(self.course)
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
-        if self.passes or self.chain:  # how fast the full tier is alone stays known
-            record.tokens, record.seconds = self.trial.tokens, self.trial.seconds
+        if self.passes or self.course.tiers:  # how fast the full tier is alone stays known
+            record.join(self.trial)
         self.purse.save(min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials
-        if self._fastest() == self.chain:
+        if self._fastest() == self.course:
             self.records[self.best].tried = self.num_trials
-            self.best = self.chain
+            self.best = self.course
         self._use(self.best)
 
     def _seek(self) -> None:
-        """Try a chain that was better than the best one is by now; else the next, if the purse can pay half of its price."""
+        """Try a course that was better than the best one is by now; else the next, if the purse can pay half of its price."""
         if self.lent:  # the rate without drafts is known here too: those of others in proportion
-            share, self.lent = self.records[()].rate / self.lent, 0.0
-            for chain, record in self.records.items():
-                record.tokens *= share if chain else 1.0
-        chain = min((chain for chain in self.records if chain != self.best), key=lambda chain: self.records[chain].tried)
-        rested = self.passes >= REST or not self.records[chain].tried
+            share, self.lent = self.records[ALONE].rate / self.lent, 0.0
+            for course, record in self.records.items():
+                record.tokens *= share if course.tiers else 1.0
+        next_, rest = self._next()
         if (fastest := self._fastest()) != self.best:
             self._use(fastest)
-        elif rested and 2 * self.purse.seconds >= self._price(chain):
-            self._use(chain)
+        elif self.passes >= rest and 2 * self.purse.seconds >= self._price(next_):
+            self._use(next_)
 
-    def _fastest(self) -> Chain:
-        """The best chain by what is known; the one that was, unless another is clearly better."""
-        fastest = max(self.records, key=lambda chain: self.records[chain].rate)
+    def _next(self) -> tuple[Course, int]:
+        """What to try next, and after how many passes: what is unknown, what may be the best, then each in turn."""
+        records, best = self.records, self.best
+        if best.tiers and self.allowed.branches and self.passes >= REST:
+            records.setdefault(best._replace(branches=not best.branches), _Record())
+        others = [course for course in records if course != best]
+        eldest, hopeful = min(others, key=lambda one: records[one].tried), max(others, key=lambda one: records[one].hope)
+        if not records[eldest].tried:
+            return eldest, 0
+        if records[hopeful].hope > records[best].rate:
+            return hopeful, BREAK
+        return eldest, round(REST * min(RAREST, records[best].rate / max(1e-9, records[eldest].hope)))
+
+    def _fastest(self) -> Course:
+        """The best course by what is known; the one that was, unless another is clearly better."""
+        fastest = max(self.records, key=lambda course: self.records[course].rate)
         return fastest if self.records[fastest].rate > BETTER * self.records[self.best].rate else self.best
 
-    def _use(self, chain: Chain) -> None:
-        if chain != self.chain:
+    def _use(self, course: Course) -> None:
+        if course != self.course:
             self.passes = self.rows = 0
-        self.chain, self.cost_s, self.trial = chain, 0.0, _Record()
+        self.course, self.cost_s, self.trial = course, 0.0, _Record()
 
-    def _price(self, chain: Chain) -> float:
+    def _price(self, course: Course) -> float:
         """Seconds that a trial may cost: those of two passes alone at least, more where more has been gained."""
-        alone, best = self.records[()].rate, self.records[self.best].rate
-        return max(self.records[chain].price_s, (1 + best / alone) / alone)
+        alone, best = self.records[ALONE].rate, self.records[self.best].rate
+        return max(self.records[course].price_s, (1 + best / alone) / alone)

@@ -365,8 +365,11 @@ class Session:
         below = (Lane(lane.tier, max(lane.start, begin), lane.tokens[max(0, begin - lane.start) :]) for lane in joining)
         return (Lane(self.drafter, begin, self.draft.tokens), *below)
 
-    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
-        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
+    def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
+        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
+
+        It and those may offer and prepare so many ``branches``.
+        """
         self._change(drafter)
         self.draft_stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
@@ -380,7 +383,8 @@ class Session:
             tier=drafter,
             chain=chain,
             window=opening.draft_window,
-            branches=opening.draft_branches,
+            branches=branches,
+            draft_branches=branches,
             adaptive=False,
         )
 

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from cascade.chain.block_manager import Allocation
 from cascade.chain.branches import Branch
-from cascade.chain.planner import Chain
+from cascade.chain.planner import ALONE, Course
 from cascade.chain.session import Session
 from cascade.chain.work import Work
 from cascade.scorer import RowState, Store
@@ -33,8 +33,8 @@ class Slot(Generic[U]):
     opened: float
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
-    chain: Chain = ()  # tiers below that it shall use now
-    using: Chain = ()  # tiers below that it was opened with
+    course: Course = ALONE  # tiers below that it shall use now
+    using: Course = ALONE  # those that it was opened with
     settling: int = 0  # passes to come that say nothing about them yet
     alone: bool = False  # it is too much for the tiers below
     forks: dict[Branch, Fork] = field(default_factory=dict)

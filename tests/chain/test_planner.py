@@ -8,7 +8,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from cascade.chain.drafting import SETTLING, Drafting
-from cascade.chain.planner import GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Planner, Seen
+from cascade.chain.planner import ALONE, GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Course, Planner, Seen
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
@@ -20,6 +20,7 @@ from cascade.simulation.simulate import simulate
 from tests.chain.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")
+LINES = Course(ALLOWED)
 CHAINS: tuple[Chain, ...] = ((), ("tiny",), ("medium",), ALLOWED)  # in the order in which they are tried first
 FULL_S = 0.045
 PASS_S = 0.01
@@ -32,9 +33,10 @@ def play(planner: Planner, speed: dict[Chain, float], passes: int, sessions: int
     """The chain of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
     used = []
     for _ in range(passes):
-        chain = planner.chain(ALLOWED, sessions)
-        used.append(chain)
-        planner.saw(ALLOWED, chain, sessions, Seen(sessions, sessions, sessions * pass_s / speed[chain]))
+        course = planner.course(LINES, sessions)
+        used.append(course.tiers)
+        chain = course.tiers
+        planner.saw(LINES, course, sessions, Seen(sessions, sessions, sessions * pass_s / speed[chain]))
     return used
 
 
@@ -64,7 +66,7 @@ def test_trials_are_paid_from_a_purse(speed: dict[Chain, float], sessions: int, 
 
 def test_small_chains_are_tried_first() -> None:
     """Guards the first seconds: the whole chain, which slows a shared processor most, is not where a tier begins."""
-    used = play(Planner(), dict.fromkeys(CHAINS, 1.0), 4 * (GLANCE + TRIAL))
+    used = play(Planner(), dict.fromkeys(CHAINS, 1.0), 16 * (GLANCE + TRIAL))
     assert tuple(dict.fromkeys(used)) == CHAINS
 
 
@@ -79,11 +81,11 @@ def test_a_chain_that_is_cold_for_long_is_judged_in_the_end() -> None:
     planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.5, 0.5, 2.0), strict=True))
     cold = 0
     for _ in range(200 * REST):
-        chain = planner.chain(ALLOWED, 1)
+        chain = planner.course(LINES, 1).tiers
         cold = cold + 1 if chain == ALLOWED else 0
         reads = 0 < cold <= 10
         rate = 0.2 if reads else speed[chain]
-        planner.saw(ALLOWED, chain, 1, Seen(1, 1, PASS_S / rate, settled=not reads))
+        planner.saw(LINES, Course(chain), 1, Seen(1, 1, PASS_S / rate, settled=not reads))
     assert cold > REST
 
 
@@ -91,10 +93,10 @@ def test_what_a_trial_leaves_behind_is_not_held_against_others() -> None:
     """Guards shared processors: tiers below still work when a trial is over, and that slowed what was in use."""
     planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.3, 0.6, 0.6), strict=True))
     play(planner, speed, GLANCE)
-    while planner.chain(ALLOWED, 1):
+    while planner.course(LINES, 1).tiers:
         play(planner, speed, 1)
     for _ in range(SETTLING):
-        planner.saw(ALLOWED, (), 1, Seen(1, 1, 3 * PASS_S, settled=False))
+        planner.saw(LINES, ALONE, 1, Seen(1, 1, 3 * PASS_S, settled=False))
     used = play(planner, speed, 50)
     assert used.count(()) == 50, "the debt is paid first"
     assert play(planner, speed, 30 * REST).count(()) > 28 * REST
@@ -113,11 +115,11 @@ def test_loads_are_told_apart() -> None:
     planner = Planner()
     play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 300, sessions=1)
     play(planner, dict(zip(CHAINS, (1.0, 0.5, 0.5, 0.3), strict=True)), 300, sessions=64)
-    assert planner.chain(ALLOWED, 1) == ALLOWED
-    assert planner.chain(ALLOWED, 64) == ()
-    assert planner.spared(ALLOWED, 64) == "load"
-    assert planner.spared(ALLOWED, 1) == "low_acceptance"
-    assert Planner().spared(ALLOWED, 1) == "short"
+    assert planner.course(LINES, 1).tiers == ALLOWED
+    assert planner.course(LINES, 64).tiers == ()
+    assert planner.spared(LINES, 64) == "load"
+    assert planner.spared(LINES, 1) == "low_acceptance"
+    assert Planner().spared(LINES, 1) == "short"
 
 
 @pytest.mark.parametrize(("better", "chosen"), [(2.5, ALLOWED), (0.2, ())])
@@ -138,13 +140,13 @@ def test_sessions_that_have_yet_to_follow_do_not_count_for_the_new_chain() -> No
     """Guards trials: what comes of sessions that still use another chain says nothing about the one on trial."""
     planner = Planner()
     play(planner, dict.fromkeys(CHAINS, 1.0), GLANCE)
-    tried = planner.chain(ALLOWED, 1)
+    tried = planner.course(LINES, 1).tiers
     assert tried
     for _ in range(10 * TRIAL):
-        planner.saw(ALLOWED, (), 1, Seen(1, 1, PASS_S))
-    assert planner.chain(ALLOWED, 1) == tried
-    planner.saw(ALLOWED, tried, 1, Seen(1, 1, 10 * PASS_S))
-    assert planner.chain(ALLOWED, 1) == ()
+        planner.saw(LINES, ALONE, 1, Seen(1, 1, PASS_S))
+    assert planner.course(LINES, 1).tiers == tried
+    planner.saw(LINES, Course(tried), 1, Seen(1, 1, 10 * PASS_S))
+    assert planner.course(LINES, 1).tiers == ()
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,11 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
     slot = Slot(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32), None, 0.0, 0.0)
     drafting.begin(slot, 1, 0.0)
-    assert slot.using == ("tiny",)
+    assert slot.using.tiers == ("tiny",)
     assert drafting.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
-    assert slot.using == ALLOWED
+    assert slot.using.tiers == ALLOWED
     retry_at = drafting.draft(slot, 1.0)
     assert retry_at is not None
     assert drafting.draft(slot, retry_at) is None
-    assert slot.using == ("tiny",)
+    assert slot.using.tiers == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]

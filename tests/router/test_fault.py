@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cascade.chain.drafting import Drafting
-from cascade.chain.planner import Planner
+from cascade.chain.planner import ALONE, Planner
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.client import Client
@@ -69,7 +69,7 @@ def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)
     assert drafting.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
-    assert (hard.using, hard.chain, easy.using) == ((), (), ALLOWED)
+    assert (hard.using, hard.course, easy.using.tiers) == (ALONE, ALONE, ALLOWED)
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None
     assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]

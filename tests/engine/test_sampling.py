@@ -216,7 +216,7 @@ ANY_PARAMS = st.builds(
 WARM_PARAMS = st.builds(SamplingParams, temperature=st.sampled_from([0.3, 0.7, 1.7]), seed=st.integers(0, 2**63 - 1))
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=120)
 @given(
     rows=st.lists(st.tuples(ANY_PARAMS, st.integers(0, 2**40), st.integers(1, 3)), min_size=1, max_size=3)
     | st.lists(st.tuples(WARM_PARAMS, st.integers(0, 999), st.integers(1, 3)), min_size=1, max_size=3),

@@ -14,41 +14,87 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from cascade.native.noise import ROOM, contenders
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
+Asked: TypeAlias = tuple[SamplingParams, int, int]
+Noisy: TypeAlias = tuple[slice, SamplingParams, int]
 
 
-def own_tokens(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]]) -> Tensor:
-    """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device, without a host read.
+def own_tokens(logits: Tensor, rows: Sequence[Asked]) -> Tensor:
+    """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device, without a host read if that is no CPU.
 
     Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for ``position, position + 1, ...`` of a
     request with these parameters, which must have a seed.
     """
-    own = logits.argmax(-1)
-    for part, params, position in _sampled(rows):
-        own[part] = _perturbed(logits[part], params, position).argmax(-1)
-    return own
+    return own_tokens_and_next(logits, rows, 0)[0]
 
 
-def own_tokens_and_next(logits: Tensor, rows: Sequence[tuple[SamplingParams, int, int]], number: int) -> Tensor:
+def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> Tensor:
     """`own_tokens`, and ``number`` runner-ups of each: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`."""
+    noisy = list(sampled(rows))
+    if not noisy or logits.device.type != "cpu" or number >= min(ROOM, logits.shape[-1]):
+        return by_tensors(logits, noisy, number)
+    scores = adjusted(logits, noisy)
+    noises = [(position + place, mixed(_seed(params))) for part, params, position in noisy for place in range(_len(part))]
+    said = _by_bounds(scores, noises, number)
+    if len(noises) == len(logits):
+        return said
+    whole = by_tensors(logits, (), number)
+    whole[:, [place for part, _, _ in noisy for place in range(part.start, part.stop)]] = said
+    return whole
+
+
+def by_tensors(logits: Tensor, noisy: Sequence[Noisy], number: int) -> Tensor:
+    """`own_tokens_and_next`, computed for the whole vocabulary by PyTorch, on any device, without a host read."""
     own = logits.argmax(-1)
-    scores = logits.to(torch.float32, copy=True)
-    for part, params, position in _sampled(rows):
-        scores[part] = _perturbed(logits[part], params, position)
-        own[part] = scores[part].argmax(-1)
-    return with_runner_ups(own, scores, number)
+    scores = logits.to(torch.float32, copy=True) if number else logits
+    for part, params, position in noisy:
+        perturbed = _perturbed(logits[part], params, position)
+        own[part] = perturbed.argmax(-1)
+        if number:
+            scores[part] = perturbed
+    return with_runner_ups(own, scores, number) if number else own[None]
 
 
-def _sampled(rows: Sequence[tuple[SamplingParams, int, int]]) -> Iterator[tuple[slice, SamplingParams, int]]:
+def _by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> Tensor:
+    """`own_tokens_and_next` of adjusted ``scores`` ``[n, V]`` with noise of positions and mixed seeds, of those that can win.
+
+    To the bit what the whole vocabulary says: operations on numbers one by one do not depend on how many there are.
+    """
+    tokens, bits, kept, counts = contenders(scores, noises, 1 + number)
+    if not number and all(count == 1 for count in counts):  # as nearly always
+        return tokens[:, 0][None]
+    perturbed = kept + _gumbel(bits)
+    if number:
+        values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax
+        values, order = values[:, : 1 + number], order[:, : 1 + number]
+        gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
+        said = torch.cat([tokens.gather(1, order), gaps], 1).T
+    else:
+        said = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
+    for row, count in enumerate(counts):
+        if not 0 < count <= tokens.shape[1]:
+            said[:, row] = _row(scores[row : row + 1], *noises[row], number)
+    return said
+
+
+def _row(scores: Tensor, position: int, seed: int, number: int) -> Tensor:
+    """The same ``[1 + 2 * number]`` of one row ``[1, V]`` of which too many are close, or that has no numbers: of all of it."""
+    perturbed = scores + _gumbel(_noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
+    own = perturbed.argmax(-1)
+    return with_runner_ups(own, perturbed, number)[:, 0] if number else own
+
+
+def sampled(rows: Sequence[Asked]) -> Iterator[Noisy]:
     """Where the logits of rows with noise lie, their parameters, and their first position."""
     begin = 0
     for params, position, n in rows:
@@ -57,11 +103,29 @@ def _sampled(rows: Sequence[tuple[SamplingParams, int, int]]) -> Iterator[tuple[
         begin += n
 
 
+def _len(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _seed(params: SamplingParams) -> int:
+    assert params.seed is not None
+    return params.seed
+
+
+def adjusted(logits: Tensor, noisy: Sequence[Noisy]) -> Tensor:
+    """`adjust` of all rows with noise, those alone: ``[n, V]`` float32 without gaps."""
+    if len(noisy) > 1 and all(demand(params) == NOISY for _, params, _ in noisy):
+        temperatures = [params.temperature for part, params, _ in noisy for _ in range(_len(part))]
+        scores = torch.cat([logits[part] for part, _, _ in noisy]).float()
+        return (scores - scores.amax(-1, keepdim=True)) / torch.tensor(temperatures, dtype=torch.float32)[:, None]
+    parts = [adjust(logits[part], params) for part, params, _ in noisy]
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+
+
 def _perturbed(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     """``logits' + G`` ``[n, V]`` float32, for ``position, position + 1, ...``."""
-    assert params.seed is not None
     positions = torch.arange(position, position + len(logits), device=logits.device)
-    return adjust(logits, params) + gumbel(params.seed, positions, logits.shape[-1])
+    return adjust(logits, params) + gumbel(_seed(params), positions, logits.shape[-1])
 
 
 def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:

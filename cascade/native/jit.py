@@ -158,6 +158,16 @@ def real(_: Any, number: Any) -> Any:
 
 
 @intrinsic
+def bits_of(_: Any, number: Any) -> Any:
+    """The bits of a float32, an int32."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.bitcast(given[0], I32)
+
+    return types.int32(types.float32), build
+
+
+@intrinsic
 def power_of_two(_: Any, exponent: Any) -> Any:
     """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
 
@@ -176,6 +186,16 @@ def floats(_: Any, address: Any) -> Any:
         return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float32)))
 
     return types.CPointer(types.float32)(types.int64), build
+
+
+@intrinsic
+def integers(_: Any, address: Any) -> Any:
+    """A pointer to int64, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int64)))
+
+    return types.CPointer(types.int64)(types.int64), build
 
 
 def function_of(b: Any, name: str, kind: ir.FunctionType) -> Any:

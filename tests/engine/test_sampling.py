@@ -1,13 +1,24 @@
 """The noise is sound and the own token is an exact sample of the model's distribution."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.engine.sampling import adjust, gumbel, noise_bits, own_tokens, own_tokens_and_next, runner_ups
+from cascade.engine.sampling import (
+    Asked,
+    adjust,
+    by_tensors,
+    gumbel,
+    noise_bits,
+    own_tokens,
+    own_tokens_and_next,
+    runner_ups,
+    sampled,
+)
 from cascade.params import SamplingParams
 
 ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
@@ -180,3 +191,68 @@ def test_runner_ups_are_the_next_of_a_sort(params: list[SamplingParams], seed: i
         assert [up.gap for up in found[place]] == pytest.approx([score - ordered[0][0] for score, _ in ordered[1:3]], abs=1e-5)
         assert all(up.gap >= 0 for up in found[place])
     assert [ups[:1] for ups in found] == runner_ups(said.tolist(), 1)
+
+
+SHAPES = {
+    "as drawn": lambda logits: logits,
+    "all equal": torch.zeros_like,
+    "ties": torch.round,
+    "huge": lambda logits: logits * 1e6,
+    "beyond all bounds": lambda logits: logits * 1e30,
+    "half masked": lambda logits: logits.masked_fill(logits < 0, -torch.inf),
+    "one": lambda logits: logits.masked_fill(logits < logits.amax(-1, keepdim=True), -torch.inf),
+    "masked altogether": lambda logits: logits.fill_(-torch.inf),
+    "not a number": lambda logits: logits.index_fill(-1, torch.tensor([0]), torch.nan),
+    "infinite": lambda logits: logits.index_fill(-1, torch.tensor([0]), torch.inf),
+}
+ANY_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-30, 0.01, 0.1, 0.8, 1.0, 2.0, 10.0]),
+    seed=st.integers(0, 2**63 - 1),
+    top_k=st.sampled_from([0, 0, 1, 2, 40]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+)
+WARM_PARAMS = st.builds(SamplingParams, temperature=st.sampled_from([0.3, 0.7, 1.7]), seed=st.integers(0, 2**63 - 1))
+
+
+@settings(deadline=None, derandomize=True, max_examples=120)
+@given(
+    rows=st.lists(st.tuples(ANY_PARAMS, st.integers(0, 2**40), st.integers(1, 3)), min_size=1, max_size=3)
+    | st.lists(st.tuples(WARM_PARAMS, st.integers(0, 999), st.integers(1, 3)), min_size=1, max_size=3),
+    size=st.sampled_from([1, 2, 7, 16, 65, 4096, 50_257]),
+    shape=st.sampled_from(sorted(SHAPES)),
+    spread=st.sampled_from([0.1, 1.0, 5.0]),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    number=st.sampled_from([0, 2, 5]),
+)
+def test_bounds_change_no_bit(
+    rows: list[Asked],
+    size: int,
+    shape: str,
+    spread: float,
+    seed: int,
+    dtype: torch.dtype,
+    number: int,
+) -> None:
+    """Guards own tokens, runner-ups and gaps on a CPU: they are those of the whole vocabulary, computed by PyTorch."""
+    number = min(number, size - 1)
+    drawn = torch.randn(sum(n for *_, n in rows), size, generator=torch.Generator().manual_seed(seed)) * spread
+    logits = SHAPES[shape](drawn).to(dtype)
+    found = own_tokens_and_next(logits, rows, number)
+    assert torch.equal(found, by_tensors(logits, list(sampled(rows)), number))
+    assert torch.equal(found[0], own_tokens(logits, rows))
+
+
+@pytest.mark.parametrize("function", [torch.log, torch.log1p], ids=["log", "log1p"])
+def test_numbers_one_by_one_do_not_depend_on_their_place(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Guards what own tokens by bounds rest on: a logarithm has its bits wherever it stands and however many there are."""
+    numbers = noise_bits(3, torch.arange(1), 4099)[0].to(torch.float32) * -(2.0**-53)
+    numbers = numbers if function is torch.log1p else -numbers
+    together = function(numbers)
+    for begin in range(17):
+        assert torch.equal(function(numbers[begin:]), together[begin:])
+    for wide in (1, 3, 16, 31, 64):
+        parts = [function(part.clone()) for part in numbers.split(wide)]
+        assert torch.equal(torch.cat(parts), together)

@@ -1,0 +1,154 @@
+"""Which tokens can be the best by ``scores + G``, found without a logarithm for every token of the vocabulary.
+
+``G`` is the Gumbel noise of `cascade.engine.sampling`, ``-ln(-ln(1 - u))`` for a ``u`` made of random bits; here it is bounded:
+
+    G(u) <= -ln u - u / 2          for -ln(1 - u) = u (1 + u / 2 + u^2 / 3 + ...) >= u exp(u / 2)
+
+and the exponent and mantissa of ``u`` bound its logarithm. A token whose bound is below what the best ones have in any case
+cannot win, however numbers are rounded: the sum of a score and a larger number is rounded to no less. The few that are left
+are computed by the caller; so what is chosen does not depend on how the bounds came about.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numba import float32, float64, int32, int64, uint64
+from torch import Tensor
+
+from cascade.native.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
+
+ROOM = 64  # contenders of a row; usually there are fewer than ten
+_BLOCK = 64  # tokens that are looked at together
+_FIELDS = 9  # arguments before those of rows
+_GOLDEN = 0x9E3779B97F4A7C15
+_LEAST = -3.4028235e38  # the lowest score that is not filtered
+_MARGIN = 2.0**-9  # hundreds of times what logarithms in float32, here and by the caller, are rounded by
+_PER_BIT = math.log(2) * 2.0**-23  # of a float32, whose bits are a logarithm to base 2 but for a part of 0.09 that is missing
+_NO_BITS = (127 + 31) * math.log(2) + _MARGIN  # what `_bound` is where they are all 0
+
+
+@inlined
+def _mix(z: int) -> Any:
+    """SplitMix64's finaliser."""
+    z = (z ^ (z >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return z ^ (z >> uint64(31))
+
+
+@inlined
+def _random(key: int, token: int) -> Any:
+    """The 64 bits of a token."""
+    return _mix(key + uint64(token + 1) * uint64(_GOLDEN))
+
+
+@inlined
+def _bound(scores: Any, bounds: Any, size: int, key: int) -> None:
+    """No less than scores and noise are together, of each token; there are whole blocks of bounds."""
+    for token in range(size):
+        share = float32(int32(_random(key, token) >> uint64(33)))  # u * 2^31, no more than it is but for rounding
+        noise = float32(_NO_BITS) - float32(bits_of(share)) * float32(_PER_BIT) - share * float32(2.0**-32)
+        bounds[token] = scores[token] + noise
+    for token in range(size, -(-size // _BLOCK) * _BLOCK):
+        bounds[token] = float32(-math.inf)
+
+
+@inlined
+def _reached(score: float, random: int) -> Any:
+    """No more than score and noise are together."""
+    share = float32(int64(random >> uint64(11))) * float32(2.0**-53)  # rounded as the caller does: it counts near 1
+    share = min(max(share, float32(2.0**-54)), float32(1 - 2.0**-24))
+    return score + float32(-math.log(-math.log1p(-float64(share))) - _MARGIN)
+
+
+@inlined
+def _any(bounds: Any, begin: int, least: float) -> Any:
+    """Whether a block has a bound that is no less."""
+    found = int32(0)
+    for token in range(begin, begin + _BLOCK):
+        found += int32(1) if bounds[token] >= least else int32(0)
+    return found > 0
+
+
+@inlined
+def _lead(bounds: Any, size: int, tokens: Any, number: int) -> Any:
+    """Put up to ``number`` tokens with the highest bounds into ``tokens``; returns how many there are."""
+    held, least = 0, float32(_LEAST)
+    for begin in range(0, size, _BLOCK):
+        if not _any(bounds, begin, least):
+            continue
+        for token in range(begin, begin + _BLOCK):
+            if bounds[token] >= least and (held < number or bounds[token] > least):
+                held = min(held + 1, number)
+                place = held - 1
+                while place > 0 and bounds[tokens[place - 1]] < bounds[token]:
+                    tokens[place] = tokens[place - 1]
+                    place -= 1
+                tokens[place] = token
+                least = bounds[tokens[held - 1]] if held == number else least
+    return held
+
+
+@inlined
+def _least(scores: Any, bounds: Any, size: int, tokens: Any, number: int, key: int) -> Any:
+    """What the best ``number`` have in any case."""
+    held, least = _lead(bounds, size, tokens, number), float32(math.inf)
+    for place in range(held):
+        least = min(least, _reached(scores[tokens[place]], _random(key, tokens[place])))
+    return least if held == number else float32(_LEAST)
+
+
+@inlined
+def _contend(given: int, row: int, place: int) -> Any:
+    """Write down a row's contenders; returns how many there are, of which those without room are not written."""
+    size, room, number, from_here = integer(given, 1), integer(given, 2), integer(given, 3), row * integer(given, 2)
+    scores, bounds, tokens = (
+        floats(integer(given, 4) + row * size * 4),
+        floats(place),
+        integers(integer(given, 6) + from_here * 8),
+    )
+    randoms, kept = integers(integer(given, 7) + from_here * 8), floats(integer(given, 8) + from_here * 4)
+    key = _mix(uint64(integer(given, _FIELDS + 2 * row)) + uint64(_GOLDEN))
+    key = _mix(key ^ uint64(integer(given, _FIELDS + 2 * row + 1)))
+    _bound(scores, bounds, size, key)
+    count, least = 0, _least(scores, bounds, size, tokens, number, key)
+    for begin in range(0, size, _BLOCK):
+        if count > room or not _any(bounds, begin, least):
+            continue
+        for token in range(begin, begin + _BLOCK):
+            if bounds[token] >= least:
+                if count < room:
+                    tokens[count], kept[count] = token, scores[token]
+                    randoms[count] = int64(_random(key, token) >> uint64(11))
+                count += 1
+    for free in range(count, room):
+        tokens[free], randoms[free], kept[free] = 0, 0, float32(-math.inf)
+    return count
+
+
+@kernel
+def _find(given: int) -> None:
+    rows, blocks = integer(given, 0), -(-integer(given, 1) // _BLOCK)
+    counts = integers(integer(given, 6) + rows * integer(given, 2) * 8)
+    here, threads = thread_num(), num_threads()
+    for row in range(rows * here // threads, rows * (here + 1) // threads):
+        counts[row] = _contend(given, row, integer(given, 5) + here * blocks * _BLOCK * 4)
+
+
+def contenders(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """The tokens of rows that can be one of the best ``number`` by ``scores + G``: ids, bits of the noise, scores, how many.
+
+    ``scores`` ``[n, V]`` float32, without gaps; ``noises`` are positions and seeds that are mixed; ``number`` is no more than
+    ``V`` and `ROOM`. Returns ``[n, room]``: ids in order (int64), 53 bits (int64) and float32; what is left of a row is
+    filtered tokens 0. All that a row has is there unless it counts more than ``room``, or none: its scores are not numbers.
+    """
+    rows, size = scores.shape
+    room = min(ROOM, -(-size // 16) * 16)
+    tokens = torch.empty(rows * (room + 1), dtype=torch.int64)  # and counts
+    randoms, kept = torch.empty(rows, room, dtype=torch.int64), scores.new_empty(rows, room)
+    bounds = scores.new_empty(torch.get_num_threads(), -(-size // _BLOCK) * _BLOCK)
+    addresses = (part.data_ptr() for part in (scores, bounds, tokens, randoms, kept))
+    keys = (part for noise in noises for part in noise)
+    run(_find, arguments(rows, size, room, number, *addresses, *keys), scores.numel())
+    return tokens[: rows * room].view(rows, room), randoms, kept, tokens[rows * room :].tolist()

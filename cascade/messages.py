@@ -40,6 +40,11 @@ class Edge:
         """Tokens per pass."""
         return self.emitted / self.passes if self.passes else 0.0
 
+    @property
+    def runner_ups(self) -> tuple[int, int]:
+        """Of the guesses that were scored, how many were runner-ups of the drafter, and how many of these were right."""
+        return sum(self.proposed_by_rank[1:]), sum(self.accepted_by_rank[1:])
+
     def __add__(self, other: "Edge") -> "Edge":
         return Edge(
             self.drafter,

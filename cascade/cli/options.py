@@ -33,9 +33,7 @@ OPTIONS = (
     click.option("--tiers", help="Lower tiers to use, with commas between. Those that pay if not given."),
     click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
     click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
-    click.option(
-        "--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none. As many as pay if not given."
-    ),
+    click.option("--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none."),
 )
 
 

@@ -40,6 +40,7 @@ class ServerInfo:
     window: int  # tokens a tier may run ahead unless a request says otherwise
     version: str  # of cascade
     drafters: tuple[str, ...] = ()  # without a model, below all tiers
+    branches: int = 0  # ways beside its text that a tier may prepare unless a request says otherwise
 
 
 class CompletionBuilder:
@@ -111,7 +112,8 @@ def _likeliest(tokens: Sequence[pb.TopToken]) -> tuple[tuple[int, float], ...]:
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     """What a server says of itself."""
     tiers = tuple(map(_tier_info, response.tiers))
-    return ServerInfo(tiers, response.max_model_len, response.window, response.version, tuple(response.drafters))
+    drafters = tuple(response.drafters)
+    return ServerInfo(tiers, response.max_model_len, response.window, response.version, drafters, response.branches)
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

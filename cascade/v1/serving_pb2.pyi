@@ -380,18 +380,20 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters")
+    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters", "branches")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     max_model_len: int
     window: int
     version: str
     drafters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ...) -> None: ...
+    branches: int
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., branches: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "pass_cost", "context_s")

@@ -121,7 +121,9 @@ def test_echo_stop_and_token_ids(served: House, client: OpenAI) -> None:
         assert (cut.text, cut.finish_reason) == (plain[: plain.find(stop)], "stop")
 
 
-@pytest.mark.parametrize("speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}])
+@pytest.mark.parametrize(
+    "speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}, {"branches": 0}]
+)
 def test_speculation_changes_nothing_but_speed(served: House, client: OpenAI, speculation: dict[str, Any]) -> None:
     """Guards the extension: it is honoured, and the text stays."""
     extra = {"speculation": speculation, "history": True, "ignore_eos": True}

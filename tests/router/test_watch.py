@@ -124,7 +124,7 @@ def test_lanes_of_a_cut_text_are_not_told() -> None:
 
 
 def test_lanes_are_trees_behind_the_text() -> None:
-    """Guards branches that are shown: those of the tier below as they stand, those of tiers below it cut where the text goes."""
+    """Guards branches that are shown: the drafter tells its whole tree, tiers below it what is left behind the text."""
     session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
     session.attach("medium", "m", ())
     session.kv_len = len(session.text) - 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.answer import Chunk, Completion
@@ -96,7 +96,8 @@ def acceptance(edges: Iterable[Edge]) -> Table:
 
 def predictions(rows: Iterable[Prediction]) -> Table:
     """What the simulator predicts for each choice of tiers."""
-    table = Table("tiers", "schedule", "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
+    schedule = Column("schedule", no_wrap=True)
+    table = Table("tiers", schedule, "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
     for row in rows:
         shape = (", trees" if row.branches else ", lines") if row.schedule == "async" else ""
         table.add_row(

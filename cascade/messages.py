@@ -40,6 +40,11 @@ class Edge:
         """Tokens per pass."""
         return self.emitted / self.passes if self.passes else 0.0
 
+    @property
+    def runner_ups(self) -> tuple[int, int]:
+        """Of the guesses that were scored, how many were runner-ups of the drafter, and how many of these were right."""
+        return sum(self.proposed_by_rank[1:]), sum(self.accepted_by_rank[1:])
+
     def __add__(self, other: "Edge") -> "Edge":
         return Edge(
             self.drafter,
@@ -80,6 +85,14 @@ class Lane:
     tier: str  # that made them
     start: int  # position of the first
     tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()  # as those of a `Draft`
+
+    def behind(self, text: Sequence[int]) -> "Lane":
+        """What it says behind ``text``; nothing if the text says something else from ``start`` on."""
+        known, draft = text[self.start :], Draft(self.tokens, bytes(len(self.tokens)), parents=self.parents)
+        path = draft.find(known)
+        rest = draft.below(path[-1] if path else -1) if len(path) == len(known) else NO_DRAFT
+        return Lane(self.tier, max(self.start, len(text)), rest.tokens, rest.parents)
 
 
 @dataclass(frozen=True, slots=True)

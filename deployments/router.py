@@ -18,7 +18,7 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Message, Open
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
@@ -170,6 +170,7 @@ class Router:
                 window=self._config.window,
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
+                branches=MOST_BRANCHES,
             )
             for tier, state in zip(self._config.tiers, states, strict=True):
                 state = state or {"name": tier.name, "model": tier.model_loading_config.model_id}

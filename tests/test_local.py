@@ -72,12 +72,13 @@ PARAMS = {
 def test_text_does_not_depend_on_tiers_windows_or_schedule(
     cascade: Cascade, params: SamplingParams, tiers: tuple[str, ...]
 ) -> None:
-    """Guards the promise: any subset of tiers, window and schedule gives the text of the full model alone."""
+    """Guards the promise: any subset of tiers, window, schedule and branches give the text of the full model alone."""
     rng = random.Random(params.seed or 0)
     alone = complete(cascade, PROMPT, params, Speculation("off"))
     assert {edge.drafter for edge in alone.stats.edges} == {""}
     for schedule in SCHEDULES:
-        speculation = Speculation(tiers=tiers, window=rng.randint(1, 20), schedule=schedule)  # type: ignore[arg-type]
+        window, branches = rng.randint(1, 20), rng.choice((None, 0, 1, 20))
+        speculation = Speculation(tiers=tiers, window=window, schedule=schedule, branches=branches)  # type: ignore[arg-type]
         other = complete(cascade, PROMPT, params, speculation)
         assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
         assert len(other.origins) == len(other.token_ids)

@@ -97,6 +97,13 @@ def _edge_entry(edge: Edge) -> dict[str, Any]:
         "accepted": edge.accepted,
         "acceptance": edge.accepted / edge.proposed if edge.proposed else None,
         "mean_accepted_len": edge.mean_accepted_len,
+        "accepted_by_position": edge.accepted_by_position,
+        "proposed_by_position": edge.proposed_by_position,
+        "accepted_by_rank": edge.accepted_by_rank,
+        "proposed_by_rank": edge.proposed_by_rank,
+        "corrected": edge.corrected,
+        "prepared": edge.prepared,
+        "waiting": edge.waiting,
     }
 
 

@@ -46,9 +46,10 @@ class Scrape:
         """The sum over all labels; 0 if nothing was counted."""
         return sum(value for (known, _), value in self.samples.items() if known == name)
 
-    def of_edge(self, name: str, drafter: str, verifier: str) -> float:
-        """The sample of one edge; 0 if nothing was counted."""
-        return self.samples.get((name, (("drafter", drafter), ("verifier", verifier))), 0.0)
+    def of_edge(self, name: str, drafter: str, verifier: str, **more: str) -> float:
+        """The sample of one edge, with ``more`` labels if it has any; 0 if nothing was counted."""
+        labels = {"drafter": drafter, "verifier": verifier} | more
+        return self.samples.get((name, tuple(sorted(labels.items()))), 0.0)
 
     def mean(self, name: str) -> float | None:
         """The mean of a histogram; ``None`` if it is empty."""

@@ -360,10 +360,9 @@ class Session:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
         if not self.drafter:
             return ()
-        begin, end = len(self.text), len(self.text) + len(self.draft)
-        joining = (lane for lane in self._below_lanes if lane.start <= end)  # others are of a text that was cut since
-        below = (Lane(lane.tier, max(lane.start, begin), lane.tokens[max(0, begin - lane.start) :]) for lane in joining)
-        return (Lane(self.drafter, begin, self.draft.tokens), *below)
+        begin, end = len(self.text), len(self.text) + len(self.draft.trunk)
+        below = (lane.behind(self.text) for lane in self._below_lanes if lane.start <= end)  # others: of a text cut since
+        return (Lane(self.drafter, begin, self.draft.tokens, self.draft.parents), *below)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.

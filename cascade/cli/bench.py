@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cascade.bench import report
 from cascade.bench.load import AsyncStream, Cell, Workload, load, same_text
-from cascade.bench.measure import Mode
+from cascade.bench.measure import EdgeTotals, Mode
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
-from cascade.cli.screen import console
-from cascade.params import SamplingParams, Speculation
+from cascade.cli.screen import acceptance, console
+from cascade.params import MAX_BRANCHES, SamplingParams, Speculation
 
 PICTURES = (".svg", ".png")
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -61,6 +61,7 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Times each prompt is sent in each mode.")
 @click.option("--pairs", is_flag=True, help="Also measure each lower tier alone below the full one.")
+@click.option("--branches", type=click.IntRange(0, MAX_BRANCHES), help="Ways beside its text that a tier may prepare; 0: none.")
 @click.option("--json", "json_path", type=NEW_FILE, callback=_writable, help="Write all figures to this file.")
 @click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(
@@ -72,6 +73,7 @@ def bench(
     temperature: float,
     rounds: int,
     pairs: bool,
+    branches: int | None,
     json_path: Path | None,
     picture: Path | None,
 ) -> None:
@@ -85,7 +87,7 @@ def bench(
     chosen = _of_categories(read_prompts(prompts) if prompts else BUILT_IN, only)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
     workload, cells = asyncio.run(
-        _measure(address, lambda names: Workload(modes(names, pairs), chosen, concurrency, params, rounds))
+        _measure(address, lambda names: Workload(modes(names, pairs, branches), chosen, concurrency, params, rounds))
     )
     show(cells)
     if json_path is not None:
@@ -119,18 +121,23 @@ def _about(workload: Workload) -> dict[str, Any]:
     }
 
 
-def modes(names: tuple[str, ...], pairs: bool) -> tuple[Mode, ...]:
+def modes(names: tuple[str, ...], pairs: bool, branches: int | None = None) -> tuple[Mode, ...]:
     """Modes for tiers ``names``, bottom to top: the full model alone, the cascade as it chooses, ``pairs``, all tiers."""
     *lower, full = names
     chains = [(name,) for name in lower if pairs and len(lower) > 1] + ([tuple(lower)] if lower else [])
-    first = [Mode("full alone", Speculation("off"))] + ([Mode("cascade", Speculation())] if lower else [])
-    return (*first, *(Mode(" → ".join((*chain, full)), Speculation(tiers=chain)) for chain in chains))
+    first = [Mode("full alone", Speculation("off"))] + ([Mode("cascade", Speculation(branches=branches))] if lower else [])
+    named = (Mode(" → ".join((*chain, full)), Speculation(tiers=chain, branches=branches)) for chain in chains)
+    return (*first, *named)
 
 
 def show(cells: list[Cell]) -> None:
     """Print the tables, and what went wrong."""
     console.print(report.speeds(cells))
     console.print(report.categories(cells))
+    totals = EdgeTotals()
+    for cell in cells:
+        totals.add(cell.edges.values() if cell.mode == cells[-1].mode else ())
+    console.print(acceptance(totals.values()))
     console.print("All modes gave the same text." if same_text(cells) else "[bold red]The modes gave different texts.[/]")
     for error in sorted({error for cell in cells for error in cell.errors}):
         console.print("[bold red]Failed:[/]", end=" ")

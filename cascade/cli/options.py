@@ -33,6 +33,7 @@ OPTIONS = (
     click.option("--tiers", help="Lower tiers to use, with commas between. Those that pay if not given."),
     click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
     click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
+    click.option("--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none."),
 )
 
 
@@ -47,7 +48,7 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
     """What the values of `OPTIONS`, by name, ask for."""
     tiers = options.pop("tiers")
     names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
-    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule")}
+    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule", "branches")}
     options["logit_bias"] = dict(_bias(pair) for pair in options["logit_bias"])
     kinds = {name: options.pop(name) for name in STRUCTURED_KINDS}
     for name in ("json_schema", "grammar"):

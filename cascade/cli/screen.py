@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.answer import Chunk, Completion
@@ -73,15 +73,21 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 
 
 def acceptance(edges: Iterable[Edge]) -> Table:
-    """What happened on each edge."""
-    table = Table("drafter → verifier", "passes", "proposed", "accepted", "tokens per pass", "waited", title="Edges")
+    """What happened on each edge: of the runner-ups how many were right, of the corrections how many were prepared, and the
+    tokens that waited behind one of these."""
+    columns = ("drafter → verifier", "passes", "proposed", "accepted", "runner-ups", "prepared", "tokens per pass", "waited")
+    table = Table(*columns, title="Edges")
     for edge in edges:
         share = f" ({edge.accepted / edge.proposed:.0%})" if edge.proposed else ""
+        beside, right = edge.runner_ups
+        ready = f" (+{edge.waiting / edge.prepared:.1f})" if edge.prepared else ""
         table.add_row(
             f"{edge.drafter or '(alone)'} → {edge.verifier}",
             str(edge.passes),
             str(edge.proposed),
             f"{edge.accepted}{share}",
+            f"{right}/{beside}" if beside else "-",
+            f"{edge.prepared}/{edge.corrected}{ready}" if edge.corrected else "-",
             f"{edge.mean_accepted_len:.2f}",
             f"{edge.waited_s:.2f} s",
         )
@@ -90,11 +96,13 @@ def acceptance(edges: Iterable[Edge]) -> Table:
 
 def predictions(rows: Iterable[Prediction]) -> Table:
     """What the simulator predicts for each choice of tiers."""
-    table = Table("tiers", "schedule", "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
+    schedule = Column("schedule", no_wrap=True)
+    table = Table("tiers", schedule, "window", "tokens/s", "speed-up", "tokens per full pass", "bubble", title="Predicted")
     for row in rows:
+        shape = (", trees" if row.branches else ", lines") if row.schedule == "async" else ""
         table.add_row(
             " → ".join(row.tiers),
-            row.schedule,
+            row.schedule + shape,
             str(row.window or "-"),
             f"{row.tokens_per_s:.1f}",
             f"{row.speedup:.2f}x",

@@ -4,7 +4,7 @@ import click
 
 from cascade.cli import screen
 from cascade.cli.screen import console
-from cascade.params import DEFAULT_WINDOW
+from cascade.params import DEFAULT_WINDOW, MAX_BRANCHES, MOST_BRANCHES
 
 
 @click.command()
@@ -17,6 +17,13 @@ from cascade.params import DEFAULT_WINDOW
 @click.option(
     "--window", default=DEFAULT_WINDOW, show_default=True, help="Tokens a tier may run ahead of the tier above, async."
 )
+@click.option(
+    "--branches",
+    type=click.IntRange(0, MAX_BRANCHES),
+    default=MOST_BRANCHES,
+    show_default=True,
+    help="Ways beside its text that a tier may prepare, async; 0: lines alone.",
+)
 @click.option("--requests", default=1, show_default=True, help="Requests at once.")
 def simulate(
     tiers: tuple[str, ...],
@@ -26,11 +33,15 @@ def simulate(
     hop: float,
     shared: str,
     window: int,
+    branches: int,
     requests: int,
 ) -> None:
-    """Predict the speed-up over the full model alone, of every choice of tiers, lockstep and async.
+    """Predict the speed-up over the full model alone, of every choice of tiers: lockstep, async with lines, async with trees.
 
-    Runs the real sessions in virtual time. The defaults are three tiers such as 1 B, 8 B and 70 B models:
+    Runs the real sessions in virtual time. A tier's runner-ups are drawn: how close they come, and how often one of them is the
+    right token, are the shares that the embedded family was measured with.
+
+    The defaults are three tiers such as 1 B, 8 B and 70 B models:
 
     \b
     cascade simulate --tier tiny=2 --tier medium=6 --tier full=30 --accept 0.75 --accept 0.85
@@ -52,7 +63,8 @@ def simulate(
         for name, ms in pairs
     ]
     with console.status("Simulating"):
-        rows = prediction_rows(costs, Acceptance(shares, accept_full), window=window, num_requests=requests)
+        acceptance = Acceptance(shares, accept_full)
+        rows = prediction_rows(costs, acceptance, window=window, branches=branches, num_requests=requests)
     console.print(screen.predictions(rows))
 
 

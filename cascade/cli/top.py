@@ -14,6 +14,7 @@ from rich.text import Text
 from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
+from cascade.messages import MAX_RANKS
 
 
 @dataclass(slots=True)
@@ -115,8 +116,8 @@ def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Tab
 def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     """What happened between neighbouring tiers; an answer counts when it is complete."""
     suffix = "" if seconds is None else "/s"
-    columns = ("drafter → verifier", f"passes{suffix}", f"proposed{suffix}", f"accepted{suffix}", "acceptance")
-    table = Table(*columns, title="Edges")
+    rates = (f"{name}{suffix}" for name in ("passes", "proposed", "accepted"))
+    table = Table("drafter → verifier", *rates, "acceptance", "runner-ups", "prepared", title="Edges")
     change = now.since(earlier)
     for drafter, verifier in now.edges:
         counts = [change.of_edge(name, drafter, verifier) for name in ("passes_total", "proposed_tokens_total")]
@@ -125,8 +126,28 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
             f"{'(alone)' if drafter == 'none' else drafter} → {verifier}",
             *(_rate(count, seconds) for count in (*counts, accepted)),
             f"{accepted / counts[1]:.0%}" if counts[1] else "-",
+            _runner_ups(change, drafter, verifier),
+            _prepared(change, drafter, verifier),
         )
     return table
+
+
+def _runner_ups(change: Scrape, drafter: str, verifier: str) -> str:
+    """How many of the runner-ups that were scored were right."""
+    ranks = map(str, range(1, MAX_RANKS))
+    counts = [
+        (change.of_edge("accepted_by_rank_total", drafter, verifier, rank=rank), scored)
+        for rank in ranks
+        if (scored := change.of_edge("proposed_by_rank_total", drafter, verifier, rank=rank))
+    ]
+    return f"{sum(right for right, _ in counts):,.0f}/{sum(scored for _, scored in counts):,.0f}" if counts else "-"
+
+
+def _prepared(change: Scrape, drafter: str, verifier: str) -> str:
+    """Behind how many of the corrections the drafter had written already."""
+    names = ("prepared_corrections_total", "corrections_total")
+    prepared, corrected = (change.of_edge(name, drafter, verifier) for name in names)
+    return f"{prepared:,.0f}/{corrected:,.0f}" if corrected else "-"
 
 
 def _rate(count: float, seconds: float | None) -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, Undrafted
-from cascade.client.wire import decode_lane
+from cascade.client.wire import decode_edge, decode_lane
 from cascade.errors import Unavailable
-from cascade.messages import Edge, Logprobs, origin
+from cascade.messages import Logprobs, origin
 from cascade.v1 import serving_pb2 as pb
 
 UNDRAFTED: tuple[Undrafted, ...] = get_args(Undrafted)
@@ -40,6 +40,7 @@ class ServerInfo:
     window: int  # tokens a tier may run ahead unless a request says otherwise
     version: str  # of cascade
     drafters: tuple[str, ...] = ()  # without a model, below all tiers
+    branches: int = 0  # ways beside its text that a tier may prepare unless a request says otherwise
 
 
 class CompletionBuilder:
@@ -80,18 +81,13 @@ def read_completion(response: pb.CompleteResponse) -> Completion:
 
 def build_completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, prompt: Sequence[pb.PromptToken]) -> Completion:
     """The completion whose parts these are."""
-    edges = tuple(map(_edge, finish.edges))
+    edges = tuple(map(decode_edge, finish.edges))
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
     first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
     undrafted = next((known for known in UNDRAFTED if known == finish.undrafted), None)  # a newer server may know more
     stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, undrafted)
     ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
     return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt_tokens(prompt))
-
-
-def _edge(edge: pb.Edge) -> Edge:
-    counts = (edge.passes, edge.proposed, edge.accepted, edge.emitted)
-    return Edge(edge.drafter, edge.verifier, *counts, edge.waited_s, tuple(edge.accepted_by_position))
 
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:
@@ -116,7 +112,8 @@ def _likeliest(tokens: Sequence[pb.TopToken]) -> tuple[tuple[int, float], ...]:
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     """What a server says of itself."""
     tiers = tuple(map(_tier_info, response.tiers))
-    return ServerInfo(tiers, response.max_model_len, response.window, response.version, tuple(response.drafters))
+    drafters = tuple(response.drafters)
+    return ServerInfo(tiers, response.max_model_len, response.window, response.version, drafters, response.branches)
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

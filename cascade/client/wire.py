@@ -1,9 +1,11 @@
-"""Sampling parameters and guesses to and from the protocol, for clients, routers and links alike."""
+"""Sampling parameters, guesses and what became of them to and from the protocol, for clients, routers and links alike."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from cascade.messages import Lane
+from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, Lane
 from cascade.params import SamplingParams, Speculation, Structured
+from cascade.v1 import link_pb2
 from cascade.v1 import serving_pb2 as pb
 
 SAME_FIELDS = (  # of `SamplingParams`, with the same name and type in `pb.Sampling`
@@ -22,16 +24,54 @@ SAME_FIELDS = (  # of `SamplingParams`, with the same name and type in `pb.Sampl
     "prompt_logprobs",
     "adapter",
 )
+EDGE_TOTALS = (  # of `Edge`, with the same name and type in `pb.Edge` and `LinkEdge`
+    "drafter",
+    "verifier",
+    "passes",
+    "proposed",
+    "accepted",
+    "emitted",
+    "waited_s",
+    "corrected",
+    "prepared",
+    "waiting",
+)
+EDGE_COUNTS = {  # likewise, each with as many numbers as it has at most
+    "accepted_by_position": MAX_POSITIONS,
+    "proposed_by_position": MAX_POSITIONS,
+    "accepted_by_rank": MAX_RANKS,
+    "proposed_by_rank": MAX_RANKS,
+}
 
 
 def encode_lane(lane: Lane) -> pb.Lane:
     """Guesses of a tier on the wire."""
-    return pb.Lane(tier=lane.tier, start=lane.start, tokens=lane.tokens)
+    return pb.Lane(tier=lane.tier, start=lane.start, tokens=lane.tokens, parents=[parent + 1 for parent in lane.parents])
 
 
 def decode_lane(lane: pb.Lane) -> Lane:
-    """Guesses of a tier from the wire."""
-    return Lane(lane.tier, lane.start, tuple(lane.tokens))
+    """Guesses of a tier from the wire; raises `ValueError` if they are no tree."""
+    return Lane(lane.tier, lane.start, tuple(lane.tokens), decode_parents(lane.parents, len(lane.tokens)))
+
+
+def decode_parents(said: Sequence[int], size: int) -> tuple[int, ...]:
+    """Parents of so many nodes from the wire; raises `ValueError` if they are no tree."""
+    parents = tuple(parent - 1 for parent in said)
+    if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
+        raise ValueError("guesses have one parent a token, each before it, or none at all")
+    return parents
+
+
+def encode_edge(edge: Edge) -> dict[str, Any]:
+    """Fields of `pb.Edge` and `LinkEdge`."""
+    return {name: getattr(edge, name) for name in (*EDGE_TOTALS, *EDGE_COUNTS)}
+
+
+def decode_edge(edge: pb.Edge | link_pb2.LinkEdge) -> Edge:
+    """What happened between two tiers, from the wire."""
+    totals: dict[str, Any] = {name: getattr(edge, name) for name in EDGE_TOTALS}
+    counts: dict[str, Any] = {name: tuple(getattr(edge, name)[:most]) for name, most in EDGE_COUNTS.items()}
+    return Edge(**totals, **counts)
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
@@ -60,7 +100,13 @@ def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
 def encode_speculation(speculation: Speculation) -> pb.Speculation:
     """How drafts may be used; raises `ValueError` for what the protocol cannot say."""
     mode = "off" if speculation.tiers == () else speculation.mode
-    return pb.Speculation(mode=mode, tiers=speculation.tiers or (), window=speculation.window, schedule=speculation.schedule)
+    return pb.Speculation(
+        mode=mode,
+        tiers=speculation.tiers or (),
+        window=speculation.window,
+        schedule=speculation.schedule,
+        branches=speculation.branches,
+    )
 
 
 def encode_structured(structured: Structured) -> pb.Structured:

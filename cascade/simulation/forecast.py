@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cascade.chain.planner import Policy
-from cascade.params import DEFAULT_WINDOW, SamplingParams
+from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.scorer import Row, RunnerUp, Scored
 from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -281,6 +281,7 @@ class Prediction:
     tiers: tuple[str, ...]  # bottom to top
     schedule: Schedule
     window: int  # tokens a lower tier may run ahead; 0 for the full tier alone
+    branches: int  # that a lower tier may offer and prepare; 0 for lines
     tokens_per_s: float
     speedup: float  # over the full tier alone
     tokens_per_pass: float  # of the full tier
@@ -293,12 +294,15 @@ def prediction_rows(
     acceptance: Acceptance | Trace,
     *,
     window: int = DEFAULT_WINDOW,
+    branches: int = MOST_BRANCHES,
     lockstep_windows: Sequence[int] = LOCKSTEP_WINDOWS,
     num_tokens: int = 1000,
     num_requests: int = 1,
     seed: int = 0,
 ) -> list[Prediction]:
     """Every choice among the lower tiers, in lockstep with its best window and async with ``window``; fastest last.
+
+    Async ones guess lines, and beside these trees with ``branches``, if that is not 0.
 
     ``costs`` go bottom to top, the last is the full tier. All choices write the same text of ``num_tokens`` tokens per request,
     so their differences are less noisy than their values. ``num_requests`` of them run at once and share the passes.
@@ -310,7 +314,8 @@ def prediction_rows(
     for lower in itertools.chain.from_iterable(itertools.combinations(range(full), size) for size in range(1, full + 1)):
         chosen = (*lower, full)
         locked = [bench.prediction(chosen, "lockstep", w) for w in lockstep_windows]
-        rows += [max(locked, key=lambda row: row.speedup), bench.prediction(chosen, "async", window)]
+        rows.append(max(locked, key=lambda row: row.speedup))
+        rows += [bench.prediction(chosen, "async", window, most) for most in ((0, branches) if branches else (0,))]
     return sorted(rows, key=lambda row: row.speedup)
 
 
@@ -326,7 +331,13 @@ class Bench:
     front_s: float = 0.0
 
     def outcome(
-        self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW, adaptive: bool = False
+        self,
+        chosen: Sequence[int],
+        *,
+        lockstep: bool = False,
+        window: int = DEFAULT_WINDOW,
+        branches: int = MOST_BRANCHES,
+        adaptive: bool = False,
     ) -> Outcome:
         """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
         trace = self.trace.only(chosen)
@@ -338,16 +349,17 @@ class Bench:
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
         front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
-        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive))
+        return simulate(replace(front, window=max(1, window), lockstep=lockstep, branches=branches, adaptive=adaptive))
 
-    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
+    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int = 0) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""
-        outcome = self.outcome(chosen, lockstep=schedule == "lockstep", window=window)
+        outcome = self.outcome(chosen, lockstep=schedule == "lockstep", window=window, branches=branches)
         alone = self.outcome(chosen[-1:]) if schedule != "alone" else outcome
         return Prediction(
             tuple(self.costs[i].name for i in chosen),
             schedule,
             window,
+            branches,
             outcome.tokens_per_s,
             outcome.tokens_per_s / alone.tokens_per_s,
             outcome.tokens_per_pass,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cascade.answer import Completion, Undrafted
+from cascade.messages import Edge
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,16 @@ class RouterMetrics:
         self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)
         self._accepted = Counter("accepted_tokens", "Guesses that were right, by edge.", ["drafter", "verifier"], **made)
         self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
+        edge, ranked = ["drafter", "verifier"], ["drafter", "verifier", "rank"]
+        self._proposed_by_rank = Counter(
+            "proposed_by_rank", "Guesses that were scored: own tokens of the drafter (0), its runner-ups.", ranked, **made
+        )
+        self._accepted_by_rank = Counter("accepted_by_rank", "Guesses that were right, likewise.", ranked, **made)
+        self._corrected = Counter("corrections", "Tokens of a drafter that its verifier replaced.", edge, **made)
+        self._prepared = Counter(
+            "prepared_corrections", "Corrections that the drafter had written behind before it heard of them.", edge, **made
+        )
+        self._ready = Counter("prepared_tokens", "Tokens that it had written there.", edge, **made)
         self._first = Histogram("first_token_seconds", "From a request's arrival to the first piece.", buckets=SECONDS, **made)
         self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
         self._plain = Counter("undrafted_answers", "Answers without a single guess scored, by reason.", ["reason"], **made)
@@ -77,11 +88,24 @@ class RouterMetrics:
             self._proposed.labels(*labels).inc(edge.proposed)
             self._accepted.labels(*labels).inc(edge.accepted)
             self._passes.labels(*labels).inc(edge.passes)
+            if edge.drafter:
+                self._branched(edge)
         why = completion.stats.undrafted
         if why is not None:
             self._plain.labels(why).inc()
         if why not in ("disabled", "short"):  # else the answer says nothing of the tiers below
             self._drafts(why)
+
+    def _branched(self, edge: Edge) -> None:
+        """What became of a drafter's runner-ups and branches."""
+        labels = (edge.drafter, edge.verifier)
+        for rank, count in enumerate(edge.proposed_by_rank):
+            self._proposed_by_rank.labels(*labels, str(rank)).inc(count)
+        for rank, count in enumerate(edge.accepted_by_rank):
+            self._accepted_by_rank.labels(*labels, str(rank)).inc(count)
+        self._corrected.labels(*labels).inc(edge.corrected)
+        self._prepared.labels(*labels).inc(edge.prepared)
+        self._ready.labels(*labels).inc(edge.waiting)
 
     def started(self, drafters: int) -> None:
         """The router has started with so many tiers ready below the full one, of at least one that is configured."""

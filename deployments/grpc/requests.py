@@ -7,7 +7,7 @@ from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, Completion
-from cascade.client.wire import decode_sampling, encode_lane
+from cascade.client.wire import decode_sampling, encode_edge, encode_lane
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import Handling, SamplingParams, Speculation
@@ -44,7 +44,7 @@ def parse_speculation(request: Asked) -> Speculation:
     """How drafts may be used for it; raises `InvalidRequest`."""
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
-    names = ("mode", "window", "schedule")
+    names = ("mode", "window", "schedule", "branches")
     chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
     return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
 
@@ -117,20 +117,7 @@ def ending(chunks: Sequence[Chunk]) -> Completion:
 
 def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
     """How the answer ended, with the last message; ``reason`` overrules the completion's own."""
-    edges = [
-        pb.Edge(
-            drafter=edge.drafter,
-            verifier=edge.verifier,
-            passes=edge.passes,
-            proposed=edge.proposed,
-            accepted=edge.accepted,
-            emitted=edge.emitted,
-            mean_accepted_len=edge.mean_accepted_len,
-            waited_s=edge.waited_s,
-            accepted_by_position=edge.accepted_by_position,
-        )
-        for edge in completion.stats.edges
-    ]
+    edges = [pb.Edge(**encode_edge(edge), mean_accepted_len=edge.mean_accepted_len) for edge in completion.stats.edges]
     return pb.Finish(
         reason=reason or completion.finish_reason,
         seed=completion.seed,

@@ -39,10 +39,11 @@ class SpeculationBody(Body):
     tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
     window: int | None = None
     schedule: Literal["async", "lockstep"] = "async"
+    branches: int | None = None
 
     def parsed(self) -> Speculation:
         tiers = None if self.tiers is None else tuple(self.tiers)
-        return Speculation(self.mode, tiers, self.window, self.schedule)
+        return Speculation(self.mode, tiers, self.window, self.schedule, self.branches)
 
 
 class StructuredBody(Body):

@@ -3,8 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cascade.client.wire import decode_lane, decode_sampling, encode_lane, encode_sampling
-from cascade.messages import MAX_POSITIONS, Close, Commit, Draft, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.client.wire import (
+    decode_edge,
+    decode_lane,
+    decode_parents,
+    decode_sampling,
+    encode_edge,
+    encode_lane,
+    encode_sampling,
+)
+from cascade.messages import Close, Commit, Draft, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
 
 
@@ -48,6 +56,8 @@ def _encode_open(opening: Open) -> pb.Open:
         cache_salt=opening.cache_salt,
         adaptive=opening.adaptive,
         watch=opening.watch,
+        branches=opening.branches,
+        draft_branches=opening.draft_branches,
     )
 
 
@@ -59,7 +69,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         origins=draft.origins,
         confidences=draft.confidences,
         parents=[parent + 1 for parent in draft.parents],
-        edges=map(_encode_edge, proposal.edges),
+        edges=(pb.LinkEdge(**encode_edge(edge)) for edge in proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         spared=proposal.spared,
@@ -69,19 +79,6 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
 
 def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
     return pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
-
-
-def _encode_edge(edge: Edge) -> pb.LinkEdge:
-    return pb.LinkEdge(
-        drafter=edge.drafter,
-        verifier=edge.verifier,
-        passes=edge.passes,
-        proposed=edge.proposed,
-        accepted=edge.accepted,
-        emitted=edge.emitted,
-        waited_s=edge.waited_s,
-        accepted_by_position=edge.accepted_by_position,
-    )
 
 
 def _decode(message: pb.Message) -> Message:
@@ -118,6 +115,8 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         cache_salt=opening.cache_salt,
         adaptive=opening.adaptive,
         watch=opening.watch,
+        branches=opening.branches,
+        draft_branches=opening.draft_branches,
     )
 
 
@@ -125,26 +124,19 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     if said.logprobs and len(said.logprobs) != len(said.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
-    edges = tuple(map(_decode_edge, said.edges))
+    edges = tuple(map(decode_edge, said.edges))
     lanes = tuple(map(decode_lane, said.lanes))
     return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.spared, prompt, lanes)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:
-    size, parents = len(said.tokens), tuple(parent - 1 for parent in said.parents)
+    size = len(said.tokens)
     if len(said.origins) != size:
         raise ValueError("a proposal has one origin a token")
     if len(said.confidences) not in (0, size):
         raise ValueError("a proposal has one confidence a token, or none at all")
-    if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
-        raise ValueError("a proposal has one parent a token, each before it, or none at all")
-    return Draft(tuple(said.tokens), said.origins, said.confidences, parents)
+    return Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size))
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:
     return Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True)))
-
-
-def _decode_edge(edge: pb.LinkEdge) -> Edge:
-    positions = tuple(edge.accepted_by_position[:MAX_POSITIONS])
-    return Edge(edge.drafter, edge.verifier, edge.passes, edge.proposed, edge.accepted, edge.emitted, edge.waited_s, positions)

@@ -86,6 +86,30 @@ def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFix
         assert b"cascade_speculation_active 1.0" in ask(built, "/metrics")[2]
 
 
+def test_branches_are_reported() -> None:
+    """Guards what a tree was worth, on its way from the tiers to whoever asks: runner-ups, corrections, what was prepared."""
+    params, tiers = SamplingParams(max_tokens=200, seed=3, ignore_eos=True), ("tiny", "medium")
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
+    with house(pass_s=0.002, pace=(1, 5, 25)) as built, Client(built.grpc) as client:
+        trees = client.generate(PROMPT, params, Speculation(tiers=tiers)).stats
+        lines = client.generate(PROMPT, params, Speculation(tiers=tiers, branches=0)).stats
+        said = ask(built, "/v1/completions", body)[2]["choices"][0]["cascade"]["edges"]
+        text = ask(built, "/metrics")[2].decode()
+    top = next(edge for edge in trees.edges if edge.drafter == "medium")
+    assert sum(top.proposed_by_rank) == top.proposed
+    assert top.runner_ups[0] >= top.runner_ups[1] > 0
+    assert 0 < top.prepared <= top.corrected
+    assert top.proposed_by_position[0] >= top.accepted_by_position[0]
+    assert all(edge.runner_ups == (0, 0) for edge in lines.edges)
+    for name in ("corrections", "prepared_corrections", "prepared_tokens"):
+        assert f'cascade_{name}_total{{drafter="medium",verifier="full"}}' in text
+    for name in ("proposed", "accepted"):
+        assert f'cascade_{name}_by_rank_total{{drafter="medium",rank="1",verifier="full"}}' in text
+    edge = next(edge for edge in said if edge["drafter"] == "medium")
+    assert len(edge["proposed_by_rank"]) > 1
+    assert edge["prepared"] <= edge["corrected"]
+
+
 def test_costs_of_passes_are_metrics(served: House) -> None:
     """Guards what a planner reads: replicas and the cost of a pass, of every tier, as its replicas say."""
     text = ask(served, "/metrics")[2].decode()

@@ -89,13 +89,16 @@ def test_log_probabilities_are_shown() -> None:
 
 
 def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the table: every subset of lower tiers, lockstep and async, beside the full tier alone."""
+    """Guards the table: every subset of lower tiers, lockstep, lines and trees, beside the full tier alone."""
     short = partial(forecast.prediction_rows, num_tokens=60)
     monkeypatch.setattr(forecast, "prediction_rows", short)
-    code, output = run("simulate", "--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
+    asked = ("--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
+    code, output = run("simulate", *asked)
     assert code == 0
-    assert output.count("lockstep") == output.count("async") == 3
-    assert output.count("alone") == 1
+    assert [output.count(words) for words in ("lockstep", "async, lines", "async, trees", "alone")] == [3, 3, 3, 1]
+    code, output = run("simulate", "--branches", "0", *asked)
+    assert code == 0
+    assert [output.count(words) for words in ("async, lines", "async, trees")] == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,9 @@ def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch
     [
         (["generate", "--temperature", "-1", "x"], "temperature"),
         (["generate", "--tiers", "huge", "x"], "huge"),
+        (["generate", "--branches", "33", "x"], "speculation.branches"),
+        (["bench", "--branches", "33"], "--branches"),
+        (["simulate", "--branches", "-1"], "--branches"),
         (["generate", "--model", "./nowhere", "x"], "nowhere"),
         (["generate", "--address", "127.0.0.1:1", "x"], "127.0.0.1:1"),
         (["generate", ""], "empty"),

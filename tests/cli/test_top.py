@@ -14,9 +14,11 @@ from click.testing import CliRunner
 
 from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.main import main
-from cascade.cli.top import look, view
+from cascade.cli.screen import acceptance, console
+from cascade.cli.top import Frame, look, view
 from cascade.client import Client
 from cascade.errors import Unavailable
+from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from tests.doors import House, house
@@ -27,6 +29,16 @@ cascade_answers_total{outcome="length"} 2.0
 cascade_answers_total{outcome="stop"} 3.0
 # TYPE cascade_passes_total counter
 cascade_passes_total{drafter="tiny",verifier="full"} 7.0
+# TYPE cascade_accepted_by_rank_total counter
+cascade_accepted_by_rank_total{drafter="tiny",rank="1",verifier="full"} 2.0
+# TYPE cascade_proposed_by_rank_total counter
+cascade_proposed_by_rank_total{drafter="tiny",rank="0",verifier="full"} 30.0
+cascade_proposed_by_rank_total{drafter="tiny",rank="1",verifier="full"} 8.0
+cascade_proposed_by_rank_total{drafter="tiny",rank="2",verifier="full"} 1.0
+# TYPE cascade_corrections_total counter
+cascade_corrections_total{drafter="tiny",verifier="full"} 6.0
+# TYPE cascade_prepared_corrections_total counter
+cascade_prepared_corrections_total{drafter="tiny",verifier="full"} 4.0
 # TYPE cascade_piece_gap_seconds histogram
 cascade_piece_gap_seconds_bucket{le="+Inf"} 4.0
 cascade_piece_gap_seconds_count 4.0
@@ -65,6 +77,16 @@ def test_counters_and_their_change() -> None:
     assert now.since(earlier).of_edge("passes_total", "tiny", "full") == 0
     assert earlier.since(now) == earlier
     assert Scrape.parse("").mean("piece_gap_seconds") is None
+
+
+def test_branches_are_shown() -> None:
+    """Guards shares of runner-ups and of corrections against own tokens among them; an answer's table says the same."""
+    edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=(18, 2), proposed_by_rank=(30, 8, 1), corrected=6, prepared=4)
+    for table in (view(Frame(0.0, scrape=Scrape.parse(COUNTERS))), acceptance([edge])):
+        with console.capture() as captured:
+            console.print(table, width=120)
+        assert "2/9" in captured.get()
+        assert "4/6" in captured.get()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "127.0.0.1:8000"])

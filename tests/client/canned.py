@@ -75,7 +75,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._note(None, context)
-        return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3")
+        return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3", branches=8)
 
     def _watch(self, context: grpc.ServicerContext) -> threading.Event:
         """Set, as `left`, when the call is over."""

@@ -14,6 +14,7 @@ from cascade.client.wire import decode_sampling
 from cascade.messages import Edge, Logprobs, origin
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
+from deployments.grpc.requests import parse_speculation
 from tests.client.canned import Canned
 
 
@@ -55,7 +56,7 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
     """Guards against fields in the wrong place."""
     info = client.describe()
     assert isinstance(info, ServerInfo)
-    assert (info.max_model_len, info.window, info.version) == (64, 16, "1.2.3")
+    assert (info.max_model_len, info.window, info.version, info.branches) == (64, 16, "1.2.3", 8)
     [tier] = info.tiers
     assert (tier.name, tier.model, tier.replicas, tier.sessions) == ("full", "toy", 2, 3)
     assert (tier.context_len, tier.vocab_size, tier.parameters, tier.device) == (64, 32, 2**40, "cpu")
@@ -86,7 +87,7 @@ def test_requests_say_everything(server: Canned) -> None:
     penalties = {"presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
     params = SamplingParams(5, 0.5, 3, 0.25, 0.125, 2**63 - 1, ("x", "y"), (1, 2), True, **penalties, **shape)
     with Client(server.address, application="mine") as client:
-        speculation = Speculation(tiers=("tiny",), window=4, schedule="lockstep")
+        speculation = Speculation(tiers=("tiny",), window=4, schedule="lockstep", branches=2)
         client.generate([1, 2**32 - 1], params, speculation, Handling(-3, "mine"))
     [request] = server.requests
     assert server.metadata["application"] == "mine"
@@ -101,7 +102,7 @@ def test_requests_say_everything(server: Canned) -> None:
     assert decode_sampling(request.sampling) == params
     speculation = request.speculation
     assert (speculation.mode, list(speculation.tiers)) == ("auto", ["tiny"])
-    assert (speculation.window, speculation.schedule) == (4, "lockstep")
+    assert (speculation.window, speculation.schedule, speculation.branches) == (4, "lockstep", 2)
     assert (request.priority, request.cache_salt) == (-3, "mine")
 
 
@@ -127,6 +128,14 @@ def test_no_tiers_is_not_all_tiers() -> None:
     assert encode_request("p", None, Speculation(tiers=())).speculation.mode == "off"
     everything = encode_request("p", None, Speculation()).speculation
     assert (everything.mode, list(everything.tiers), everything.HasField("window")) == ("auto", [], False)
+
+
+def test_no_branches_is_not_the_default() -> None:
+    """Guards lines: a request that wants none must not get as many as pay."""
+    assert not encode_request("p", None, Speculation()).speculation.HasField("branches")
+    asked = encode_request("p", None, Speculation(branches=0))
+    assert asked.speculation.HasField("branches")
+    assert parse_speculation(asked) == Speculation(branches=0)
 
 
 def test_no_seed_is_not_seed_0() -> None:

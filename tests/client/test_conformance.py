@@ -45,6 +45,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "tiers": {"tiers": ("tiny",)},
     "window": {"window": 3},
     "schedule": {"schedule": "lockstep"},
+    "branches": {"branches": 0},
 }
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 

@@ -727,8 +727,29 @@ params = st.builds(
     | st.builds(Structured, choice=st.lists(st.text(min_size=1), min_size=1, max_size=3))
     | st.builds(Structured, grammar=st.text(min_size=1)),
 )
+positions, ranks = st.lists(counts, max_size=16).map(tuple), st.lists(counts, max_size=3).map(tuple)
 edges = st.builds(
-    Edge, st.text(), st.text(), counts, counts, counts, counts, st.floats(0, 1e9), st.lists(counts, max_size=16).map(tuple)
+    Edge,
+    st.text(),
+    st.text(),
+    counts,
+    counts,
+    counts,
+    counts,
+    st.floats(0, 1e9),
+    positions,
+    positions,
+    ranks,
+    ranks,
+    counts,
+    counts,
+    counts,
+)
+parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
+lanes = parents.flatmap(
+    lambda shape: st.builds(
+        Lane, st.text(), ids, st.lists(ids, min_size=len(shape), max_size=len(shape)).map(tuple), st.sampled_from(((), shape))
+    )
 )
 opens = st.builds(
     Open,
@@ -746,6 +767,8 @@ opens = st.builds(
     cache_salt=st.text(),
     adaptive=st.booleans(),
     watch=st.booleans(),
+    branches=counts,
+    draft_branches=counts,
 )
 values = st.floats(-1e6, 0, width=32)
 logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
@@ -761,7 +784,7 @@ proposals = st.integers(0, 8).flatmap(
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
         st.text(),
         st.lists(logprobs, max_size=3).map(tuple),
-        st.lists(st.builds(Lane, st.text(), ids, st.lists(ids, max_size=3).map(tuple)), max_size=3).map(tuple),
+        st.lists(lanes, max_size=3).map(tuple),
     )
 )
 messages = st.one_of(

@@ -121,7 +121,9 @@ def test_echo_stop_and_token_ids(served: House, client: OpenAI) -> None:
         assert (cut.text, cut.finish_reason) == (plain[: plain.find(stop)], "stop")
 
 
-@pytest.mark.parametrize("speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}])
+@pytest.mark.parametrize(
+    "speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}, {"branches": 0}]
+)
 def test_speculation_changes_nothing_but_speed(served: House, client: OpenAI, speculation: dict[str, Any]) -> None:
     """Guards the extension: it is honoured, and the text stays."""
     extra = {"speculation": speculation, "history": True, "ignore_eos": True}
@@ -193,6 +195,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "prompts": ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
     "stop": ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
     "tier": ("/v1/completions", {"prompt": "x", "speculation": {"tiers": ["huge"]}}, 400, "huge"),
+    "branches": ("/v1/completions", {"prompt": "x", "speculation": {"branches": 33}}, 400, "speculation.branches is 33"),
     "model": ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "gpt-4"),
     "stream_options": ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages"),

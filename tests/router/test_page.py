@@ -84,6 +84,10 @@ def streamed(*pieces: dict[str, Any]) -> str:
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
 
 
+def lane(tier: str, start: int, tokens: list[int], parents: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"tier": tier, "start": start, "tokens": tokens, "parents": parents}
+
+
 def lanes(page: Page, name: str) -> list[int]:
     """A figure of each lane, the full tier's first."""
     figures: list[int] = page.locator(".lane").evaluate_all(f"all => all.map(one => +one.dataset.{name})")
@@ -95,12 +99,12 @@ def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
 
     The answer is made up: how far tiers run ahead of a real one, and what is rolled back, is for the machine to say.
     """
-    medium, tiny = {"tier": "medium", "start": 1, "tokens": [6, 7]}, {"tier": "tiny", "start": 3, "tokens": [8, 9, 10]}
+    medium, tiny = lane("medium", 1, [6, 7]), lane("tiny", 3, [8, 9, 10])
     edge = {"drafter": "medium", "verifier": "full", "passes": 3, "proposed": 3, "accepted": 2}
     answer = streamed(
         {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [medium, tiny]},
         # 6 is as guessed; 99 in place of 7 takes with it what tiny wrote behind it, and medium begins again
-        {"token_ids": [6, 99], "ends": [1, 2], "origins": [2, 5], "lanes": [{"tier": "medium", "start": 3, "tokens": [20]}]},
+        {"token_ids": [6, 99], "ends": [1, 2], "origins": [2, 5], "lanes": [lane("medium", 3, [20])]},
         {"token_ids": [20], "ends": [1], "origins": [2], "edges": [edge], "seed": 1},
     )
     page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
@@ -108,6 +112,30 @@ def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
     assert lanes(page, "ahead") == [0, 2, 3]
     assert lanes(page, "fallen") == [0, 1, 3]
     assert page.inner_text("#count") == "4"
+
+
+def test_branches_come_true(page: Page) -> None:
+    """Guards what is shown of trees: a runner-up is no guess that falls, and it stays once the answer takes its way.
+
+    ``medium`` offers 9 in place of 7, with 8 and then 5 behind it; ``tiny`` offers 9 at the same place of another text.
+    """
+    tree = lane("medium", 1, [6, 7, 9, 8, 5, 99], (-1, 0, 0, 2, 3, -1))
+    answer = streamed(
+        {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [tree, lane("tiny", 1, [3, 4, 9], (-1, 0, 0))]},
+        {"token_ids": [6, 9], "ends": [1, 2], "origins": [2, 2], "lanes": [lane("medium", 3, [8, 5])]},
+        {"token_ids": [8, 4], "ends": [1, 2], "origins": [2, 5], "seed": 1, "edges": [branched()]},
+    )
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
+    go(page)
+    assert lanes(page, "came") == [0, 2, 0]
+    assert lanes(page, "ahead") == [0, 2, 2]
+    assert lanes(page, "fallen") == [0, 1, 2]
+    assert page.locator("#edges").inner_text().split("\n") == ["medium → full", "67 % kept", "corrections ready", "1 of 2"]
+
+
+def branched() -> dict[str, Any]:
+    counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prepared": 1}
+    return {"drafter": "medium", "verifier": "full", **counts}
 
 
 def test_lanes_end_with_the_answer(page: Page) -> None:

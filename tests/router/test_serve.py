@@ -211,6 +211,7 @@ BAD_REQUESTS = {
     "unknown tier": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["huge"])), "huge"),
     "unknown mode": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(mode="fast")), "fast"),
     "unknown schedule": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(schedule="later")), "later"),
+    "branches 33": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(branches=33)), "branches is 33"),
     "window 0": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(window=0)), "window is 0"),
     "unknown field": (pb.GenerateRequest.FromString(b"\x0a\x01x\xf8\x06\x01"), "unknown fields"),
 }

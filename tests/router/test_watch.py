@@ -43,17 +43,21 @@ def test_lanes_are_guesses(served: House) -> None:
     completion = chunks[-1].completion
     assert completion is not None
     assert completion.token_ids == plain.token_ids == sum((chunk.token_ids for chunk in chunks), ())
-    num_tokens, right, wrong = 0, 0, 0
+    num_tokens, right, wrong, trees = 0, 0, 0, 0
     for chunk in chunks:
         num_tokens += len(chunk.token_ids)
         for lane in chunk.lanes:
             assert lane.start >= num_tokens
-            pairs = list(zip(lane.tokens, plain.token_ids[lane.start :], strict=False))
+            tree = Draft(lane.tokens, bytes(len(lane.tokens)), parents=lane.parents)
+            rest = plain.token_ids[lane.start :]
+            pairs = [(token, rest[depth]) for token, depth in zip(tree.tokens, tree.depths, strict=True) if depth < len(rest)]
+            trees += not tree.is_line
             right += sum(guess == token for guess, token in pairs)
             wrong += sum(guess != token for guess, token in pairs)
     assert {lane.tier for chunk in chunks for lane in chunk.lanes} == {"medium", "tiny"}
     assert right > 0
     assert wrong > 0
+    assert trees > 0
 
 
 def test_lanes_over_http(served: House) -> None:
@@ -68,7 +72,7 @@ def test_lanes_over_http(served: House) -> None:
             extras: list[Any] = [getattr(piece.choices[0], "cascade", None) or {} for piece in pieces]
             lanes = [lane for extra in extras for lane in extra.get("lanes", ())]
             assert {lane["tier"] for lane in lanes} == {"medium", "tiny"}
-            assert all(set(lane) == {"tier", "start", "tokens"} for lane in lanes)
+            assert all(set(lane) == {"tier", "start", "tokens", "parents"} for lane in lanes)
             assert "edges" in extras[-1]
     status, _, answer = ask(served, "/v1/completions", {"prompt": PROMPT, "watch": True})
     assert (status, "watch is given without stream" in answer["error"]["message"]) == (400, True), json.dumps(answer)
@@ -117,6 +121,21 @@ def test_lanes_of_a_cut_text_are_not_told() -> None:
     assert session.lanes == (Lane("medium", end + 2, ()),)
     session.detach()
     assert session.lanes == ()
+
+
+def test_lanes_are_trees_behind_the_text() -> None:
+    """Guards branches that are shown: the drafter tells its whole tree, tiers below it what is left behind the text."""
+    session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
+    session.attach("medium", "m", ())
+    session.kv_len = len(session.text) - 1
+    end = len(session.text)
+    tree = Draft((1, 2, 3, 4), bytes([origin(1, False)] * 4), parents=(-1, 0, -1, 2))
+    tiny = Lane("tiny", end + 2, (5, 6, 7, 8), (-1, 0, 0, -1))
+    session.propose(Proposal("m", end, tree, lanes=(tiny,)))
+    assert session.lanes == (Lane("medium", end, (1, 2, 3, 4), (-1, 0, -1, 2)), tiny)
+    session.advance(session.work(100, [0, 1]), Scored((1, 2, 5)))
+    assert session.lanes == (Lane("medium", end + 3, ()), Lane("tiny", end + 3, (6, 7), (-1, -1)))
+    assert tiny.behind([*session.text[: end + 2], 9]).tokens == ()
 
 
 class Decoder:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cascade.chain.profile import PassCost
 from cascade.messages import Open
-from cascade.params import SamplingParams
+from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace, prediction_rows
 from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
@@ -296,9 +296,9 @@ def test_three_async_tiers_beat_all_else(number: int) -> None:
     """Guards the reason for all of this: with tiers far enough apart, three that never wait are the fastest choice."""
     bench, _ = example(*EXAMPLES[number][:3])
     rows = prediction_rows(bench.costs, bench.trace, num_tokens=500, lockstep_windows=(3, 5))
-    assert len(rows) == 7
+    assert len(rows) == 10
     assert {(row.tiers, row.schedule) for row in rows} >= {(("full",), "alone"), (("tiny", "full"), "lockstep")}
-    assert (rows[-1].tiers, rows[-1].schedule) == (("tiny", "medium", "full"), "async")
+    assert (rows[-1].tiers, rows[-1].schedule, rows[-1].branches) == (("tiny", "medium", "full"), "async", MOST_BRANCHES)
     assert rows[-1].speedup > 1.1 * max(row.speedup for row in rows if row.schedule == "lockstep")
     assert next(row for row in rows if row.schedule == "alone").speedup == 1
     assert rows == prediction_rows(bench.costs, bench.trace, num_tokens=500, lockstep_windows=(3, 5))

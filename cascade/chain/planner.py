@@ -22,7 +22,7 @@ BREAK = 16  # the same where the next one may well be the best, for all that is 
 LONGEST = 4  # times so many where it remains unclear which one is better
 RAREST = 8  # times so many where the other one is far from being the best
 DOUBT = 1.3  # a rate known from ``n`` rows may well be wrong by ``DOUBT / sqrt(n)`` of it
-AGED = 0.5  # weight of earlier trials beside a new one
+AGED = 0.3  # weight of earlier trials beside a new one
 BETTER = 1.03  # times the rate of the course in use make another one the best
 MEMORY = 0.99  # weight of a pass that is left after the next one
 HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
@@ -258,7 +258,9 @@ class _Plan:
         eldest, hopeful = min(others, key=lambda one: records[one].tried), max(others, key=lambda one: records[one].hope)
         if not records[eldest].tried:
             return eldest, 0
-        if records[hopeful].hope > records[best].rate:
+        if (
+            records[hopeful].hope > BETTER * records[best].rate and records[hopeful].tried < self.num_trials
+        ):  # not twice in a row
             return hopeful, BREAK
         return eldest, round(REST * min(RAREST, records[best].rate / max(1e-9, records[eldest].hope)))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cascade.chain.planner import Policy
-from cascade.params import DEFAULT_WINDOW, SamplingParams
+from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.scorer import Row, RunnerUp, Scored
 from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -326,7 +326,13 @@ class Bench:
     front_s: float = 0.0
 
     def outcome(
-        self, chosen: Sequence[int], *, lockstep: bool = False, window: int = DEFAULT_WINDOW, adaptive: bool = False
+        self,
+        chosen: Sequence[int],
+        *,
+        lockstep: bool = False,
+        window: int = DEFAULT_WINDOW,
+        adaptive: bool = False,
+        branches: int = MOST_BRANCHES,
     ) -> Outcome:
         """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
         trace = self.trace.only(chosen)
@@ -338,7 +344,7 @@ class Bench:
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
         front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
-        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive))
+        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive, branches=branches))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

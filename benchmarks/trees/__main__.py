@@ -131,6 +131,8 @@ def show(found: dict[str, Any]) -> None:
     for name, system in serving["systems"].items():
         if "served" in system:
             console.print(served.speeds_table(name, system["served"]), served.branches_table(name, system["served"]))
+            if not served.branched(system["served"]):
+                console.print(f"[bold red]No runner-up was scored through the {name}: its trees were lines.[/]")
         if "never_slower" in system:
             console.print(crowd.table(name, system["never_slower"]))
     if serving["systems"]:

@@ -4,6 +4,7 @@ Every figure is a share of teacher-forced positions of the embedded family, in f
 has. Texts are held-out files, and what the full model writes behind the beginnings of such files.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,14 +17,16 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.trees.cells import at
 from cascade import family
+from cascade.answer import Completion
 from cascade.chain.branches import OFFERED
 from cascade.engine.sampling import own_tokens_and_next
 from cascade.family import corpus
 from cascade.family.evaluate import JUDGED_ROWS, PROMPT, WRITTEN, Text, as_rows, load
-from cascade.family.text import continuations
+from cascade.local import Cascade
 from cascade.params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
+MOST_BYTES = 32_768  # of a held-out file
 EDGES = tuple(combinations(family.NAMES, 2))
 TOP = family.NAMES[-2:]  # the edge whose corrections cost most
 HELD_OUT, WRITTEN_BY_FULL = "held-out files", "written by full"
@@ -43,22 +46,38 @@ class Size:
 
 def measure(size: Size) -> dict[str, dict[str, Shares]]:
     """Shares by text and temperature."""
-    models, rows = load(family.WEIGHTS), held_out(size)
-    found = {HELD_OUT: shares(models, Text(rows), TEMPERATURES)}
-    written = {}
-    for temperature in TEMPERATURES:
-        text = continuations(models[TOP[1]], rows[:, : size.prompt], size.written, temperature=temperature)
-        written |= shares(models, Text(text, size.prompt), [temperature])
-    return found | {WRITTEN_BY_FULL: written}
+    rows = held_out(size)
+    texts = written(rows[:, : size.prompt], size.written)
+    models = load(family.WEIGHTS)
+    found = {HELD_OUT: shares(models, Text(rows), TEMPERATURES), WRITTEN_BY_FULL: {}}
+    for temperature, text in texts.items():
+        found[WRITTEN_BY_FULL] |= shares(models, text, [temperature])
+    return found
 
 
 def held_out(size: Size) -> Tensor:
     """Rows from all over the held-out files ``[rows, length]``."""
     tokenizer = AutoTokenizer.from_pretrained(family.paths()[-1])
-    files = corpus.source_files("held_out")
-    files = files[:: max(1, len(files) // (4 * size.rows))]  # of which a few have enough tokens for many rows
+    # a large file would be half of the text, and takes seconds to encode
+    files = [path for path in corpus.source_files("held_out") if path.stat().st_size < MOST_BYTES]
+    files = files[:: max(1, len(files) // (4 * size.rows))]
     rows = as_rows(corpus.encode(tokenizer, files), size.length)
     return rows[:: max(1, len(rows) // size.rows)][: size.rows]
+
+
+def written(prompts: Tensor, num_tokens: int) -> dict[float, Text]:
+    """What the full model says behind the prompts at each temperature, each row as a request with a seed of its own."""
+    with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", device="cpu") as full:
+
+        async def write(temperature: float) -> Text:
+            answers = (
+                full.agenerate(row, SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True))
+                for seed, row in enumerate(prompts.tolist())
+            )
+            said = [answer.token_ids for answer in await asyncio.gather(*answers) if isinstance(answer, Completion)]
+            return Text(torch.cat([prompts, torch.tensor(said)], 1), prompts.shape[1])
+
+        return {temperature: asyncio.run(write(temperature)) for temperature in TEMPERATURES}
 
 
 @torch.inference_mode()
@@ -82,7 +101,7 @@ def shares(models: Mapping[str, LlamaForCausalLM], text: Text, temperatures: Seq
 
 
 def _requests(text: Text, temperature: float, seeds: Sequence[int]) -> list[tuple[SamplingParams, int, int]]:
-    """Each row as a request with a seed of its own, for `own_tokens_and_next`."""
+    """Each row as the request that `written` makes of it, for `own_tokens_and_next`."""
     size = text.rows.shape[1] - text.prompt
     return [(SamplingParams(temperature=temperature, seed=seed), text.prompt, size) for seed in seeds]
 

@@ -75,6 +75,11 @@ def figures(cells: Cells) -> dict[str, Any]:
     return {name: _figures(modes) for name, modes in cells.items()}
 
 
+def branched(found: Mapping[str, Any]) -> bool:
+    """Whether a runner-up was ever scored: else trees were lines, and their figures are those of lines."""
+    return any(len(one["branches"]["proposed_by_rank"]) > 1 for one in found.values())
+
+
 def _figures(modes: Mapping[str, Answers]) -> dict[str, Any]:
     spreads = {name: answers.spread for name, answers in modes.items()}
     found: dict[str, Any] = {"same_text": same_text(modes.values()), "tokens_per_second": spreads}
@@ -147,6 +152,6 @@ def branches_table(system: str, found: Mapping[str, Any]) -> Table:
     columns = ("temperature", "corrected", "prepared", "share", "mean tokens waiting")
     result = Table(*columns, title=f"Corrections of {TOP[0]} by {TOP[1]}, through the {system}")
     for temperature, one in found.items():
-        seen = one["branches"]
-        result.add_row(temperature, *(str(seen[key]) for key in ("corrected", "prepared", "prepared_share", "mean_waiting")))
+        seen = (one["branches"][key] for key in ("corrected", "prepared", "prepared_share", "mean_waiting"))
+        result.add_row(temperature, *("-" if figure is None else str(figure) for figure in seen))
     return result

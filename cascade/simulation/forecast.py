@@ -331,8 +331,8 @@ class Bench:
         *,
         lockstep: bool = False,
         window: int = DEFAULT_WINDOW,
-        adaptive: bool = False,
         branches: int = MOST_BRANCHES,
+        adaptive: bool = False,
     ) -> Outcome:
         """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
         trace = self.trace.only(chosen)
@@ -344,7 +344,7 @@ class Bench:
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
         front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
-        return simulate(replace(front, window=max(1, window), lockstep=lockstep, adaptive=adaptive, branches=branches))
+        return simulate(replace(front, window=max(1, window), lockstep=lockstep, branches=branches, adaptive=adaptive))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

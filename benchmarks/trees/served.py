@@ -42,7 +42,7 @@ class Size:
     """How much is asked."""
 
     tokens: int  # of an answer
-    prompts: int = 10
+    prompts: int = 8
     rounds: int = 1
 
 

@@ -32,7 +32,7 @@ Speedups: TypeAlias = dict[str, dict[str, float]]  # by window, of lines and tre
 class Size:
     """How much is simulated."""
 
-    tokens: int = 2000
+    tokens: int = 1500
     seeds: int = 3
 
 

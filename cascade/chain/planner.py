@@ -220,7 +220,7 @@ class _Plan:
             self._seek()
 
     def _decided(self, best: float) -> bool:
-        """Whether a trial tells enough: not while what is tried may well be better than the best rate, and is not seen to be."""
+        """Whether a trial tells enough: not while what is tried may well be better than the best, and is not seen to be."""
         return self.rows >= LONGEST * TRIAL or self.trial.rate > BETTER * best or self.trial.hope < best
 
     def _judge(self) -> None:
@@ -258,9 +258,8 @@ class _Plan:
         eldest, hopeful = min(others, key=lambda one: records[one].tried), max(others, key=lambda one: records[one].hope)
         if not records[eldest].tried:
             return eldest, 0
-        if (
-            records[hopeful].hope > BETTER * records[best].rate and records[hopeful].tried < self.num_trials
-        ):  # not twice in a row
+        twice = records[hopeful].tried == self.num_trials  # in a row, while others are forgotten
+        if not twice and records[hopeful].hope > BETTER * records[best].rate:
             return hopeful, BREAK
         return eldest, round(REST * min(RAREST, records[best].rate / max(1e-9, records[eldest].hope)))
 

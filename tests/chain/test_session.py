@@ -619,11 +619,14 @@ def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
         assert session.window in expected
 
 
-def test_of_a_tree_the_line_that_it_begins_with_is_scored() -> None:
-    """Guards losslessness against trees from another version: a pass would score a branch behind tokens of another one."""
+def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
+    """Guards trees in short passes: what is scored comes with its parents, the likeliest first, and keeps its shape."""
     session = drafting(opening())
-    session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4), parents=(-1, 0, 0, 2))))
-    assert fed(session.work(10)) == [1, 2, 3, 4, 5]
+    session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4), bytes((255, 1, 16, 255)), parents=(-1, 0, 0, 2))))
+    assert session.work(10).draft == Draft((4, 5, 6, 7), bytes(4), bytes((255, 1, 16, 255)), (-1, 0, 0, 2))
+    assert fed(session.work(5)) == [1, 2, 3, 4, 5]
+    session.advance(session.work(10), Scored([4, 6, 0, 7, 8]))
+    assert session.text[3:] == [4, 6, 7, 8]
 
 
 def test_what_a_scorer_guesses_is_scored_next() -> None:

@@ -1,0 +1,1 @@
+"""What guess trees give beside lines: on paper, simulated, and served."""

@@ -1,0 +1,41 @@
+"""How figures are named, and what a round of answers gave."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeAlias, TypeVar
+
+from cascade.bench.measure import EdgeTotals
+
+T = TypeVar("T")
+Text: TypeAlias = tuple[int, ...]  # token ids
+
+
+def at(temperature: float) -> str:
+    """The name of a temperature in documents: ``t0``, ``t0.8``, ``t1.0``."""
+    return f"t{temperature:.1f}" if temperature else "t0"
+
+
+def rotated(all: Sequence[T], number: int) -> Sequence[T]:
+    """Another one first in every round, so that none is favoured by always coming early or late."""
+    first = number % len(all)
+    return (*all[first:], *all[:first])
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one mode gave."""
+
+    speeds: list[float] = field(default_factory=list)  # tokens per second, one a round
+    texts: list[Text] = field(default_factory=list)
+    edges: EdgeTotals = field(default_factory=EdgeTotals)
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """Tokens per second of the slowest round, the median one and the fastest."""
+        return {name: round(of(self.speeds), 1) for name, of in (("low", min), ("median", median), ("high", max))}
+
+
+def same_text(modes: Iterable[Answers]) -> bool:
+    """Whether all modes gave the same texts in the same order."""
+    return len({tuple(answers.texts) for answers in modes}) <= 1

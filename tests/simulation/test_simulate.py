@@ -170,7 +170,8 @@ def test_identical_tiers_fill_their_windows() -> None:
     same = replace(drafter, model=full.model, cost=PassCost(0.004))
     outcome = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (asked(400),)))
     assert outcome.tokens_per_pass > 6.5
-    assert all(edge.accepted == edge.proposed for edge in outcome.edges)
+    assert all(edge.accepted_by_rank[:1] == edge.proposed_by_rank[:1] for edge in outcome.edges)
+    assert not any(edge.corrected for edge in outcome.edges)
 
 
 def test_losing_every_proposal_costs_speed_only() -> None:
@@ -288,7 +289,9 @@ def test_worked_examples(
     for chosen, expected in (((0, 2), in_lockstep[0]), ((1, 2), in_lockstep[1])):
         best = max(bench.outcome(chosen, lockstep=True, window=window).tokens_per_s for window in windows)
         assert best / alone == pytest.approx(expected, rel=0.05)
-    assert bench.outcome((0, 1, 2)).tokens_per_s / alone == pytest.approx(at_once, rel=0.1)
+    lines = bench.outcome((0, 1, 2), branches=0).tokens_per_s
+    assert lines / alone == pytest.approx(at_once, rel=0.1)
+    assert bench.outcome((0, 1, 2)).tokens_per_s > 1.05 * lines
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -48,7 +48,7 @@ class BlockManager:
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.reused = 0  # positions that were not scored again
-        self._lent = 0  # blocks, beside those of allocations
+        self.lent = 0  # blocks, beside those of allocations
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
         self._kept: dict[Allocation, None] = {}  # the least recently used first
@@ -98,13 +98,13 @@ class BlockManager:
         if not self._make_room(blocks):
             return None
         self.free -= blocks
-        self._lent += blocks
+        self.lent += blocks
         return blocks
 
     def give_back(self, blocks: int) -> None:
         """A fork is gone."""
         self.free += blocks
-        self._lent -= blocks
+        self.lent -= blocks
 
     def share(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
         """Let others reuse the beginning of an allocation: ``tokens``, which are scored and never rolled back."""
@@ -133,9 +133,9 @@ class BlockManager:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
         kept = sum(allocation.blocks for allocation in self._kept)
         held = sum(allocation.blocks for allocation in self._allocations if allocation.in_use)
-        found = self.free + kept + held + self._lent
-        sum_ = f"{self.free} free + {kept} kept + {held} held + {self._lent} lent blocks are {found} of {self.total}"
-        assert min(self.free, self._lent) >= 0, sum_
+        found = self.free + kept + held + self.lent
+        sum_ = f"{self.free} free + {kept} kept + {held} held + {self.lent} lent blocks are {found} of {self.total}"
+        assert min(self.free, self.lent) >= 0, sum_
         assert found == self.total, sum_
         assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.in_use}, (
             "kept allocations are those not in use"

@@ -71,12 +71,20 @@ class KVAdmission:
         if session.taken is not None:
             fork = slot.forks.pop(session.taken, None)
             if fork is not None:
-                slot.cache.join(fork.store)
-                self.block_manager.give_back(fork.blocks)
-                session.joined()
+                self._join(slot, fork, session.taken)
             session.taken = None
         for branch in [branch for branch in slot.forks if branch not in held]:
             self._release(slot.forks.pop(branch))
+
+    def _join(self, slot: Slot[Any], fork: Fork, branch: Branch) -> None:
+        """A branch is the text now; where its keys and values have no room they are computed again."""
+        assert slot.allocation is not None
+        self.block_manager.give_back(fork.blocks)
+        if self.block_manager.reserve(slot.allocation, branch.kv_len):
+            slot.cache.join(fork.store)
+            slot.session.joined()
+        else:
+            fork.store.free()
 
     def _release(self, fork: Fork) -> None:
         fork.store.free()
@@ -104,6 +112,8 @@ class KVAdmission:
         held = [slot.allocation for slot in slots if slot.allocation is not None]
         assert len(held) == len(set(held)), "two sessions hold one allocation"
         assert all(allocation.in_use for allocation in held), "a session holds an allocation that is kept for reuse"
+        lent, forked = self.block_manager.lent, sum(fork.blocks for slot in slots for fork in slot.forks.values())
+        assert lent == forked, f"{lent} blocks are lent, and forks have {forked}"
         for slot in slots:
             capacity = slot.allocation.capacity if slot.allocation else 0
             assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"

@@ -138,9 +138,12 @@ class Loop(Generic[U]):
         except ProtocolError as error:
             self._fail(slot, str(error))
             return
+        took = slot.session.taken is not None
         self.kv_admission.settle(slot)
         if change is not None:
             self._drafting.tell(slot, change)
+        if took:  # what it has written there may be news
+            self._propose(slot)
         if change is not None or stalled:
             slot.since = now
 

@@ -68,7 +68,7 @@ class Runner:
     def _rescue(self, slot: Slot[Any], work: Work) -> Result:
         """Scores a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
         results = self._score([(slot, work)])
-        size = len(work) // 2
+        size = len(work) // 2 if work.branch is None else 0
         while results is None and size >= SMALL_PASS and len(work.tokens) > work.num_own:
             for piece in work.pieces(size):
                 results = self._score([(slot, piece)])

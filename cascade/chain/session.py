@@ -289,11 +289,13 @@ class Session:
         self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
         self._told = min(self._told, cut)
         self.kv_len = min(self.kv_len, cut)
+        told = self.branches is not None and not self.branches.grown
         if self.branches is not None:
             self.taken = self.branches.corrected(cut - self.committed, rest)
         waiting = tuple(self.taken.tokens[len(rest) :]) if self.taken is not None else ()
         self.text[cut:] = rest + waiting
         self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(waiting)
+        self._told = len(self.text) if told and waiting else self._told
         self.draft_stats.interrupt()
         self.committed = end
         return Commit(self.drafter_session, cut, rest + waiting)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.chain.profile import CONTEXT, GRID, Profile, measure
-from cascade.chain.session import Work
+from cascade.chain.work import Work
 from cascade.engine.model import Model
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from cascade.chain.planner import Policy
 from cascade.chain.profile import CHUNK, Profile
 from cascade.chain.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
-from cascade.chain.session import Session, Work
+from cascade.chain.session import Session
 from cascade.chain.slot import Slot
+from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.messages import Draft, Open
 from cascade.params import Handling, SamplingParams

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cascade.chain.branches import OFFERED, Branch
 from cascade.chain.draft_stats import DraftStats, RunAhead
-from cascade.chain.session import ProtocolError, Session, Work
+from cascade.chain.session import ProtocolError, Session
+from cascade.chain.work import Work
 from cascade.messages import Close, Commit, Draft, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
+from cascade.simulation.toy import ToyCache, ToyFork, ToyModel, full_text
 
 VOCAB = 12
 PROFILE = settings(deadline=None, derandomize=True, max_examples=40)
@@ -50,6 +52,7 @@ class Chain:
         self.caches = [ToyCache() for _ in models]
         self.down: list[deque[Message]] = [deque() for _ in models]  # to the session of that level
         self.up: list[list[Proposal]] = [[] for _ in models]  # from the session of that level
+        self.forks: dict[Branch, ToyFork] = {}  # of all sessions
         self.passes = 0  # of the full tier
         self.num_opened = 0
         self.down[self.top].append(first)
@@ -67,7 +70,8 @@ class Chain:
         if level and session is not None and not session.done:
             self.detach(level)
             self.num_opened += 1
-            self.down[level - 1].append(session.attach(f"tier{level - 1}", str(self.num_opened), ()))
+            branches = session.opening.draft_branches
+            self.down[level - 1].append(session.attach(f"tier{level - 1}", str(self.num_opened), (), branches))
 
     def detach(self, level: int) -> None:
         session = self.sessions[level]
@@ -91,7 +95,9 @@ class Chain:
             self.detach(level)
             self.sessions[level] = None
         elif isinstance(message, Commit):
-            self.pass_on(level, session.commit(message.start, message.tokens))
+            change = session.commit(message.start, message.tokens)
+            self.settle_branches(level, session)
+            self.pass_on(level, change)
 
     def hear(self, level: int, index: int, *, keep: bool = False) -> None:
         """Deliver any proposal of the session at ``level``, and have it come again later if ``keep``."""
@@ -112,11 +118,16 @@ class Chain:
     def score(self, level: int, max_tokens: int = 1000) -> bool:
         """One pass of the session at ``level``, if it has work."""
         session = self.sessions[level]
-        if session is None or session.stalled:
+        if session is None:
+            return False
+        self.branch(level, session)
+        if session.stalled:
             return False
         work = session.work(max_tokens)
         assert len(work) <= max_tokens
-        row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params, draft=work.draft)
+        runner_ups = OFFERED if session.branches is not None else 0
+        options = {"draft": work.draft, "runner_ups": runner_ups}
+        row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params, **options)  # type: ignore[arg-type]
         [scored] = self.models[level].run([row])
         commit = session.advance(work, scored)
         assert commit is None or session.num_pending == 1, "the last token, and only that, is scored by the next pass"
@@ -125,6 +136,46 @@ class Chain:
             self.up[level].append(proposal)
         self.passes += level == self.top
         return True
+
+    def branch(self, level: int, session: Session) -> None:
+        """Write the likeliest branch of the session on, if it has any, and a new one with it."""
+        ways = sorted(session.ways(), key=lambda way: -way[0])[:2]
+        works = [session.branch_work(branch) for _, branch in ways]
+        self.sweep(level, session)
+        for work in works:
+            branch = work.branch
+            assert branch is not None
+            assert session.branches is not None
+            if branch not in session.branches.held:
+                continue  # another has taken its place
+            fork = self.forks.get(branch) or self.caches[level].fork(branch.start)
+            self.forks[branch] = fork
+            row = Row(fork, work.start, work.tokens, work.num_own, session.opening.params, runner_ups=OFFERED)
+            [scored] = self.models[level].run([row])
+            assert session.advance(work, scored) is None
+            assert fork.tokens == branch.tokens[:-1], "a fork holds its branch"
+
+    def sweep(self, level: int, session: Session) -> None:
+        """Free the forks of branches that are gone."""
+        self.forks = {branch: fork for branch, fork in self.forks.items() if self.keep(branch, fork, session, level)}
+
+    def keep(self, branch: Branch, fork: ToyFork, session: Session, level: int) -> bool:
+        """Whether a fork is still of use: those of a session's branches that are gone are freed."""
+        if fork not in self.caches[level].forks:
+            return True  # another session's
+        if session.branches is not None and branch in session.branches.held:
+            return True
+        fork.free()
+        return False
+
+    def settle_branches(self, level: int, session: Session) -> None:
+        """Do after a commit what `cascade.chain.kv_admission.KVAdmission.settle` does."""
+        if session.taken is not None and (fork := self.forks.pop(session.taken, None)) is not None:
+            self.caches[level].join(fork)
+            session.joined()
+        session.taken = None
+        self.sweep(level, session)
+        assert self.caches[level].tokens[: session.kv_len] == session.text[: session.kv_len], "the cache holds the text"
 
     def pass_on(self, level: int, commit: Commit | None) -> None:
         session = self.sessions[level]
@@ -184,13 +235,20 @@ class Wires(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         max_tokens=st.integers(1, 24),
         ends=st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
+        branches=st.sampled_from([0, 1, 3, 8]),
     )
     def begin(
-        self, num_tiers: int, windows: tuple[int, int], temperature: float, max_tokens: int, ends: frozenset[int]
+        self,
+        num_tiers: int,
+        windows: tuple[int, int],
+        temperature: float,
+        max_tokens: int,
+        ends: frozenset[int],
+        branches: int,
     ) -> None:
         draft_window, window = windows
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=7)
-        first = opening(params=params, ends=ends, window=window, draft_window=draft_window)
+        first = opening(params=params, ends=ends, window=window, draft_window=draft_window, draft_branches=branches)
         self.chain = Chain(toys(num_tiers), first)
 
     @rule(level=st.integers(0, 4), max_tokens=st.integers(1, 12))

@@ -190,7 +190,9 @@ def test_identical_models_accept_everything(identical: Cascade, temperature: flo
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True)
     completion = identical.generate(PROMPT, params, Speculation(tiers=identical.names[:-1], schedule=schedule, window=7))
     assert sum(edge.proposed for edge in completion.stats.edges) > 0
-    assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
+    assert not any(edge.corrected for edge in completion.stats.edges)
+    if schedule == "lockstep":  # whose drafts are lines: nothing else is offered
+        assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
 
 
 def test_chunks_join_to_the_completion(cascade: Cascade) -> None:

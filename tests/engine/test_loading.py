@@ -118,7 +118,7 @@ def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     model = Model(build(name))
     cache = model.new_cache()
     model.logits([Row(cache, 0, TEXT, 1, GREEDY)])
-    held = sum(shape.kv_heads * (shape.key_size + shape.value_size) * 4 for shape in cache._shapes.values())
+    held = sum(shape.kv_heads * (shape.key_size + shape.value_size) * 4 for shape in cache.shapes.values())
     told = anatomy(str(tmp_path), dtype="float32")
     assert told.parameters == model.num_parameters
     assert told.weight_bytes == model.weight_bytes

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,8 +45,13 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
     return {state["pid"]: state for state in states}
 
 
-def busy(tier: str) -> int:
-    """The process of a replica that has a session."""
+def busy(tiers: Sequence[str]) -> dict[str, int]:
+    """The process of a replica of each that has a session, all asked at once: the answer does not wait meanwhile."""
+    with ThreadPoolExecutor(len(tiers)) as threads:
+        return dict(zip(tiers, threads.map(_busy, tiers), strict=True))
+
+
+def _busy(tier: str) -> int:
     deadline = time.monotonic() + LONG_S
     while (found := next((pid for pid, state in replicas(tier).items() if state["sessions"]), None)) is None:
         assert time.monotonic() < deadline, f"no replica of {tier} has a session"
@@ -139,7 +144,7 @@ def test_killed_replicas_are_a_pause(client: Client, reference: Cascade, tiers: 
     expected = alone(reference, params)
     stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
     chunks = [next(stream)]
-    victims = {tier: busy(tier) for tier in tiers}  # first: the answer does not wait while they are asked
+    victims = busy(tiers)
     for victim in victims.values():
         os.kill(victim, signal.SIGKILL)
         chunks += [next(stream) for _ in range(10)]

@@ -170,8 +170,9 @@ def test_identical_tiers_fill_their_windows() -> None:
     same = replace(drafter, model=full.model, cost=PassCost(0.004))
     outcome = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (asked(400),)))
     assert outcome.tokens_per_pass > 6.5
-    assert all(edge.accepted_by_rank[:1] == edge.proposed_by_rank[:1] for edge in outcome.edges)
     assert not any(edge.corrected for edge in outcome.edges)
+    lines = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (asked(400),), branches=0))
+    assert all(edge.accepted == edge.proposed for edge in lines.edges)
 
 
 def test_losing_every_proposal_costs_speed_only() -> None:

@@ -13,7 +13,8 @@ from typing import Protocol
 from cascade.params import SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
-MAX_RANKS = 3  # the same: own tokens of the drafter, first and second runner-ups
+RUNNER_UPS = 2  # of an own token that are of use
+MAX_RANKS = 1 + RUNNER_UPS  # of guesses that are counted apart: own tokens of the drafter, and its runner-ups
 
 
 @dataclass(frozen=True, slots=True)

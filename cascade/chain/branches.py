@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cascade.chain.calibration import Calibration, gap_byte
-from cascade.messages import NO_DRAFT, Draft, origin
+from cascade.messages import NO_DRAFT, RUNNER_UPS, Draft, origin
 from cascade.scorer import MAX_FORKED, RunnerUp
 
-OFFERED = 2  # runner-ups of a token that are of use
 LEAST_OFFERED = 0.02  # chance below which one is not worth its bytes
 
 
@@ -25,7 +24,7 @@ class Beside:
 
     @staticmethod
     def of(runner_ups: Sequence[RunnerUp]) -> "Beside":
-        return Beside(gap_byte(runner_ups[0].gap), tuple(runner_ups[:OFFERED])) if runner_ups else CERTAIN
+        return Beside(gap_byte(runner_ups[0].gap), tuple(runner_ups[:RUNNER_UPS])) if runner_ups else CERTAIN
 
 
 UNKNOWN = Beside()
@@ -47,6 +46,11 @@ class Branch:
     def end(self) -> int:
         """Position behind it."""
         return self.start + len(self.tokens)
+
+    @property
+    def pending(self) -> list[int]:
+        """Its tokens without keys and values, which the next pass reads."""
+        return self.tokens[self.kv_len - self.start :]
 
 
 @dataclass(slots=True)

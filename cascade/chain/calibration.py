@@ -9,10 +9,9 @@ in 0.6 of the cases in which it is not.
 import math
 from collections.abc import Sequence
 
-from cascade.messages import Draft
+from cascade.messages import MAX_RANKS, Draft
 
 UNIT = 1 / 16  # of gaps on the wire, in nats
-RANKS = 3  # own token, runner-up, and all behind it
 MEMORY = 0.995  # share of old verdicts that is left after a new one
 WARMEST = 2.0  # temperatures above it are taken for it
 PRIOR = 6.0  # verdicts that are made up, of each kind
@@ -47,7 +46,7 @@ class Calibration:
     __slots__ = ("_chances", "_weights")
 
     def __init__(self) -> None:
-        kinds = [(rank, kind) for _ in range(2) for rank in range(RANKS) for kind in range(_GAPS)]
+        kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
         self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those right behind the text
         self._weights = [PRIOR] * len(kinds)
 
@@ -85,7 +84,7 @@ class Calibration:
 
 
 def _kind(rank: int, gap: int, first: bool) -> int:
-    return (0 if first else RANKS * _GAPS) + min(rank, RANKS - 1) * _GAPS + gap.bit_length()
+    return (0 if first else MAX_RANKS * _GAPS) + min(rank, MAX_RANKS - 1) * _GAPS + gap.bit_length()
 
 
 def _prior(rank: int, kind: int) -> float:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cascade.chain.branches import OFFERED
 from cascade.chain.loop import Result
 from cascade.chain.profile import FIRST_PASS_S, Profile
 from cascade.chain.scheduler import Batch
 from cascade.chain.slot import Slot
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
+from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored, Scorer
 
@@ -128,7 +128,7 @@ class Runner:
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
     """What the model is given."""
-    params, runner_ups = slot.session.opening.params, OFFERED if slot.session.branches is not None else 0
+    params, runner_ups = slot.session.opening.params, RUNNER_UPS if slot.session.branches is not None else 0
     if work.branch is not None:
         fork = slot.forks[work.branch]
         return Row(fork.store, work.start, work.tokens, work.num_own, params, fork.state, runner_ups=runner_ups)

@@ -71,13 +71,7 @@ def _stretch(profile: Profile, max_tokens: int) -> int:
     return max(CHUNK, min(max_tokens, int(STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
 
 
-def _write(
-    slots: Sequence[Slot[U]],
-    ways: Ways,
-    budget: int,
-    max_guesses: int,
-    profile: Profile,
-) -> Batch[U]:
+def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, profile: Profile) -> Batch[U]:
     """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
     texts: list[Slot[U]] = []
     own, left = 0.0, budget
@@ -87,7 +81,8 @@ def _write(
             own += slot.session.chance
             left -= slot.session.num_pending
     found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
-    size = affordable([chance for chance, _, _ in found[:left]], own, budget - left, profile.predict)
+    sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in found]
+    size = affordable(sizes, own, budget - left, budget, profile.predict)
     nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
     branches: Batch[U] = []
     for _, slot, candidate in found[:size]:

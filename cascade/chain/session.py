@@ -178,7 +178,7 @@ class Session:
         assert self.branches is not None
         if branch not in self.branches.held:
             self.branches.hold(branch)
-        return Work(branch.kv_len, branch.tokens[branch.kv_len - branch.start :], 1, branch=branch)
+        return Work(branch.kv_len, branch.pending, 1, branch=branch)
 
     def work(self, max_tokens: int, nodes: Sequence[int] | None = None) -> Work:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses.

@@ -24,6 +24,7 @@ from cascade.engine.attention import BlockTables, Paged, Windows
 from cascade.engine.checkpoint import reason
 from cascade.engine.paged_cache import SCRATCH
 from cascade.engine.sampling import FILTERED, GREEDY, NOISY, Choice, demand, own_tokens_of, runner_ups, with_runner_ups
+from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 
@@ -34,7 +35,6 @@ TOKEN_COUNTS = (1, 2, 4, 8, 16, 24)  # of a row
 MAX_TOKENS = 256  # tokens of a bucket
 MAX_SAMPLED = 32  # tokens up to which sampling is captured, too: its memory is some times their logits
 STEPS = 4  # own tokens of one launch, at most
-RUNNER_UPS = 2  # beside an own token, in passes where a row wants any
 WARM_UPS = 2
 
 _capturing = threading.Lock()  # CUDA takes one capture at a time in a process

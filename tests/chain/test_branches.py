@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.chain.block_manager import BlockManager
-from cascade.chain.branches import LEAST_OFFERED, OFFERED, Beside, Branches
-from cascade.chain.calibration import RANKS, Calibration, Calibrations, gap_byte
+from cascade.chain.branches import LEAST_OFFERED, Beside, Branches
+from cascade.chain.calibration import Calibration, Calibrations, gap_byte
 from cascade.chain.choice import affordable
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
-from cascade.messages import Draft
+from cascade.messages import MAX_RANKS, Draft
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored
 from cascade.simulation.toy import ToyCache
 from tests.chain.test_session import VOCAB, opening
@@ -22,17 +22,32 @@ gaps = st.floats(0, 20)
 chances = st.lists(st.floats(0, 1), max_size=12).map(lambda values: sorted(values, reverse=True))
 
 
-@given(chances, st.floats(0, 4), st.integers(0, 40), st.floats(0.001, 0.1), st.floats(0, 0.05), st.integers(1, 16))
+@given(
+    chances,
+    st.floats(0, 4),
+    st.integers(0, 40),
+    st.floats(0.001, 0.1),
+    st.floats(0, 0.05),
+    st.integers(1, 16),
+    st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    st.integers(0, 30),
+)
 def test_no_other_pass_gives_more_in_a_second(
-    likely: list[float], own: float, tokens: int, base_s: float, token_s: float, knee: int
+    likely: list[float], own: float, tokens: int, base_s: float, token_s: float, knee: int, sizes: list[int], room: int
 ) -> None:
     """Guards the one rule, held against all other numbers: passes with steps in their costs have several local bests."""
     cost = PassCost(base_s, token_s, knee)
-    rates = [(own + sum(likely[:size])) / cost(tokens + size) for size in range(0 if tokens else 1, len(likely) + 1)]
-    size = affordable(likely, own, tokens, cost)
-    if rates:
-        assert (own + sum(likely[:size])) / cost(tokens + size) >= max(rates) * (1 - 1e-9)
-    assert affordable(likely, 1.0, 1, PassCost(base_s)) == len(likely), "what costs nothing is taken"
+    candidates, most = list(zip(likely, sizes, strict=False)), tokens + room
+
+    def rate(count: int) -> float:
+        return (own + sum(likely[:count])) / cost(tokens + sum(sizes[:count]))
+
+    fitting = [count for count in range(0 if tokens else 1, len(likely) + 1) if sum(sizes[:count]) <= room]
+    count = affordable(candidates, own, tokens, most, cost)
+    assert sum(sizes[:count]) <= room, "a pass takes no more than it may"
+    if fitting:
+        assert rate(count) >= max(map(rate, fitting)) * (1 - 1e-9)
+    assert affordable(candidates, 1.0, 1, 100, PassCost(base_s)) == len(likely), "what costs nothing is taken"
 
 
 @given(gap=gaps, rank=st.integers(0, 4), first=st.booleans(), share=st.floats(0, 1))
@@ -51,7 +66,7 @@ def test_close_tokens_are_less_certain(one: float, other: float, first: bool) ->
     """Guards the beginning, before any verdict: a larger gap is never less certain, and its runner-ups never likelier."""
     near, far = sorted((gap_byte(one), gap_byte(other)))
     calibration = Calibration()
-    for rank in range(RANKS):
+    for rank in range(MAX_RANKS):
         chance = calibration.chance(rank, near, first=first), calibration.chance(rank, far, first=first)
         assert chance == tuple(sorted(chance, reverse=bool(rank)))
         assert all(0 <= one <= 1 for one in chance)
@@ -149,4 +164,3 @@ def test_a_fork_that_finds_no_memory_is_none() -> None:
     assert pool.open([1] * 10, "", 40) is not None
     assert pool.lend(MAX_FORKED) is None
     pool.check()
-    assert OFFERED < RANKS

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cascade.chain.branches import OFFERED, Branch
+from cascade.chain.branches import Branch
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.session import ProtocolError, Session
 from cascade.chain.work import Work
-from cascade.messages import Close, Commit, Draft, Edge, Message, Open, Proposal, origin
+from cascade.messages import RUNNER_UPS, Close, Commit, Draft, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyCache, ToyFork, ToyModel, full_text
@@ -125,7 +125,7 @@ class Chain:
             return False
         work = session.work(max_tokens)
         assert len(work) <= max_tokens
-        runner_ups = OFFERED if session.branches is not None else 0
+        runner_ups = RUNNER_UPS if session.branches is not None else 0
         options = {"draft": work.draft, "runner_ups": runner_ups}
         row = Row(self.caches[level], work.start, work.tokens, work.num_own, session.opening.params, **options)  # type: ignore[arg-type]
         [scored] = self.models[level].run([row])
@@ -150,7 +150,7 @@ class Chain:
                 continue  # another has taken its place
             fork = self.forks.get(branch) or self.caches[level].fork(branch.start)
             self.forks[branch] = fork
-            row = Row(fork, work.start, work.tokens, work.num_own, session.opening.params, runner_ups=OFFERED)
+            row = Row(fork, work.start, work.tokens, work.num_own, session.opening.params, runner_ups=RUNNER_UPS)
             [scored] = self.models[level].run([row])
             assert session.advance(work, scored) is None
             assert fork.tokens == branch.tokens[:-1], "a fork holds its branch"

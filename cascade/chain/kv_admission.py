@@ -79,12 +79,12 @@ class KVAdmission:
     def _join(self, slot: Slot[Any], fork: Fork, branch: Branch) -> None:
         """A branch is the text now; where its keys and values have no room they are computed again."""
         assert slot.allocation is not None
-        self.block_manager.give_back(fork.blocks)
-        if self.block_manager.reserve(slot.allocation, branch.kv_len):
+        if self.block_manager.reserve(slot.allocation, branch.kv_len):  # before the fork's own blocks count as free
             slot.cache.join(fork.store)
             slot.session.joined()
         else:
             fork.store.free()
+        self.block_manager.give_back(fork.blocks)
 
     def _release(self, fork: Fork) -> None:
         fork.store.free()

@@ -75,8 +75,8 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 def acceptance(edges: Iterable[Edge]) -> Table:
     """What happened on each edge: of the runner-ups how many were right, of the corrections how many were prepared, and the
     tokens that waited behind one of these."""
-    columns = ("drafter → verifier", "passes", "proposed", "accepted", "runner-ups", "prepared", "tokens per pass", "waited")
-    table = Table(*columns, title="Edges")
+    columns = ("passes", "proposed", "accepted", "runner-ups", "prepared", "tokens per pass", "waited")
+    table = Table(Column("drafter → verifier", no_wrap=True), *columns, title="Edges")
     for edge in edges:
         share = f" ({edge.accepted / edge.proposed:.0%})" if edge.proposed else ""
         beside, right = edge.runner_ups

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.bench.scrape import Scrape, scrape
@@ -117,7 +117,8 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     """What happened between neighbouring tiers; an answer counts when it is complete."""
     suffix = "" if seconds is None else "/s"
     rates = (f"{name}{suffix}" for name in ("passes", "proposed", "accepted"))
-    table = Table("drafter → verifier", *rates, "acceptance", "runner-ups", "prepared", title="Edges")
+    name = Column("drafter → verifier", no_wrap=True)
+    table = Table(name, *rates, "acceptance", "runner-ups", "prepared", title="Edges")
     change = now.since(earlier)
     for drafter, verifier in now.edges:
         counts = [change.of_edge(name, drafter, verifier) for name in ("passes_total", "proposed_tokens_total")]

@@ -17,7 +17,7 @@ from cascade.engine.kv import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import origin_level
+from cascade.messages import Edge, origin_level
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -188,11 +188,15 @@ def identical() -> Iterator[Cascade]:
 def test_identical_models_accept_everything(identical: Cascade, temperature: float, schedule: Any, num_tokens: int) -> None:
     """Guards keys, values and positions of drafters: an error there leaves the text right and the guesses wrong."""
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True)
-    completion = identical.generate(PROMPT, params, Speculation(tiers=identical.names[:-1], schedule=schedule, window=7))
-    assert sum(edge.proposed for edge in completion.stats.edges) > 0
-    assert not any(edge.corrected for edge in completion.stats.edges)
+    speculation = Speculation(tiers=identical.names[:-1], schedule=schedule, window=7)
+    edges: list[Edge] = []
+    deadline = time.monotonic() + 60
+    while not sum(edge.proposed for edge in edges):  # who runs beside its twin may come too late each time
+        assert time.monotonic() < deadline
+        edges += identical.generate(PROMPT, params, speculation).stats.edges
+    assert not any(edge.corrected for edge in edges)
     if schedule == "lockstep":  # whose drafts are lines: nothing else is offered
-        assert all(edge.accepted == edge.proposed for edge in completion.stats.edges)
+        assert all(edge.accepted == edge.proposed for edge in edges)
 
 
 def test_chunks_join_to_the_completion(cascade: Cascade) -> None:

@@ -53,7 +53,7 @@ class CountingModel(ToyModel):
     def __init__(self, **options: float) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.caches: list[ToyCache] = []
-        self.poison: int | None = None  # passes with a row that has this token fail
+        self.poison: int | None = None  # passes with a row whose text has this token fail
         self.room: int | None = None  # tokens of a pass that there is memory for
 
     def new_cache(self) -> ToyCache:
@@ -61,7 +61,7 @@ class CountingModel(ToyModel):
         return self.caches[-1]
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        if any(self.poison in row.fed for row in rows):
+        if any(self.poison in row.tokens for row in rows):  # among guesses it may be in anyone's row
             raise RuntimeError("poison")
         if self.room is not None and sum(len(row.fed) for row in rows) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -18,11 +18,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks.trees.cells import at
 from cascade import family
 from cascade.answer import Completion
-from cascade.chain.branches import OFFERED
 from cascade.engine.sampling import own_tokens_and_next
 from cascade.family import corpus
 from cascade.family.evaluate import JUDGED_ROWS, PROMPT, WRITTEN, Text, as_rows, load
 from cascade.local import Cascade
+from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -83,14 +83,14 @@ def written(prompts: Tensor, num_tokens: int) -> dict[float, Text]:
 @torch.inference_mode()
 def shares(models: Mapping[str, LlamaForCausalLM], text: Text, temperatures: Sequence[float]) -> dict[str, Shares]:
     """By temperature."""
-    hits = {(t, edge): torch.zeros(1 + OFFERED, dtype=torch.int64) for t in temperatures for edge in EDGES}
+    hits = {(t, edge): torch.zeros(1 + RUNNER_UPS, dtype=torch.int64) for t in temperatures for edge in EDGES}
     for number, part in enumerate(text.rows.split(JUDGED_ROWS)):
         logits = {
             name: model(part, use_cache=False).logits[:, text.prompt - 1 : -1].flatten(0, 1) for name, model in models.items()
         }
         for t in temperatures:
             rows = _requests(text, t, range(number * JUDGED_ROWS, number * JUDGED_ROWS + len(part)))
-            said = {name: own_tokens_and_next(one, rows, OFFERED)[: 1 + OFFERED] for name, one in logits.items()}
+            said = {name: own_tokens_and_next(one, rows, RUNNER_UPS)[: 1 + RUNNER_UPS] for name, one in logits.items()}
             for low, high in EDGES:
                 hits[t, (low, high)] += (said[low] == said[high][0]).sum(1)
     judged = text.rows[:, text.prompt :].numel()

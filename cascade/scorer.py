@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from cascade.messages import NO_DRAFT, Draft, Logprobs
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import Logprobs
 from cascade.params import SamplingParams
 
 BLOCK = 16  # positions

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer, Capabilities, Completion, undrafted
+from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Draft, Edge, Open, Proposal
+from cascade.messages import Edge, Open, Proposal
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 
 END = 0

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.messages import NO_DRAFT, Draft, Proposal
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import Proposal
 from deployments.links.codec import decode, encode
 
 Path = tuple[int, ...]

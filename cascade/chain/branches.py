@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cascade.chain.calibration import Calibration, gap_byte
-from cascade.messages import NO_DRAFT, RUNNER_UPS, Draft, origin
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import RUNNER_UPS, origin
 from cascade.scorer import MAX_FORKED, RunnerUp
 
 LEAST_OFFERED = 0.02  # chance below which one is not worth its bytes

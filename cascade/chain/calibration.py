@@ -9,7 +9,8 @@ in 0.6 of the cases in which it is not.
 import math
 from collections.abc import Sequence
 
-from cascade.messages import MAX_RANKS, Draft
+from cascade.draft import Draft
+from cascade.messages import MAX_RANKS
 
 UNIT = 1 / 16  # of gaps on the wire, in nats
 MEMORY = 0.995  # share of old verdicts that is left after a new one

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cascade.messages import MAX_POSITIONS, MAX_RANKS, Draft, Edge
+from cascade.draft import Draft
+from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
 
 
 @dataclass(slots=True)

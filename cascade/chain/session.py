@@ -17,7 +17,8 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
 from cascade.chain.work import Work
-from cascade.messages import NO_DRAFT, Close, Commit, Draft, Edge, Lane, Open, Proposal, origin
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.scorer import RunnerUp, Scored
 
 MIN_RUN_AHEAD = 2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cascade.chain.branches import Branch
-from cascade.messages import NO_DRAFT, Draft
+from cascade.draft import NO_DRAFT, Draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from cascade.draft import Draft
 from cascade.errors import ModelError
-from cascade.messages import Draft
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
 MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: behind more, such as a prompt, the trunk is enough

@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from cascade.messages import Draft, Open
+from cascade.draft import Draft
+from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 

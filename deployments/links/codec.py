@@ -12,7 +12,8 @@ from cascade.client.wire import (
     encode_lane,
     encode_sampling,
 )
-from cascade.messages import Close, Commit, Draft, Failed, Logprobs, Message, Open, Proposal
+from cascade.draft import Draft
+from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
 
 

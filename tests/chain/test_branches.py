@@ -13,7 +13,8 @@ from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
-from cascade.messages import MAX_RANKS, Draft
+from cascade.draft import Draft
+from cascade.messages import MAX_RANKS
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored
 from cascade.simulation.toy import ToyCache
 from tests.chain.test_session import VOCAB, opening

@@ -10,8 +10,9 @@ from cascade.chain.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.chain.work import Work
+from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Draft, Open
+from cascade.messages import Open
 from cascade.params import Handling, SamplingParams
 from cascade.scorer import Scored
 

@@ -14,7 +14,8 @@ from cascade.chain.branches import Branch
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.session import ProtocolError, Session
 from cascade.chain.work import Work
-from cascade.messages import RUNNER_UPS, Close, Commit, Draft, Edge, Message, Open, Proposal, origin
+from cascade.draft import Draft
+from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyCache, ToyFork, ToyModel, full_text

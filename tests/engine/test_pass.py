@@ -21,12 +21,12 @@ from transformers.masking_utils import (
 )
 
 from cascade import ModelError, SamplingParams
+from cascade.draft import Draft
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.kernels import takes
 from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
 from cascade.engine.lean import fatten
 from cascade.engine.model import Model
-from cascade.messages import Draft
 from cascade.scorer import BLOCK, TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
 from tests.kernels import varlen

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade import SamplingParams, Structured, family
+from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
 from cascade.engine.grammar import Grammars
 from cascade.engine.graphs import eager
@@ -20,7 +21,7 @@ from cascade.engine.model import Model
 from cascade.engine.sequence_state import Constraint, SequenceState
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree
-from cascade.messages import NO_DRAFT, Draft, Logprobs, Open
+from cascade.messages import Logprobs, Open
 from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests.architectures import VOCAB, build
 from tests.kernels import varlen

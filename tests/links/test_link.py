@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from cascade.answer import Answer
 from cascade.chain.tier import Tier
+from cascade.draft import Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
-from cascade.messages import Close, Commit, Draft, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text

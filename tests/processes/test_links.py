@@ -11,7 +11,8 @@ import pytest
 
 from cascade.chain.local_links import LocalDownlink
 from cascade.chain.tier import Tier
-from cascade.messages import NO_DRAFT, Close, Commit, Draft, Edge, Failed, Link, Logprobs, Message, Open, Proposal
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import Close, Commit, Edge, Failed, Link, Logprobs, Message, Open, Proposal
 from cascade.params import SamplingParams, Structured
 from cascade.processes.channel import Channel
 from cascade.processes.links import Downlink, Uplink

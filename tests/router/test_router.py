@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
+from cascade.draft import Draft
 from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
-from cascade.messages import Draft, Failed, Message, Proposal
+from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row, Scored
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text

@@ -13,8 +13,9 @@ from cascade.chain.local_links import join
 from cascade.chain.session import Session
 from cascade.chain.tier import Tier
 from cascade.client import Client
+from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Draft, Lane, Open, Proposal, origin
+from cascade.messages import Lane, Open, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
 from cascade.simulation.toy import ToyModel

@@ -1,0 +1,188 @@
+"""What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is guessed behind a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
+
+    Nodes stand behind their parents, so that the first of them are a draft, too, and likelier children of a node before others:
+    the own token of the one who guesses, then its runner-ups.
+    """
+
+    tokens: tuple[int, ...] = ()  # one a node
+    origins: bytes = b""  # one a node, see `origin`
+    confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
+    parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
+
+    def __post_init__(self) -> None:
+        size = len(self.tokens)
+        assert len(self.origins) == size
+        assert len(self.confidences) in (0, size)
+        if self.parents:
+            assert len(self.parents) == size
+            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node stands behind its parent"
+            if self.parents == tuple(range(-1, size - 1)):
+                object.__setattr__(self, "parents", ())
+
+    def __len__(self) -> int:
+        """Nodes."""
+        return len(self.tokens)
+
+    @property
+    def is_line(self) -> bool:
+        return not self.parents
+
+    def parent(self, node: int) -> int:
+        return self.parents[node] if self.parents else node - 1
+
+    def children(self, node: int) -> Iterable[int]:
+        """Nodes right behind ``node``, -1 for the text."""
+        if not self.parents:
+            return (node + 1,) if node + 1 < len(self.tokens) else ()
+        return (child for child in range(node + 1, len(self.parents)) if self.parents[child] == node)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of each node, how many children of its parent stand before it."""
+        if not self.parents:
+            return bytes(len(self.tokens))
+        seen: dict[int, int] = {}  # by parent
+        ranks = bytearray()
+        for parent in self.parents:
+            rank = seen[parent] = seen.get(parent, -1) + 1
+            ranks.append(rank)
+        return ranks
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """Of each node, how many stand before it on its way from the text."""
+        if not self.parents:
+            return range(len(self.tokens))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @property
+    def height(self) -> int:
+        """Nodes of its longest branch."""
+        return len(self.tokens) if not self.parents else max(self.depths) + 1
+
+    def walk(self, own: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The way that own tokens take through the tree: new tokens of the text, and the nodes that say the same.
+
+        ``own[0]`` is the own token behind the text and ``own[1 + node]`` the one behind a node, as far as nodes are scored. The
+        last new token may be in the tree or not: then there is a node less.
+        """
+        new: list[int] = []
+        path: list[int] = []
+        at = -1
+        while at + 1 < len(own):
+            new.append(own[at + 1])
+            found = self._child(at, own[at + 1])
+            if found is None:
+                break
+            path.append(found)
+            at = found
+        return new, path
+
+    def way(self, node: int) -> list[int]:
+        """Nodes from the text to ``node``."""
+        way: list[int] = []
+        while node >= 0:
+            way.append(node)
+            node = self.parent(node)
+        return way[::-1]
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """Nodes that say these tokens behind the text, as far as there are any."""
+        path: list[int] = []
+        for token in tokens:
+            found = self._child(path[-1] if path else -1, token)
+            if found is None:
+                break
+            path.append(found)
+        return path
+
+    @property
+    def trunk(self) -> "Draft":
+        """The line that it begins with: its first nodes, as far as each stands behind the one before."""
+        return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
+
+    def first(self, size: int) -> "Draft":
+        """The first ``size`` nodes."""
+        if size >= len(self.tokens):
+            return self
+        if not size:
+            return NO_DRAFT
+        return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size])
+
+    def pick(self, nodes: Sequence[int]) -> "Draft":
+        """What these nodes say, which come with those before them, in their order here."""
+        size = len(nodes)
+        if size == 0 or nodes[-1] == size - 1:
+            return self.first(size)
+        place = {node: new for new, node in enumerate(nodes)}
+        place[-1] = -1
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            bytes(self.origins[node] for node in nodes),
+            bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
+            tuple(place[self.parent(node)] for node in nodes),
+        )
+
+    def below(self, node: int) -> "Draft":
+        """What is guessed behind ``node``, -1 for the text."""
+        if node < 0:
+            return self
+        if not self.parents:
+            rest = node + 1
+            if rest == len(self.tokens):
+                return NO_DRAFT
+            return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:])
+        kept = {node: -1}
+        for child in range(node + 1, len(self.tokens)):
+            if self.parents[child] in kept:
+                kept[child] = len(kept) - 1
+        nodes = list(kept)[1:]
+        if not nodes:
+            return NO_DRAFT
+        return Draft(
+            tuple(self.tokens[i] for i in nodes),
+            bytes(self.origins[i] for i in nodes),
+            bytes(self.confidences[i] for i in nodes) if self.confidences else b"",
+            tuple(kept[self.parents[i]] for i in nodes),
+        )
+
+    def merge(self, other: "Draft") -> "Draft":
+        """All that either guesses. What both say has the origins and confidences of this one, whose nodes come first."""
+        if not self.tokens:
+            return other
+        if self.is_line and other.is_line and self.tokens[: len(other.tokens)] == other.tokens:
+            return self
+        known = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
+        tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
+        said = bytearray(self.confidences or bytes(len(self)))
+        there = {-1: -1}  # nodes of the other draft in the union
+        for node, token in enumerate(other.tokens):
+            at = there[other.parent(node)]
+            if (at, token) not in known:
+                known[at, token] = len(tokens)
+                tokens.append(token)
+                origins.append(other.origins[node])
+                said.append(other.confidences[node] if other.confidences else 0)
+                parents.append(at)
+            there[node] = known[at, token]
+        confidences = bytes(said) if self.confidences or other.confidences else b""
+        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents))
+
+    def _child(self, node: int, token: int) -> int | None:
+        if not self.parents:
+            return node + 1 if node + 1 < len(self.tokens) and self.tokens[node + 1] == token else None
+        return next((child for child in self.children(node) if self.tokens[child] == token), None)
+
+
+NO_DRAFT = Draft()

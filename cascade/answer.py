@@ -237,12 +237,14 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
     own = [edge for edge in edges if edge.verifier == opening.tier]
     if any(edge.proposed for edge in own):
         return None
-    if not opening.chain:
+    if not opening.chain and not opening.drafters:
         return "disabled"
     for reason in ("load", "low_acceptance", "short"):
         if spared == reason:
             return reason
     alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
+    if not opening.chain:
+        return "short" if all_ <= SHORT_PASSES else "low_acceptance"
     if 2 * alone > all_:
         return "no_replica"
     return "short" if all_ <= SHORT_PASSES else "late"
@@ -257,7 +259,7 @@ def _overlap(text: str, stop: str) -> int:
 class Capabilities:
     """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
 
-    names: tuple[str, ...]  # of the drafters without a model and the tiers, bottom to top
+    names: tuple[str, ...]  # of the drafters inside tiers and the tiers, bottom to top
     vocab_size: int
     context_len: int  # positions of prompt and output together
     end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
@@ -265,6 +267,7 @@ class Capabilities:
     check_grammar: Callable[[Structured], object]  # raises `InvalidRequest` if it cannot be compiled
     window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
     answer_window: int  # tokens that the full tier may write before the client takes them
+    drafters: tuple[str, ...] = ()  # of these names, those inside tiers
     max_tokens: int | None = None  # of an answer
 
     def check(self, params: SamplingParams) -> None:
@@ -283,6 +286,7 @@ class Capabilities:
         """
         self.check(params)
         self._check_prompt(ids, params.max_tokens)
+        chosen = speculation.chosen(self.names)
         return Open(
             session=mint(),
             tokens=tuple(ids),
@@ -290,7 +294,8 @@ class Capabilities:
             params=params.seeded(),
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
             tier=self.names[-1],
-            chain=speculation.chain(self.names),
+            chain=tuple(name for name in chosen if name not in self.drafters),
+            drafters=tuple(name for name in chosen if name in self.drafters),
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,

@@ -159,10 +159,14 @@ class Draft:
 
     def merge(self, other: "Draft") -> "Draft":
         """All that either guesses. What both say has the origins and confidences of this one, whose nodes come first."""
+        return self.union(other)[0]
+
+    def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:
+        """The same, and where in it each node of ``other`` is."""
         if not self.tokens:
-            return other
+            return other, range(len(other))
         if self.is_line and other.is_line and self.tokens[: len(other.tokens)] == other.tokens:
-            return self
+            return self, range(len(other))
         known = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
         tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
         said = bytearray(self.confidences or bytes(len(self)))
@@ -177,7 +181,7 @@ class Draft:
                 parents.append(at)
             there[node] = known[at, token]
         confidences = bytes(said) if self.confidences or other.confidences else b""
-        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents))
+        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
         if not self.parents:

@@ -4,26 +4,28 @@ import asyncio
 import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, overload
 
 from cascade.answer import Answer, Capabilities, Chunk, Completion
-from cascade.chain.local_links import Drafter, join
+from cascade.chain.local_links import join
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
+from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
-from cascade.placement import TIER_NAMES, Checkpoints, check_drafters, check_models, each
+from cascade.placement import TIER_NAMES, Checkpoints, check_models, each
 from cascade.processes.lower_tiers import LowerTiers
 from cascade.scorer import Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
+Drafters: TypeAlias = str | DrafterSpec | Iterable[str | DrafterSpec] | None
 
 ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are taken
 
@@ -46,7 +48,7 @@ class Cascade:
         names: Sequence[str] | None = None,
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
-        drafters: Mapping[str, Drafter] | None = None,
+        drafter: Drafters = AUTO,
         lower: LowerTiers | None = None,
     ) -> None:
         """Start a thread for each tier of this process.
@@ -54,18 +56,19 @@ class Cascade:
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
-        - ``drafters``: without a model, by name, bottom to top; such as ``{"lookup": Lookup()}``, see `cascade.drafters`.
+        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
         - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
         check_models(models, names)
-        drafters = drafters or {}
+        inner = specs(drafter)
+        kinds = [one.kind for one in inner]
         here = tuple(names or TIER_NAMES[len(models)])
         elsewhere = () if lower is None else lower.names
-        check_drafters(drafters, (*elsewhere, *here))
-        self.names = (*drafters, *elsewhere, *here)  # bottom to top
+        check_drafters(kinds, (*elsewhere, *here))
+        self.names = (*kinds, *elsewhere, *here)  # bottom to top
         self.tokenizer = tokenizer
         self.lower = lower
         everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
@@ -73,6 +76,7 @@ class Cascade:
         grammars = Grammars(tokenizer)
         self._capabilities = Capabilities(
             self.names,
+            drafters=tuple(kinds),
             vocab_size=min(model.vocab_size for model in everywhere),
             context_len=self.context_len,
             end_ids=tokenizer.end_ids,
@@ -82,10 +86,17 @@ class Cascade:
             answer_window=ANSWER_WINDOW,
         )
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy, new_state=state_maker(grammars.matcher))
-            for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(drafters) + len(elsewhere))
+            Tier(
+                name,
+                level,
+                model,
+                policy=policy,
+                new_state=state_maker(grammars.matcher),
+                drafters=make(inner, kinds, tokenizer.encode),
+            )
+            for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(kinds) + len(elsewhere))
         )
-        join(self.tiers, drafters, None if lower is None else lower.join)
+        join(self.tiers, None if lower is None else lower.join)
         for tier in self.tiers:
             tier.start()
 
@@ -101,32 +112,32 @@ class Cascade:
         policy: Policy = Policy(),
         trust_remote_code: bool = False,
         quantization: str | Sequence[str | None] | None = None,
-        drafters: Mapping[str, Drafter] | None = None,
+        drafter: Drafters = AUTO,
         processes: bool | None = None,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafters`` are those of `Cascade`.
+        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are those of `Cascade`.
         With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
         on a CPU with more than one core.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
         check_models(models, names)
-        names, drafters = tuple(names or TIER_NAMES[len(models)]), drafters or {}
-        check_drafters(drafters, names)
+        names, inner = tuple(names or TIER_NAMES[len(models)]), specs(drafter)
+        check_drafters([one.kind for one in inner], names)
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
-        with checkpoints.place(processes, policy, drafters) as placed:
+        with checkpoints.place(processes, policy, inner) as placed:
             return cls(
                 placed.models,
                 placed.tokenizer,
                 names=names[-len(placed.models) :],
                 window=window,
                 policy=policy,
-                drafters=drafters,
+                drafter=inner,
                 lower=placed.lower,
             )
 
@@ -136,13 +147,13 @@ class Cascade:
         *,
         dtype: str | None = "float32",
         device: str | None = None,
-        drafters: Mapping[str, Drafter] | None = None,
+        drafter: Drafters = AUTO,
         processes: bool | None = None,
     ) -> Self:
         """The embedded family: three small models that complete Python code."""
         from cascade import family
 
-        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafters=drafters, processes=processes)
+        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafter=drafter, processes=processes)
 
     # requests
 

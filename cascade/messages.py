@@ -117,6 +117,7 @@ class Open:
     watch: bool = False  # proposals bring lanes, and come for these alone too
     branches: int = 0  # ways beside its text that this session may offer and prepare, see `cascade.chain.branches`
     draft_branches: int = 0  # the same for the sessions below
+    drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

@@ -226,7 +226,8 @@ class Speculation:
     """How drafts may be used for a request, which never changes its text. Raises `InvalidRequest`."""
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
-    tiers: tuple[str, ...] | None = None  # lower tiers to use, by name in any order; None: those that pay, see `Planner`
+    # lower tiers and drafters inside tiers to use, by name in any order; None: those that pay, see `Planner`
+    tiers: tuple[str, ...] | None = None
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
     schedule: Literal["async", "lockstep"] = "async"  # "lockstep": draft a whole window, wait, verify, wait
     branches: int | None = None  # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay
@@ -257,11 +258,11 @@ class Speculation:
         """Whether tiers that do not pay may be left out: not if the request names tiers, nor in lockstep, a measurement."""
         return self.mode == "auto" and self.tiers is None and self.schedule == "async"
 
-    def chain(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Tiers to use below the full one, top to bottom; ``names`` are all tiers of the cascade, bottom to top."""
+    def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""
         lower = names[:-1]
         chosen = lower if self.tiers is None else self.tiers
-        rule = f"one of the tiers below {names[-1]}: {', '.join(lower) or 'none'}"
+        rule = f"one of those below {names[-1]}: {', '.join(lower) or 'none'}"
         for name in chosen:
             _require(name in lower, "speculation.tiers", name, rule)
         return () if self.mode == "off" else tuple(name for name in reversed(lower) if name in chosen)

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from cascade.chain.local_links import Drafter
 from cascade.chain.planner import Policy
+from cascade.drafters import DrafterSpec
 from cascade.engine.loading import check_room, common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
@@ -53,7 +53,7 @@ class Checkpoints:
     quantization: Sequence[str | None]
     options: Mapping[str, Any]  # dtype, device and trust_remote_code of `cascade.engine.loading.load`
 
-    def place(self, processes: bool | None, policy: Policy, drafters: Mapping[str, Drafter]) -> Placed:
+    def place(self, processes: bool | None, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """Load them all; raises `ModelError`, or `ConfigError` if they do not belong together."""
         tokenizer = self._tokenizer()
         device = find_device(self.sources[-1], self.options["device"])
@@ -84,10 +84,10 @@ class Checkpoints:
         room = common_room(self.sources, device, **kinds)
         return [apart(partial(Model, network, cache_tokens=room)) for network in networks]
 
-    def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Mapping[str, Drafter]) -> Placed:
+    def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """The full one into this process, while the others load into theirs."""
         check_room(self.sources, self.quantization, **self.options)
-        lower = LowerTiers(self._specs(policy, len(drafters)), drafters)
+        lower = LowerTiers(self._specs(policy, drafters))
         try:
             network = apart(partial(load, self.sources[-1], quantization=self.quantization[-1], **self.options))
             lower.wait()
@@ -96,19 +96,20 @@ class Checkpoints:
             lower.close()
             raise
 
-    def _specs(self, policy: Policy, num_drafters: int) -> list[TierSpec]:
+    def _specs(self, policy: Policy, drafters: Sequence[DrafterSpec]) -> list[TierSpec]:
         return [
             TierSpec(
                 name,
                 level,
-                bottom=level == 0,
+                bottom=level == len(drafters),
                 source=source,
                 tokenizer=self.sources[-1],
                 policy=policy,
+                drafters=tuple(drafters),
                 options={**self.options, "quantization": method},
             )
             for level, (name, source, method) in enumerate(
-                zip(self.names[:-1], self.sources[:-1], self.quantization[:-1], strict=True), start=num_drafters
+                zip(self.names[:-1], self.sources[:-1], self.quantization[:-1], strict=True), start=len(drafters)
             )
         ]
 
@@ -121,12 +122,6 @@ def check_models(models: Sequence[object], names: Sequence[str] | None) -> None:
         raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
     if names is not None and not len(set(names)) == len(names) == len(models):
         raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
-
-
-def check_drafters(drafters: Mapping[str, Drafter], names: Sequence[str]) -> None:
-    """Raise `ConfigError` if one is named like a tier."""
-    if common := {*drafters} & {*names}:
-        raise ConfigError(f"drafters has {common.pop()!r}, as a tier is named: give it another name")
 
 
 def each(quantization: str | Sequence[str | None] | None, num_models: int) -> list[str | None]:

@@ -137,3 +137,29 @@ class Scorer(Protocol):
         Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: nothing is known of what
         the stores hold from ``start`` on then, and the rows may be scored again.
         """
+
+
+class Guesser(Protocol):
+    """What a drafter inside a tier knows of one text; see `cascade.drafters`."""
+
+    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+        """A pass said something of the text, whose last token then was ``last``, and of a draft behind it."""
+
+    def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
+        """What may come behind a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.
+
+        Confidences are kinds of the drafter's own: bytes that are learnt to stand for chances.
+        """
+
+    def close(self, text: Sequence[int]) -> None:
+        """The text goes on no further, or not here."""
+
+
+class Drafter(Protocol):
+    """Guesses behind the texts of one tier, without a tier below. All its calls come from that tier's thread."""
+
+    name: str
+    level: int  # among drafters and tiers, bottom to top
+
+    def begin(self, tenant: str) -> Guesser:
+        """Another text; what texts of one tenant say is never used for those of others."""

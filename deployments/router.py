@@ -78,6 +78,7 @@ class Router:
         self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
         self._capabilities = Capabilities(
             self._config.chain_names,
+            drafters=self._config.drafters,
             vocab_size=min(tier["vocab_size"] for tier in tiers),
             context_len=self.max_model_len,
             end_ids=self.tokenizer.end_ids,
@@ -221,7 +222,7 @@ class Router:
 
     @property
     def chain_names(self) -> tuple[str, ...]:
-        """Of the drafters without a model and the tiers, bottom to top."""
+        """Of the drafters inside tiers and the tiers, bottom to top."""
         return self._config.chain_names
 
     @property

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
-from cascade.chain.local_links import LocalDownlink
 from cascade.chain.profile import measure
 from cascade.chain.tier import Tier
-from cascade.drafters import KINDS
+from cascade.drafters import make
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
@@ -37,7 +36,7 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name; the rest is the configuration's."""
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -66,11 +65,11 @@ class TierReplica:
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
+            drafters=make(engine.drafters, drafters, None if tokenizer is None else tokenizer.encode),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
-        below = {kind: KINDS[kind](kind, level) for level, kind in enumerate(drafters)}
-        self._tier.below = LocalDownlink(self._tier, below, self._downlink) if below else self._downlink if lower else None
+        self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())

@@ -19,21 +19,38 @@ class EdgeTotals:
     def __post_init__(self) -> None:
         self.edge = Edge("", self.tier)
 
-    def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int) -> None:
-        """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens."""
-        scored, ranks = draft.first(num_scored), draft.ranks
-        positions = (1,) * min(len(path), MAX_POSITIONS)
-        self.edge += Edge(
-            self.edge.drafter,
+    def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, whose: Sequence[str] = ()) -> None:
+        """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
+
+        ``whose`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
+        """
+        inner = sorted({*whose[:num_scored]} - {""})
+        if not inner:
+            self.edge += self._part(self.edge.drafter, draft, range(num_scored), path, num_new)
+            return
+        first = "" if self.edge.drafter else inner[0]  # whose pass it is: that of a drafter here if there is no tier below
+        for name in ("", *inner) if self.edge.drafter else inner:
+            nodes, right = ([node for node in some if whose[node] == name] for some in (range(num_scored), path))
+            part = self._part(name or self.edge.drafter, draft, nodes, right, num_new if name == first else None)
+            if name:
+                _add(self._past, part)
+            else:
+                self.edge += part
+
+    def _part(self, drafter: str, draft: Draft, nodes: Sequence[int], path: Sequence[int], num_new: int | None) -> Edge:
+        """What a pass says of the nodes of one drafter, and the pass itself if it is that one's."""
+        ranks, depths = draft.ranks, draft.depths
+        return Edge(
+            drafter,
             self.tier,
-            1,
-            num_scored,
+            int(num_new is not None),
+            len(nodes),
             len(path),
-            num_new,
-            accepted_by_position=positions,
-            proposed_by_position=_histogram(scored.depths, MAX_POSITIONS),
-            accepted_by_rank=_histogram([ranks[node] for node in path], MAX_RANKS),
-            proposed_by_rank=_histogram(ranks[:num_scored], MAX_RANKS),
+            num_new or 0,
+            accepted_by_position=_counted([depths[node] for node in path], MAX_POSITIONS),
+            proposed_by_position=_counted([depths[node] for node in nodes], MAX_POSITIONS),
+            accepted_by_rank=_counted([ranks[node] for node in path], MAX_RANKS),
+            proposed_by_rank=_counted([ranks[node] for node in nodes], MAX_RANKS),
         )
 
     def corrected(self) -> None:
@@ -68,7 +85,7 @@ class EdgeTotals:
         return tuple(totals.values())
 
 
-def _histogram(values: Sequence[int], size: int) -> tuple[int, ...]:
+def _counted(values: Sequence[int], size: int) -> tuple[int, ...]:
     """How many are 0, 1, ...; those beyond the last count as nothing."""
     if not values:
         return ()
@@ -85,6 +102,6 @@ def _num_passes(edges: Sequence[Edge]) -> int:
 
 def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
     """Add to the totals, leaving out edges on which nothing happened."""
-    if edge.passes or edge.waited_s:
+    if edge.passes or edge.proposed or edge.waited_s:
         key = (edge.drafter, edge.verifier)
         totals[key] = totals[key] + edge if key in totals else edge

@@ -1,27 +1,17 @@
-"""Links in memory: joins the tiers of one process, and drafters without a model to the tier above them."""
+"""Links in memory: joins the tiers of one process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from cascade.chain.tier import Tier
 from cascade.messages import Close, Failed, Link, Message, Open
 
 
-class Drafter(Protocol):
-    """Whoever answers Opens and Commits with proposals: a `Tier`, or one of `cascade.drafters`."""
-
-    def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
-        """Take messages from above; Opens come with the link that takes their session's proposals."""
-
-
-def join(
-    tiers: Sequence[Tier], drafters: Mapping[str, Drafter] | None = None, beyond: Callable[[Tier], Link] | None = None
-) -> None:
-    """Give every tier, bottom to top and not started yet, a link to the tiers below it and to all ``drafters``.
+def join(tiers: Sequence[Tier], beyond: Callable[[Tier], Link] | None = None) -> None:
+    """Give every tier, bottom to top and not started yet, a link to the tiers below it.
 
     Below all of them may be tiers of other processes, to which ``beyond`` makes a link.
     """
-    below: dict[str, Drafter] = dict(drafters or {})
+    below: dict[str, Tier] = {}
     for tier in tiers:
         if below or beyond is not None:
             tier.below = LocalDownlink(tier, below, None if beyond is None else beyond(tier))
@@ -29,15 +19,15 @@ def join(
 
 
 class LocalDownlink(Link):
-    """What the tier ``owner`` sends down: an Open goes to the drafter it names, what follows goes where its Open went.
+    """What the tier ``owner`` sends down: an Open goes to the tier it names, what follows goes where its Open went.
 
-    Sessions of those that are not among ``drafters`` go on to the link ``beyond``.
+    Sessions of those that are not among ``tiers`` go on to the link ``beyond``.
     """
 
-    def __init__(self, owner: Tier, drafters: Mapping[str, Drafter], beyond: Link | None = None) -> None:
-        self._drafters = drafters
+    def __init__(self, owner: Tier, tiers: Mapping[str, Tier], beyond: Link | None = None) -> None:
+        self._tiers = tiers
         self._beyond = beyond
-        self._routes: dict[str, Drafter] = {}
+        self._routes: dict[str, Tier] = {}
         self._up = LocalUplink(owner, self._routes)
 
     def send(self, messages: Sequence[Message]) -> None:
@@ -46,9 +36,9 @@ class LocalDownlink(Link):
             self._beyond.send(elsewhere)
 
     def _post(self, message: Message) -> bool:
-        """Hand a message to the drafter that it is for, if that is here."""
-        if isinstance(message, Open) and message.tier in self._drafters:
-            self._routes[message.session] = self._drafters[message.tier]
+        """Hand a message to the tier that it is for, if that is here."""
+        if isinstance(message, Open) and message.tier in self._tiers:
+            self._routes[message.session] = self._tiers[message.tier]
         route = self._routes.get(message.session)
         if isinstance(message, Close):
             self._routes.pop(message.session, None)
@@ -60,7 +50,7 @@ class LocalDownlink(Link):
 class LocalUplink(Link):
     """What comes back up to the tier ``owner``."""
 
-    def __init__(self, owner: Tier, routes: dict[str, Drafter]) -> None:
+    def __init__(self, owner: Tier, routes: dict[str, Tier]) -> None:
         self._owner = owner
         self._routes = routes
 

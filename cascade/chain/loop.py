@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias
 
+from cascade.chain.calibration import Calibration
 from cascade.chain.drafting import Drafting
+from cascade.chain.hints import Hint
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.planner import Planner, Policy
 from cascade.chain.profile import Profile
@@ -19,7 +21,7 @@ from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
-from cascade.scorer import RowState, Scored
+from cascade.scorer import Drafter, Guesser, RowState, Scored
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Loop(Generic[U]):
     """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
 
     ``send_up`` takes what is meant for those who opened sessions, each named as in `take`; ``send_down`` what is meant for a
-    tier below, by its name.
+    tier below, by its name. ``drafters`` guess inside the tier, where a request allows it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Loop(Generic[U]):
         send_down: Callable[[str, Message], None],
         mint: Callable[[], str],
         planner: Planner | None = None,
+        drafters: Sequence[Drafter] = (),
     ) -> None:
         self.slots: dict[str, Slot[U]] = {}  # by session
         self.kv_admission = kv_admission
@@ -69,6 +72,7 @@ class Loop(Generic[U]):
         self._profile = profile
         self._send_up = send_up
         self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
+        self._drafters = drafters
         self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
 
     # take
@@ -107,9 +111,17 @@ class Loop(Generic[U]):
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name))
             return
-        slot = Slot(session, up, since=now, opened=now, state=state)
+        slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
+
+    def _guessers(self, opening: Open) -> tuple[tuple[str, Calibration, Guesser], ...]:
+        """Drafters inside the tier that take part: those that the request allows. In rounds none: their drafts are windows."""
+        if opening.lockstep and opening.chain:
+            return ()
+        learnt, temperature = self._drafting.calibrations, opening.params.temperature
+        chosen = (drafter for drafter in self._drafters if drafter.name in opening.drafters)
+        return tuple((one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)
 
     def _problem(self, opening: Open) -> str | None:
         """Why a session cannot be served here."""
@@ -142,6 +154,7 @@ class Loop(Generic[U]):
         self.kv_admission.settle(slot)
         if change is not None:
             self._drafting.tell(slot, change)
+            self._hint(slot)
         if took:  # what it has written there may be news
             self._propose(slot)
         if change is not None or stalled:
@@ -210,12 +223,22 @@ class Loop(Generic[U]):
             commit = slot.session.advance(work, result)
             self.kv_admission.scored(slot)
             if commit is not None:
+                for _, _, guesser in slot.guessers:
+                    guesser.saw(work.tokens[-1], work.draft, result)
+                self._hint(slot)
                 rows.append((slot, work, len(commit.tokens), seconds))
                 self._drafting.tell(slot, commit)
         for slot in {id(slot): slot for slot, _ in batch}.values():
             if self.slots.get(slot.session.opening.session) is slot:
                 self._propose(slot)
         self._drafting.passed(self.slots.values(), rows, now)
+
+    def _hint(self, slot: Slot[U]) -> None:
+        """Let drafters inside the tier guess behind a text that is another one now."""
+        session = slot.session
+        if slot.guessers and not session.stalled:
+            text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)
+            session.hint([Hint(name, learnt, one.guess(text, since, most)) for name, learnt, one in slot.guessers])
 
     def _extend(self, slot: Slot[U], work: Work, result: Result) -> None:
         """A branch takes its own token; one that could not be scored is given up, and harms nobody."""
@@ -245,6 +268,8 @@ class Loop(Generic[U]):
         """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
         self._untold.pop(slot.session.drafter_session, None)
         self._drafting.leave(slot)
+        for _, _, guesser in slot.guessers:
+            guesser.close(slot.session.text)
         del self.slots[slot.session.opening.session]
         self.kv_admission.leave(slot, spoilt=spoilt)
 

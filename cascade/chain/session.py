@@ -16,6 +16,7 @@ from cascade.chain.branches import UNKNOWN, Beside, Branch, Branches
 from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
+from cascade.chain.hints import Hint, Pool, pooled
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
@@ -24,6 +25,7 @@ from cascade.scorer import RunnerUp, Scored
 MIN_RUN_AHEAD = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
 MAX_NODES = 64  # of a draft, at most
+LIKELY = 0.5  # chance of a guess for which nobody waits for others
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -43,14 +45,17 @@ class Session:
         "_limit",
         "_missing",
         "_origins",
+        "_pool",
         "_told",
         "branches",
         "calibration",
+        "changed",
         "committed",
         "draft",
         "draft_stats",
         "drafter",
         "drafter_session",
+        "hints",
         "kv_len",
         "level",
         "opening",
@@ -74,6 +79,8 @@ class Session:
         self._told = len(self.text)  # positions of the text that the tier above has been told
         self.run_ahead = RunAhead()
         self.draft = NO_DRAFT  # what the tiers below guess behind the text
+        self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier do
+        self.changed = 0  # position from which on the text is not what it was at the last hint
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
@@ -85,6 +92,7 @@ class Session:
         self._missing: int | None = None  # position of a correction that no guess is known behind
         self.draft_stats = DraftStats()  # of the current drafter
         self.calibration = Calibration()  # of its guesses
+        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
         self.branches: Branches | None = None  # beside its own text, if the tier above takes any
         if opening.branches:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
@@ -132,8 +140,9 @@ class Session:
 
     @property
     def usable(self) -> int:
-        """Guesses at hand that the next pass can use, one behind the other."""
-        return min(self.draft.height, self.room)
+        """Guesses at hand that the next pass can use, one behind the other; of a drafter inside those that are likely."""
+        likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
+        return min(max(self.draft.height, likely), self.room)
 
     @property
     def window_full(self) -> bool:
@@ -147,10 +156,10 @@ class Session:
 
         An ending token is compared but needs no feeding, since nothing comes behind it.
         """
-        draft, room, ends = self.draft, self.room, self.opening.ends
+        (draft, chances, _), room, ends = self.pool, self.room, self.opening.ends
         if not draft or room <= 0:
             return []
-        chances, tokens = self.calibration.chances(draft), draft.tokens
+        tokens = draft.tokens
         if draft.is_line:
             size = min(len(draft), room)
             fed = next((node for node in range(size) if tokens[node] in ends), size)
@@ -161,6 +170,14 @@ class Session:
                 fed_nodes.add(node)
         fed_nodes.discard(-1)
         return sorted(((chances[node], node) for node in fed_nodes), key=lambda guess: (-guess[0], guess[1]))
+
+    @property
+    def pool(self) -> Pool:
+        """All that is guessed behind the text."""
+        known = self._pool
+        if known is None or known[0] is not self.draft or known[1] is not self.hints:
+            known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
+        return known[2]
 
     @property
     def chance(self) -> float:
@@ -196,7 +213,9 @@ class Session:
             return Work(self.kv_len, pending, 0)
         if nodes is None:
             nodes = sorted(node for _, node in self.guesses()[: max_tokens - len(pending)])
-        return Work(self.kv_len, pending, 1, self.draft.pick(nodes))
+        pool = self.pool
+        whose = tuple(pool.whose[node] for node in nodes) if pool.whose else ()
+        return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), whose=whose)
 
     # what happens
 
@@ -215,7 +234,7 @@ class Session:
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         start = len(self.text)
-        self._accept(work.draft, scored.own, scored.runner_ups)
+        self._accept(work.draft, scored.own, scored.runner_ups, work.whose)
         for token in scored.ahead:
             if self.stalled:
                 break
@@ -223,34 +242,37 @@ class Session:
         self._guess(scored.draft)
         return Commit(self.drafter_session, start, tuple(self.text[start:]))
 
-    def _accept(self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]]) -> None:
+    def _accept(
+        self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]], whose: Sequence[str] = ()
+    ) -> None:
         """Emit the guesses of ``draft`` that are right and the own token behind them; what was guessed behind it is left."""
         new, path = draft.walk(own)
-        known = self.draft.find(new)
-        replaced = len(known) < len(new) and any(True for _ in self.draft.children(known[-1] if known else -1))
-        self._count(draft, len(own) - 1, path[: len(new) - 1], new, known)
+        pool = self.pool.draft
+        known = pool.find(new)
+        replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
+        self.totals.passed(draft, len(own) - 1, path[: len(new) - 1], len(new), whose)
+        self._learn(new, known if pool is self.draft else self.draft.find(new))
         if self.branches is not None:
             beside = [Beside.of(others) for others in runner_ups] or [UNKNOWN] * len(own)
             for at in (-1, *path[: len(new) - 1]):
                 self.branches.wrote(beside[1 + at])
             self.branches.refused(len(self.text), draft, own, beside, path)
+        self.changed = min(self.changed, len(self.text))
         self.text += new
-        self._origins += bytes(self.draft.origins[node] for node in known)
+        self._origins += bytes(pool.origins[node] for node in known)
         if len(known) < len(new):
-            rest = NO_DRAFT
             self._origins.append(origin(self.level, corrected=replaced))
-        else:
-            rest = self.draft.below(known[-1])
-        self.draft = rest
         self.kv_len = len(self.text) - 1
 
-    def _count(self, draft: Draft, num_scored: int, path: Sequence[int], new: Sequence[int], known: Sequence[int]) -> None:
-        """Learn from a pass: which guesses were right, and whether the drafter was corrected and had prepared that."""
+    def _learn(self, new: Sequence[int], known: Sequence[int]) -> None:
+        """The text goes on with ``new``: which guesses were right, those ``known`` of the tier below among them, and what is
+        left of them; whether that tier was corrected, and had prepared it."""
         trunk = self.draft.trunk.tokens
         num_right = next((i for i, (a, b) in enumerate(zip(trunk, new, strict=False)) if a != b), min(len(trunk), len(new)))
         self.draft_stats.passed(len(trunk), num_right, len(new))
         self.calibration.saw(self.draft, new, known)
-        self.totals.passed(draft, num_scored, path, len(new))
+        for hint in self.hints:
+            hint.calibration.saw(hint.draft, new, hint.draft.find(new))
         self._missing = None
         if num_right < min(len(trunk), len(new)):
             self.totals.corrected()
@@ -260,6 +282,8 @@ class Session:
                 self.totals.prepared(num_waiting)
             else:
                 self._missing = len(self.text) + num_right
+        self.draft = self.draft.below(known[-1]) if len(known) == len(new) else NO_DRAFT
+        self.hints = ()
 
     def _extend(self, branch: Branch, work: Work, scored: Scored) -> None:
         """A branch has one more own token."""
@@ -288,6 +312,7 @@ class Session:
         cut, rest = start + same, tuple(tokens[same:])
         path = self.draft.find(rest) if cut == len(self.text) else []
         self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
+        self.hints, self.changed = (), min(self.changed, cut)
         self._told = min(self._told, cut)
         self.kv_len = min(self.kv_len, cut)
         told = self.branches is not None and not self.branches.grown
@@ -323,6 +348,12 @@ class Session:
                 self.totals.prepared(rest.height)
                 self._missing = None
             self._guess(rest)
+
+    def hint(self, hints: Sequence[Hint]) -> None:
+        """What drafters inside the tier guess behind the text as it is, in place of what they did."""
+        valid = (hint._replace(draft=self._valid(hint.draft)) for hint in hints)
+        self.hints = tuple(hint for hint in valid if hint.draft)
+        self.changed = len(self.text)
 
     def _guess(self, fresh: Draft) -> None:
         """Take over guesses behind the text, as far as they are token ids and fit into the window; the newest win."""
@@ -363,11 +394,12 @@ class Session:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
-        if not self.drafter:
-            return ()
         begin, end = len(self.text), len(self.text) + len(self.draft.trunk)
+        hints = tuple(Lane(hint.drafter, begin, hint.draft.tokens, hint.draft.parents) for hint in self.hints)
+        if not self.drafter:
+            return hints
         below = (lane.behind(self.text) for lane in self._below_lanes if lane.start <= end)  # others: of a text cut since
-        return (Lane(self.drafter, begin, self.draft.tokens, self.draft.parents), *below)
+        return (Lane(self.drafter, begin, self.draft.tokens, self.draft.parents), *hints, *below)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.

@@ -5,10 +5,11 @@ from typing import Any, Generic, TypeVar
 
 from cascade.chain.block_manager import Allocation
 from cascade.chain.branches import Branch
+from cascade.chain.calibration import Calibration
 from cascade.chain.planner import ALONE, Course
 from cascade.chain.session import Session
 from cascade.chain.work import Work
-from cascade.scorer import RowState, Store
+from cascade.scorer import Guesser, RowState, Store
 
 U = TypeVar("U")
 
@@ -38,6 +39,7 @@ class Slot(Generic[U]):
     settling: int = 0  # passes to come that say nothing about them yet
     alone: bool = False  # it is too much for the tiers below
     forks: dict[Branch, Fork] = field(default_factory=dict)
+    guessers: tuple[tuple[str, Calibration, Guesser], ...] = ()  # of drafters inside the tier, by name
     told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
 
     @property

@@ -19,7 +19,7 @@ from cascade.chain.planner import Planner, Policy
 from cascade.chain.profile import Profile
 from cascade.chain.runner import Runner, TierStats
 from cascade.messages import Failed, Link, Message, Open, mint
-from cascade.scorer import Scorer
+from cascade.scorer import Drafter, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Tier:
     sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
     default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``new_state`` makes
     what sampling parameters need beside the logits of a pass; without it requests with such parameters fail. ``planner``
-    leaves out tiers below that do not pay.
+    leaves out tiers below that do not pay. ``drafters`` guess here, beside the tiers below.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Tier:
         cache_tokens: int | None = None,
         profile: Profile | None = None,
         new_state: NewState | None = None,
+        drafters: Sequence[Drafter] = (),
     ) -> None:
         self.name = name
         self.level = level
@@ -65,6 +66,7 @@ class Tier:
             send_down=self._send_down,
             mint=mint,
             planner=planner,
+            drafters=drafters,
         )
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
         self._out: dict[Link, list[Message]] = defaultdict(list)

@@ -15,6 +15,7 @@ class Work:
     num_own: int  # own tokens wanted behind the last of tokens: 1, or 0 for a prefill chunk that does not end the text
     draft: Draft = NO_DRAFT
     branch: Branch | None = None  # whose tokens these are; None for the session's text
+    whose: tuple[str, ...] = ()  # of each node of the draft, see `cascade.chain.hints.Pool`
 
     def __len__(self) -> int:
         """Positions that the pass reads."""
@@ -29,5 +30,5 @@ class Work:
         """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
         read = len(self.tokens) - self.num_own
         parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
-        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft)
+        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft, whose=self.whose)
         return [*parts, last] if self.num_own else parts

@@ -1,10 +1,5 @@
-"""Drafters without a model: they hold a `Session`, and answer what its text is with what it may go on like."""
+"""Guesses that need no tier below: drafters that live inside a tier and look at what texts have said."""
 
-from collections.abc import Callable, Mapping
+from cascade.drafters.spec import AUTO, DEFAULT, KINDS, DrafterSpec, check_drafters, make, specs
 
-from cascade.chain.local_links import Drafter
-from cascade.drafters.lookup import Lookup
-
-KINDS: Mapping[str, Callable[[str, int], Drafter]] = {"lookup": Lookup}  # by the name of a configuration; of name and level
-
-__all__ = ["KINDS", "Lookup"]
+__all__ = ["AUTO", "DEFAULT", "KINDS", "DrafterSpec", "check_drafters", "make", "specs"]

@@ -198,6 +198,16 @@ def integers(_: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(types.int64), build
 
 
+@intrinsic
+def integers32(_: Any, address: Any) -> Any:
+    """A pointer to int32, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int32)))
+
+    return types.CPointer(types.int32)(types.int64), build
+
+
 def function_of(b: Any, name: str, kind: ir.FunctionType) -> Any:
     """A function of LLVM by its name, in the module that ``b`` builds."""
     return cgutils.get_or_insert_function(b.module, kind, name)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from cascade.chain.planner import Policy
 from cascade.chain.runner import TierStats
 from cascade.chain.tier import Tier
+from cascade.drafters import DrafterSpec, make
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
 from cascade.engine.model import Model
@@ -41,6 +42,7 @@ class TierSpec:
     source: str
     tokenizer: str  # source of the one whose token ids grammars mean: the full tier's
     policy: Policy
+    drafters: tuple[DrafterSpec, ...]  # inside it, as inside all tiers
     options: Mapping[str, Any]  # of `cascade.engine.loading.load`
 
 
@@ -143,7 +145,8 @@ class Served:
 
     def __init__(self, spec: TierSpec, model: Model, tokenizer: Tokenizer) -> None:
         new_state = state_maker(Grammars(tokenizer).matcher)
-        self._tier = Tier(spec.name, spec.level, model, policy=spec.policy, new_state=new_state)
+        drafters = make(spec.drafters, [one.kind for one in spec.drafters], tokenizer.encode)
+        self._tier = Tier(spec.name, spec.level, model, policy=spec.policy, new_state=new_state, drafters=drafters)
         self._below = Downlink(self._tier.post)
         self._tier.below = None if spec.bottom else self._below
         self._tier.start()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cascade.chain.local_links import Drafter
+from cascade.chain.tier import Tier
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.processes.channel import Channel
 
@@ -77,7 +77,7 @@ class Downlink(Link):
 class Uplink(Link):
     """The lower end: joins a drafter of this process to a tier above it elsewhere. ``ended`` is called when that is gone."""
 
-    def __init__(self, sock: socket.socket, drafter: Drafter, ended: Callable[["Uplink"], object]) -> None:
+    def __init__(self, sock: socket.socket, drafter: Tier, ended: Callable[["Uplink"], object]) -> None:
         self._drafter = drafter
         self._sessions: set[str] = set()
         self._finish = partial(ended, self)

@@ -4,17 +4,16 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 
-from cascade.chain.local_links import Drafter
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
 from cascade.messages import Link
 from cascade.processes.child import TierSpec
-from cascade.processes.links import Downlink, Uplink
+from cascade.processes.links import Downlink
 from cascade.processes.tier_process import TierProcess
 
 
@@ -35,15 +34,12 @@ def num_cores() -> int:
 class LowerTiers:
     """A process for each of ``specs``, bottom to top, which begin to load at once; nothing is left of them behind `close`.
 
-    Each pair of tiers is joined directly. ``drafters`` stay in this process: the others reach them over links. A tier that dies
-    is missed until its process is back; the others go on.
+    Each pair of tiers is joined directly. A tier that dies is missed until its process is back; the others go on.
     """
 
-    def __init__(self, specs: Sequence[TierSpec], drafters: Mapping[str, Drafter]) -> None:
-        self._drafters = drafters
+    def __init__(self, specs: Sequence[TierSpec]) -> None:
         self._lock = threading.Lock()  # of who is joined to whom
         self._downlink: Downlink | None = None  # of the full tier
-        self._uplinks: set[Uplink] = set()  # of drafters
         self._joined: set[TierProcess] = set()
         self.processes: list[TierProcess] = []
         crowded = num_cores() <= 1 + len(specs)
@@ -96,8 +92,6 @@ class LowerTiers:
             process.close()
         if self._downlink is not None:
             self._downlink.close()
-        for uplink in list(self._uplinks):
-            uplink.close()
 
     def _join_again(self, process: TierProcess) -> None:
         with self._lock:
@@ -106,10 +100,6 @@ class LowerTiers:
 
     def _join(self, process: TierProcess) -> None:
         """Links to all that are there; the one to the full tier last, so that whoever hears from that one has all others."""
-        for name, drafter in self._drafters.items():
-            above, below = socket.socketpair()
-            process.attach_below(name, above)
-            self._uplinks.add(Uplink(below, drafter, ended=self._uplinks.discard))
         self._joined.add(process)
         present = [other for other in self.processes if other in self._joined and other.ready]
         for lower, upper in combinations(present, 2):

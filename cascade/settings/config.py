@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from cascade import family
 from cascade.chain.planner import Policy
+from cascade.drafters import AUTO, DrafterSpec, specs
 from cascade.engine.sharing import sharing_problem
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
@@ -61,6 +62,30 @@ class ModelLoadingConfig(Section):
         return source
 
 
+class DrafterConfig(Section):
+    """What guesses inside a tier, see `cascade.drafters`."""
+
+    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus"] = "auto"
+    source: Annotated[str, Field(min_length=1)] | None = None  # of a corpus: a text file
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.kind != AUTO:
+            try:
+                DrafterSpec(self.kind, self.source or "")
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        elif self.source:
+            raise ValueError("a source needs its kind beside it")
+        return self
+
+
+def _listed(chosen: Any) -> Any:
+    """A drafter may be named by its kind alone, and need not be a list of one."""
+    several = [] if chosen is None else chosen if isinstance(chosen, list | tuple) else [chosen]
+    return [{"kind": one} if isinstance(one, str) else one for one in several]
+
+
 class EngineKwargs(Section):
     """How a replica runs its model."""
 
@@ -81,8 +106,22 @@ class EngineKwargs(Section):
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # see `TierConfig.gpu_memory_utilization`
+    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # kinds that guess here
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
+
+    @model_validator(mode="after")
+    def _named_once(self) -> Self:
+        try:
+            self.drafters  # noqa: B018  # finds out
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def drafters(self) -> tuple[DrafterSpec, ...]:
+        """What guesses inside the tier."""
+        return specs(AUTO if one.kind == AUTO else DrafterSpec(one.kind, one.source or "") for one in self.drafter)
 
     @model_validator(mode="after")
     def _shared_plainly(self) -> Self:
@@ -215,7 +254,6 @@ class CascadeConfig(Section):
     """A whole cascade."""
 
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
-    drafters: tuple[Literal["lookup"], ...] = ()  # without a model, below all tiers: see `cascade.drafters`
     router: RouterConfig = RouterConfig()
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
@@ -234,9 +272,7 @@ class CascadeConfig(Section):
                 f"lora_modules of tier {lower.name!r}: only the full tier, the last one, takes adapters; remove them"
             )
         if common := {*names} & {*self.drafters}:
-            raise ValueError(f"a tier and a drafter are named {common.pop()!r}; give the tier another name")
-        if len(set(self.drafters)) < len(self.drafters):
-            raise ValueError(f"drafters is {list(self.drafters)}: name each of them once")
+            raise ValueError(f"a tier is named {common.pop()!r}, as one of its drafters is; give the tier another name")
         if "router" in names:
             raise ValueError("no tier can be named 'router'; that is the name of the ingress")
         return self
@@ -247,8 +283,13 @@ class CascadeConfig(Section):
         return tuple(tier.name for tier in self.tiers)
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of the drafters inside tiers, each once."""
+        return tuple(dict.fromkeys(spec.kind for tier in self.tiers for spec in tier.engine_kwargs.drafters))
+
+    @property
     def chain_names(self) -> tuple[str, ...]:
-        """Of the drafters without a model and the tiers, bottom to top."""
+        """Of the drafters inside tiers and the tiers, bottom to top."""
         return (*self.drafters, *self.names)
 
     @classmethod

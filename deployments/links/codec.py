@@ -59,6 +59,7 @@ def _encode_open(opening: Open) -> pb.Open:
         watch=opening.watch,
         branches=opening.branches,
         draft_branches=opening.draft_branches,
+        drafters=opening.drafters,
     )
 
 
@@ -118,6 +119,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         watch=opening.watch,
         branches=opening.branches,
         draft_branches=opening.draft_branches,
+        drafters=tuple(opening.drafters),
     )
 
 

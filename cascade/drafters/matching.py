@@ -1,0 +1,135 @@
+"""Texts repeat what they have said, and what others have: they may go on as it did behind the same few tokens before.
+
+``lookup`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
+drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it in the last texts of the same tenant, too
+(SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that is given (REST, arXiv 2311.08252).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cascade.draft import NO_DRAFT, Draft
+from cascade.native.matches import GRAM, LONGEST, Ints, Matches
+from cascade.scorer import Scored
+
+MAX_HELD = 2**16  # tokens of a tenant's texts
+MAX_TENANTS = 16  # whose texts are held: those who came last
+MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
+BESIDE = 4  # tokens of the second branch, at most
+
+
+class Lookup:
+    """Looks in the text itself."""
+
+    name = "lookup"
+
+    def __init__(self, level: int = 0) -> None:
+        self.level = level
+
+    def begin(self, tenant: str) -> "Matcher":
+        return Matcher(self.level)
+
+
+class Suffix:
+    """Looks in the text and in the last texts of its tenant."""
+
+    name = "suffix"
+
+    def __init__(self, level: int = 0) -> None:
+        self.level = level
+        self.texts: OrderedDict[str, Matches] = OrderedDict()  # by tenant
+
+    def begin(self, tenant: str) -> "Matcher":
+        texts = self.texts.setdefault(tenant, Matches(MAX_HELD))
+        self.texts.move_to_end(tenant)
+        if len(self.texts) > MAX_TENANTS:
+            self.texts.popitem(last=False)
+        return Matcher(self.level, texts, keeps=True)
+
+
+class Corpus:
+    """Looks in the text and in ``tokens`` that are given."""
+
+    name = "corpus"
+
+    def __init__(self, level: int, tokens: Sequence[int]) -> None:
+        self.level = level
+        self._given = Matches()
+        self._given.extend(list(tokens))
+
+    def begin(self, tenant: str) -> "Matcher":
+        return Matcher(self.level, self._given)
+
+
+class Matcher:
+    """One text, and others that are looked in, too; it ``keeps`` the text for those if they are to grow."""
+
+    def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
+        self._origin = bytes([level << 1])
+        self._own = Matches()
+        self._others = others
+        self._keeps = keeps
+
+    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+        """Only what the text says counts."""
+
+    def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
+        """The continuation of the longest match, and beside it the first tokens of another one."""
+        own = self._own
+        own.cut(since)
+        own.extend(list(text[len(own) :]))
+        if most <= 0:
+            return NO_DRAFT
+        query = own.tokens[-LONGEST:]
+        found = self._found(own, query, most)
+        if self._others is not None:
+            found += self._found(self._others, query, most)
+        found.sort(key=lambda one: -one[0])  # of equals the text's own goes first
+        return self._draft(found)
+
+    def close(self, text: Sequence[int]) -> None:
+        if self._keeps and self._others is not None:
+            self._others.extend(list(text[-MOST_OF_TEXT:]))
+
+    @staticmethod
+    def _found(texts: Matches, query: Ints, most: int) -> list[tuple[int, list[int]]]:
+        """Lengths of matches, and what came behind them."""
+        place, same, other, other_same = texts.find(query)
+        found = []
+        if place >= 0:
+            found.append((same, _behind(texts, place, most)))
+        if other >= 0:
+            found.append((other_same, _behind(texts, other, min(most, BESIDE))))
+        return found
+
+    def _draft(self, found: Sequence[tuple[int, list[int]]]) -> Draft:
+        """A tree of what was found, the longest match first. A match that another one contradicts counts less."""
+        if not found:
+            return NO_DRAFT
+        same, trunk = found[0]
+        other = next(((size, tokens) for size, tokens in found[1:] if tokens[0] != trunk[0]), None)
+        confidence = kind(same, other[0] if other else 0)
+        if other is None:
+            return Draft(tuple(trunk), self._origin * len(trunk), bytes([confidence]) * len(trunk))
+        size, tokens = other
+        beside = tokens[:BESIDE]
+        nodes = len(trunk)
+        return Draft(
+            (*trunk, *beside),
+            self._origin * (nodes + len(beside)),
+            bytes([confidence]) * nodes + bytes([kind(size, 0)]) * len(beside),
+            (*range(-1, nodes - 1), -1, *range(nodes, nodes + len(beside) - 1)),
+        )
+
+
+def kind(same: int, contradicted: int) -> int:
+    """The confidence of a match of ``same`` tokens, beside one of ``contradicted`` with another continuation."""
+    ladder = max(0, (same - GRAM + 1).bit_length() - (contradicted * 2 >= same))  # 1, 2, 3..6, ...
+    return 1 << min(7, ladder)
+
+
+def _behind(texts: Matches, place: int, most: int) -> list[int]:
+    """The next tokens; where the text ends it is taken to go on with them once more, as what has a period does."""
+    known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
+    period = len(known)
+    return [known[i % period] for i in range(most)] if period < most else known

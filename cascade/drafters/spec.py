@@ -1,0 +1,87 @@
+"""Which drafters a tier has, as configurations and programs name them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cascade.errors import ConfigError
+from cascade.scorer import Drafter
+
+AUTO = "auto"  # what nobody has to think about
+KINDS = ("lookup", "suffix", "recycling", "corpus")
+Encode = Callable[[str], Sequence[int]]  # token ids of a text
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """One drafter. Raises `ConfigError`."""
+
+    kind: str
+    source: str = ""  # of a corpus: a file of plain text
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS))}")
+        if self.kind == "corpus" and not self.source:
+            raise ConfigError("drafter of kind 'corpus' needs a source: the path of a text file")
+        if self.kind != "corpus" and self.source:
+            raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
+
+
+DEFAULT = (DrafterSpec("suffix"),)
+
+
+def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> tuple[DrafterSpec, ...]:
+    """Drafters by their kinds, ``"auto"`` for `DEFAULT`, or none; raises `ConfigError`."""
+    if chosen is None:
+        return ()
+    if isinstance(chosen, str | DrafterSpec):
+        chosen = (chosen,)
+    found: list[DrafterSpec] = []
+    for one in chosen:
+        found += DEFAULT if one == AUTO else [one if isinstance(one, DrafterSpec) else DrafterSpec(one)]
+    kinds = [one.kind for one in found]
+    if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+        raise ConfigError(f"drafter names {twice!r} twice: once is enough")
+    return tuple(found)
+
+
+def check_drafters(kinds: Iterable[str], tiers: Sequence[str]) -> None:
+    """Raise `ConfigError` if one is named like a tier."""
+    if common := {*kinds} & {*tiers}:
+        raise ConfigError(f"a tier is named {common.pop()!r}, as one of its drafters is: give it another name")
+
+
+def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | None) -> list[Drafter]:
+    """The drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`."""
+    from cascade.drafters.matching import Corpus, Lookup, Suffix  # compiles kernels, which who only names drafters needs not
+    from cascade.drafters.recycling import Recycling
+
+    made: list[Drafter] = []
+    for spec in chosen:
+        level = kinds.index(spec.kind)
+        match spec.kind:
+            case "lookup":
+                made.append(Lookup(level))
+            case "suffix":
+                made.append(Suffix(level))
+            case "recycling":
+                made.append(Recycling(level))
+            case "corpus":
+                made.append(Corpus(level, _read(spec.source, encode)))
+    return made
+
+
+def _read(source: str, encode: Encode | None) -> Sequence[int]:
+    if encode is None:
+        raise ConfigError("drafter of kind 'corpus' needs the tokenizer of its tier, which cannot be loaded")
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"drafter.source is {source!r}, which cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"drafter.source is {source!r}, which is no text in UTF-8") from None
+    tokens = encode(text)
+    if not tokens:
+        raise ConfigError(f"drafter.source is {source!r}, which is empty")
+    return tokens

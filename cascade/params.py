@@ -262,7 +262,7 @@ class Speculation:
         """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""
         lower = names[:-1]
         chosen = lower if self.tiers is None else self.tiers
-        rule = f"one of those below {names[-1]}: {', '.join(lower) or 'none'}"
+        rule = f"one of the tiers and drafters below {names[-1]}: {', '.join(lower) or 'none'}"
         for name in chosen:
             _require(name in lower, "speculation.tiers", name, rule)
         return () if self.mode == "off" else tuple(name for name in reversed(lower) if name in chosen)

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, placement
-from cascade.drafters import Lookup
+from cascade.drafters import DrafterSpec
 from cascade.engine.kv import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
@@ -26,7 +27,14 @@ from tests.cases import crossed, rare
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
-CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
+CHAINS = {
+    "both": ("tiny", "medium"),
+    "medium": ("medium",),
+    "tiny": ("tiny",),
+    "none": (),
+    "suffix": ("suffix",),
+    "all": ("suffix", "tiny", "medium"),
+}
 SCHEDULES = ("async", "lockstep")
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
@@ -312,17 +320,51 @@ def test_lists_of_models_are_checked_first(models: Sequence[str], names: list[st
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_without_a_model_joins_the_library(cascade: Cascade, temperature: float) -> None:
-    """Guards prompt lookup below real tiers: the text is the full model's, and some guesses of it are right."""
+def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, temperature: float) -> None:
+    """Guards all kinds inside real tiers, alone and beside tiers below: the text is the full model's, and they are of use."""
+    (tmp_path / "corpus.txt").write_text("def f(self):\n        return self._lock\n" * 3)
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    with Cascade.demo(drafters={"lookup": Lookup()}, processes=False) as looking:
-        assert looking.names == ("lookup", "tiny", "medium", "full")
-        for tiers in (("lookup",), ("lookup", "tiny"), None):
-            completion = complete(looking, PROMPT, params, Speculation(tiers=tiers))
-            assert completion.token_ids == expected
-        if temperature == 0:
-            edges = complete(looking, PROMPT, params, Speculation(tiers=("lookup",))).stats.edges
-            assert any(edge.drafter == "lookup" and edge.accepted for edge in edges)
-    with pytest.raises(ConfigError, match="give it another name"):
-        Cascade.demo(drafters={"tiny": Lookup()})
+    kinds = ["suffix", "recycling", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
+    with Cascade.demo(drafter=kinds, processes=False) as looking:
+        assert looking.names == ("suffix", "recycling", "lookup", "corpus", "tiny", "medium", "full")
+        for tiers in (("suffix",), ("recycling", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
+            for schedule in SCHEDULES:
+                completion = complete(looking, PROMPT, params, Speculation(tiers=tiers, schedule=schedule))  # type: ignore[arg-type]
+                assert completion.token_ids == expected
+        edges = complete(looking, PROMPT, params, Speculation(tiers=("suffix",))).stats.edges
+        assert {edge.drafter for edge in edges} <= {"", "suffix"}
+        assert sum(edge.accepted for edge in edges if edge.drafter == "suffix") > 40, "it has written this text before"
+        alone = complete(looking, PROMPT, params, Speculation(tiers=()))
+        assert {edge.drafter for edge in alone.stats.edges} == {""}
+
+
+def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
+    """Guards one tier alone: guesses need no tier below."""
+    params = SamplingParams(max_tokens=100, temperature=0)
+    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    with Cascade.from_pretrained([family.paths()[-1]], dtype="float32", drafter="lookup") as one:
+        completion = one.generate(PROMPT, params)
+        assert completion.token_ids == expected
+        assert completion.stats.tokens_per_full_pass > 1.2
+        assert completion.stats.undrafted is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, corpus"),
+        (["lookup", "lookup"], "names 'lookup' twice"),
+        (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
+    ],
+)
+def test_wrong_drafters_are_refused(drafter: Any, words: str) -> None:
+    """Guards the start: one sentence that names the value, instead of a cascade that silently drafts nothing."""
+    with pytest.raises(ConfigError, match=words):
+        Cascade.demo(drafter=drafter, processes=False)
+
+
+def test_no_tier_is_named_like_its_drafter() -> None:
+    """Guards `Speculation.tiers`, which has both by name."""
+    with pytest.raises(ConfigError, match="'suffix', as one of its drafters is: give it another name"):
+        Cascade.from_pretrained(family.paths()[:2], names=("suffix", "full"))

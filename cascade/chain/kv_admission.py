@@ -44,7 +44,7 @@ class KVAdmission:
                 if session.branches is not None and slot.allocation is not None:
                     able.append(slot)
                 continue
-            positions = len(session.text) + min(session.usable, max_guesses)
+            positions = len(session.text) + min(session.depth, max_guesses)
             if self._place(slot, positions, ranked, now):
                 able.append(slot)
             else:

@@ -139,6 +139,11 @@ class Session:
         return max(0, end - len(self.text) - 1)
 
     @property
+    def depth(self) -> int:
+        """Positions behind the text that the next pass can fill."""
+        return min(self.pool.draft.height, self.room)
+
+    @property
     def usable(self) -> int:
         """Guesses at hand that the next pass can use, one behind the other; of a drafter inside those that are likely."""
         likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))

@@ -91,15 +91,14 @@ class Matcher:
         if self._keeps and self._others is not None:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    @staticmethod
-    def _found(texts: Matches, query: Ints, most: int) -> list[tuple[int, list[int]]]:
+    def _found(self, texts: Matches, query: Ints, most: int) -> list[tuple[int, list[int]]]:
         """Lengths of matches, and what came behind them."""
         place, same, other, other_same = texts.find(query)
         found = []
         if place >= 0:
-            found.append((same, _behind(texts, place, most)))
+            found.append((same, self._behind(texts, place, most)))
         if other >= 0:
-            found.append((other_same, _behind(texts, other, min(most, BESIDE))))
+            found.append((other_same, self._behind(texts, other, min(most, BESIDE))))
         return found
 
     def _draft(self, found: Sequence[tuple[int, list[int]]]) -> Draft:
@@ -121,15 +120,14 @@ class Matcher:
             (*range(-1, nodes - 1), -1, *range(nodes, nodes + len(beside) - 1)),
         )
 
+    def _behind(self, texts: Matches, place: int, most: int) -> list[int]:
+        """The next tokens; where the text itself ends it is taken to go on with them once more: it may have a period."""
+        known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
+        period = len(known)
+        return [known[i % period] for i in range(most)] if texts is self._own and period < most else known
+
 
 def kind(same: int, contradicted: int) -> int:
     """The confidence of a match of ``same`` tokens, beside one of ``contradicted`` with another continuation."""
     ladder = max(0, (same - GRAM + 1).bit_length() - (contradicted * 2 >= same))  # 1, 2, 3..6, ...
     return 1 << min(7, ladder)
-
-
-def _behind(texts: Matches, place: int, most: int) -> list[int]:
-    """The next tokens; where the text ends it is taken to go on with them once more, as what has a period does."""
-    known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
-    period = len(known)
-    return [known[i % period] for i in range(most)] if period < most else known

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cascade.chain.branches import Branch
+from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
+from cascade.chain.hints import Hint
 from cascade.chain.session import ProtocolError, Session
 from cascade.chain.work import Work
 from cascade.draft import Draft
@@ -294,6 +296,27 @@ class Wires(RuleBasedStateMachine):
             tokens = text[start:] + tokens
         parents = () if back is None else tuple(max(-1, node - back) for node in range(len(tokens)))
         session.propose(Proposal(session.drafter_session, start, Draft(tuple(tokens), bytes(len(tokens)), parents=parents)))
+
+    @rule(
+        level=st.integers(0, 4),
+        tokens=st.lists(st.integers(-1, VOCAB), max_size=20),
+        num_right=st.integers(0, 4),
+        back=st.none() | st.integers(1, 3),
+    )
+    def whisper(self, level: int, tokens: list[int], num_right: int, back: int | None) -> None:
+        """A drafter inside a tier guesses anything, beside what the tier below does."""
+        level = min(level, self.chain.top)
+        session, model = self.chain.sessions[level], self.chain.models[level]
+        if session is None:
+            return
+        text = list(session.text)
+        for p in range(len(text), len(text) + num_right):
+            text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.opening.params))
+        tokens = text[len(session.text) :] + tokens
+        parents = () if back is None else tuple(max(-1, node - back) for node in range(len(tokens)))
+        draft = Draft(tuple(tokens), bytes(len(tokens)), bytes(len(tokens)), parents)
+        session.hint([Hint("inside", Calibration(), draft), Hint("fool", Calibration(), Draft((1, 2), bytes(2)))])
+        assert session.changed == len(session.text)
 
     @precondition(lambda self: self.chain.num_opened < 12)
     @rule(level=st.integers(1, 4), again=st.booleans())

@@ -26,12 +26,13 @@ class Secure:
 
 @pytest.fixture(scope="package")
 def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    """Prompt lookup below tiny and full; full shared by two ranks, on one processor."""
+    """Prompt lookup inside tiny and full; full shared by two ranks, on one processor."""
     ours = Authority(tmp_path_factory.mktemp("secure") / "ours")
     values = CascadeConfig.demo().model_dump(mode="json")
     del values["tiers"][1]
     values["tiers"][-1]["engine_kwargs"] |= {"tensor_parallel_size": 2, "device": "cpu", "cpu_affinity": [0]}
-    values["drafters"] = ["lookup"]
+    for tier in values["tiers"]:
+        tier["engine_kwargs"]["drafter"] = "lookup"
     door = ours.sign("door", name="localhost")
     values["link_tls"] = ours.sign("process").model_dump()
     values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}

@@ -39,14 +39,12 @@ def expected() -> tuple[int, ...]:
 
 
 def lookups_draft(client: Client, text: tuple[int, ...]) -> None:
-    """A drafter without a model sits beside the tier above it, and changes no text."""
+    """A drafter inside tiers changes no text, and is seen where it took part."""
     assert client.describe().drafters == ("lookup",)
     for tiers in (("lookup",), ("lookup", "tiny")):
         completion = client.generate(PROMPT, PARAMS, Speculation(tiers=tiers))
         assert completion.token_ids == text
-        edge = next(edge for edge in completion.stats.edges if edge.drafter == "lookup")
-        assert edge.verifier == ("tiny" if "tiny" in tiers else "full")
-        assert edge.accepted
+        assert sum(edge.accepted for edge in completion.stats.edges if edge.drafter == "lookup")
 
 
 def test_a_shared_tier_serves_and_outlives_a_rank(secure: Secure) -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from cascade import Cascade, Completion, ConfigError, ModelError, SamplingParams, Speculation, Structured, family, placement
 from cascade.chain.planner import Policy
-from cascade.drafters import Lookup
 from cascade.processes import tier_process
 from cascade.processes.lower_tiers import pay
 from tests.cases import crossed, rare
@@ -32,7 +31,7 @@ PAIR = family.paths()[:2]
 def cascade() -> Iterator[Cascade]:
     """The embedded family and a drafter, after which nothing of it is left."""
     threads, descriptors = set(threading.enumerate()), open_files()
-    with Cascade.demo(drafters={"lookup": Lookup()}, processes=True) as cascade:
+    with Cascade.demo(drafter="lookup", processes=True) as cascade:
         assert cascade.lower is not None
         pids = [process.pid for process in cascade.lower.processes]
         yield cascade
@@ -103,11 +102,13 @@ def test_lower_tiers_follow_grammars(cascade: Cascade) -> None:
         assert used(drafted, tiers[0]) > 0
 
 
-def test_a_drafter_is_reached_from_other_processes(cascade: Cascade) -> None:
-    """Guards drafters without a model: they are objects of the caller, and the bottom of chains whose tiers are elsewhere."""
+def test_drafters_are_inside_the_tiers_of_other_processes(cascade: Cascade) -> None:
+    """Guards drafters that are made anew where a tier lives: all have one, as the caller has said."""
     params = SamplingParams(max_tokens=80, temperature=0)
     drafted = cascade.generate(PROMPT * 3, params, Speculation(tiers=("lookup", "medium")))
-    assert used(drafted, "lookup") > 0
+    edges = {(edge.drafter, edge.verifier): edge.accepted for edge in drafted.stats.edges}
+    assert edges["lookup", "full"]
+    assert edges["lookup", "medium"]
 
 
 def test_a_crowd_gets_the_same_texts(cascade: Cascade) -> None:

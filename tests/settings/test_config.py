@@ -56,9 +56,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no model_id": ({"tiers": [{"name": "full", "model_loading_config": {}}]}, r"model_loading_config\.model_id is missing"),
     "empty model_id": ({"tiers": [tier(model_id="")]}, r"model_id is ''"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
-    "unknown drafter": ({"tiers": [tier("full")], "drafters": ["oracle"]}, r"drafters.*'oracle'"),
-    "drafter twice": ({"tiers": [tier("full")], "drafters": ["lookup", "lookup"]}, r"name each of them once"),
-    "drafter as a tier": ({"tiers": [tier("lookup"), tier("full")], "drafters": ["lookup"]}, r"give the tier another name"),
+    "unknown drafter": (one(engine_kwargs={"drafter": "oracle"}), r"drafter.0.kind is 'oracle'.*'auto', 'lookup'"),
+    "drafter twice": (one(engine_kwargs={"drafter": ["lookup", "lookup"]}), r"'lookup' twice: once is enough"),
+    "drafter named auto and by name": (one(engine_kwargs={"drafter": ["auto", "suffix"]}), r"'suffix' twice: once is enough"),
+    "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
+    "corpus without a file": (one(engine_kwargs={"drafter": "corpus"}), r"needs a source: the path of a text file"),
+    "file without a corpus": (
+        one(engine_kwargs={"drafter": {"kind": "suffix", "source": "f"}}),
+        r"'suffix' reads no file: remove it",
+    ),
+    "file without a kind": (one(engine_kwargs={"drafter": {"source": "f"}}), r"a source needs its kind beside it"),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
     "empty name": (one(name=""), r"tiers\.0\.name is ''"),
@@ -303,7 +310,8 @@ def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment
 def test_tiers_get_handles_of_those_below() -> None:
     """Guards the shape of the application: every tier can lease every lower one, and none above."""
     *tiers, _ = deployments(CascadeConfig.parse({"tiers": [tier("a"), tier("b"), tier("c")], "verify": False}))
-    assert [deployment.init_args[1] for deployment in tiers] == [0, 1, 2]
+    assert [deployment.init_args[1] for deployment in tiers] == [1, 2, 3], "levels begin with those of drafters"
+    assert [deployment.init_args[3] for deployment in tiers] == [("suffix",)] * 3
     assert [list(deployment.init_args[2]) for deployment in tiers] == [[], ["a"], ["a", "b"]]
 
 

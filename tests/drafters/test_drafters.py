@@ -1,0 +1,209 @@
+"""Drafters inside a tier: they make repetitions cheap, keep tenants apart, and change no text."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from cascade.chain.local_links import join
+from cascade.chain.tier import Tier
+from cascade.draft import NO_DRAFT, Draft
+from cascade.drafters import KINDS, DrafterSpec, make
+from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
+from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
+from cascade.messages import Open
+from cascade.params import SamplingParams
+from cascade.scorer import Drafter, Guesser, RunnerUp, Scored
+from cascade.simulation.toy import ToyModel, full_text
+from tests.chain.test_tier import opening, settle, text_of
+
+PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
+
+
+class Parrot(ToyModel):
+    """Says `PERIOD` over and over, whatever it hears, but for every 29th position."""
+
+    def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
+        return [RunnerUp(parrot(position), 0.0)]
+
+
+def parrot(position: int) -> int:
+    return PERIOD[position % len(PERIOD)] if position % 29 else 7
+
+
+class Nonsense:
+    """Guesses trees of anything, some of it no token at all."""
+
+    name, level = "nonsense", 0
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+
+    def begin(self, tenant: str) -> Guesser:
+        return self
+
+    def saw(self, last: int, draft: Draft, scored: Scored) -> None: ...
+
+    def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
+        size = self._random.randrange(20)
+        tokens = tuple(self._random.randrange(-1, 40) for _ in range(size))
+        return Draft(tokens, bytes(size), bytes(size), tuple(self._random.randrange(-1, node) for node in range(size)))
+
+    def close(self, text: Sequence[int]) -> None: ...
+
+
+def drafters(*kinds: str) -> list[Drafter]:
+    return make([DrafterSpec(one) for one in kinds], kinds, None)
+
+
+@pytest.fixture(params=["alone", "above two tiers"])
+def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
+    """Toy tiers with three drafters in each, one of which is a fool."""
+    lower = [ToyModel(agreement=0.6), ToyModel(agreement=0.8)] if request.param != "alone" else []
+    made = [
+        Tier(str(level), level, model, drafters=[*drafters("suffix", "recycling"), Nonsense()])
+        for level, model in enumerate([*lower, ToyModel()])
+    ]
+    join(made)
+    for tier in made:
+        tier.start()
+    yield made
+    for tier in reversed(made):
+        tier.close()
+
+
+def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: int = 60, **changes: Any) -> Open:
+    chain = tuple(tier.name for tier in reversed(tiers[:-1]))
+    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=("suffix", "recycling", "nonsense"))
+    return replace(first, **changes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("branches", [0, 4])
+def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branches: int) -> None:
+    """Guards losslessness against guesses of several drafters in one tree, nonsense among them, in every tier."""
+    for seed in range(4):
+        asked = request(tiers, seed, temperature, draft_branches=branches)
+        text, answer = text_of(tiers[-1], asked)
+        assert text == full_text(ToyModel(), asked)
+        own = [edge for edge in answer._edges if edge.verifier == tiers[-1].name]
+        assert sum(edge.emitted for edge in own) == 60, "each pass is one edge's"
+        assert sum(edge.passes for edge in own) <= 60
+        assert all(edge.accepted <= edge.proposed for edge in own)
+    settle(tiers)
+
+
+def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
+    """Guards lockstep, a measurement of chains: with a chain no drafter inside takes part, and without one nothing waits."""
+    asked = request(tiers, 1, 0.0, lockstep=True)
+    text, answer = text_of(tiers[-1], asked)
+    assert text == full_text(ToyModel(), asked)
+    edges = {edge.drafter for edge in answer._edges if edge.verifier == tiers[-1].name}
+    assert edges <= ({"1"} if asked.chain else {"", "suffix", "recycling", "nonsense"})
+
+
+@pytest.fixture
+def full(kinds: Sequence[str]) -> Iterator[Tier]:
+    """A tier alone that repeats itself, with drafters inside."""
+    tier = Tier("full", 0, Parrot(), drafters=drafters(*kinds))
+    tier.start()
+    yield tier
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "least"), [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["recycling", "suffix"], 2.5)]
+)
+def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
+    """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""
+    asked = replace(opening(0, 0.0, 200), chain=(), drafters=tuple(kinds))
+    text, answer = text_of(full, asked)
+    assert text[asked.prompt_len :] == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 200)]
+    assert full.stats.passes < 200 / least
+    assert {edge.drafter for edge in answer._edges} == {"", *kinds}
+
+
+@pytest.mark.parametrize("kinds", [["lookup", "suffix"]])
+@pytest.mark.parametrize("asked", [("lookup",), ("suffix",), ()])
+def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -> None:
+    """Guards `Speculation`: drafters that a request does not name take no part."""
+    _, answer = text_of(full, replace(opening(0, 0.0, 60), chain=(), drafters=asked))
+    assert {edge.drafter for edge in answer._edges} == {"", *asked}
+
+
+def test_what_was_cut_is_not_repeated() -> None:
+    """Guards a text against what stood there before a correction."""
+    guesser = Lookup().begin("")
+    text = [1, 2, 3, 4, 5, 1, 2, 9]
+    guesser.guess(text, 0, 8)
+    text[7:] = [3, 1, 2]
+    assert guesser.guess(text, 7, 4).trunk.tokens == (3, 1, 2, 3)
+    assert 9 not in guesser.guess(text, len(text), 8).tokens
+
+
+def test_what_ends_in_a_period_goes_on_with_it() -> None:
+    """Guards the end of a text that has begun to repeat itself: one period that is known is a guess of any length."""
+    assert Lookup().begin("").guess([7, 1, 2, 1, 2], 0, 6).trunk.tokens == (1, 2, 1, 2, 1, 2)
+    corpus = Corpus(0, [5, 6, 7, 8]).begin("")
+    assert corpus.guess([5, 6], 0, 6).tokens == (7, 8), "a text that is given ends where it ends"
+
+
+def test_tenants_never_hear_of_each_other() -> None:
+    """Guards secrets: what one tenant's texts say is no guess for another's."""
+    for drafter in (Suffix(), Recycling()):
+        first = drafter.begin("a")
+        secret = [1, 2, 3, 4, 5, 6, 7, 8]
+        first.guess(secret, 0, 4)
+        for token, next_ in pairwise(secret):
+            first.saw(token, NO_DRAFT, Scored([next_]))
+        first.close(secret)
+        assert drafter.begin("a").guess([1, 2, 3], 0, 4).tokens[:4] == (4, 5, 6, 7)
+        assert drafter.begin("b").guess([1, 2, 3], 0, 4) == NO_DRAFT
+
+
+def test_memory_of_tenants_is_bounded() -> None:
+    """Guards a server with many users: those who came last are remembered, and of each so much."""
+    suffix, recycling = Suffix(), Recycling()
+    for tenant in range(3 * MAX_TENANTS):
+        suffix.begin(str(tenant))
+        recycling.begin(str(tenant))
+    assert len(suffix.texts) == len(recycling.tenants) == MAX_TENANTS
+    followers = Followers()
+    for token in range(MAX_KNOWN + 10):
+        followers.saw(token, 1)
+    assert len(followers) == MAX_KNOWN
+
+
+def test_wrong_guesses_are_recycled() -> None:
+    """Guards own tokens behind guesses that were refused: what the pass says there is known from then on."""
+    recycler = Recycling().begin("")
+    recycler.saw(1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4]))  # behind 1 comes 9, behind 2 would come 3, behind 3 would come 4
+    assert recycler.guess([2], 0, 8).tokens == (3, 4)
+    recycler.saw(2, NO_DRAFT, Scored([5]))
+    tree = recycler.guess([2], 0, 8)
+    assert (tree.tokens, tree.parents) == ((5, 3), (-1, -1)), "the latest first, the other beside it"
+    assert len(tree.trunk) <= DEPTH
+
+
+def test_longer_matches_are_more_certain() -> None:
+    """Guards confidences: one that is contradicted counts less, and none is that of a guess of which nobody says anything."""
+    kinds = [kind(same, 0) for same in range(2, 65)]
+    assert kinds == sorted(kinds)
+    assert all(0 < kind(same, same) < kind(same, 0) <= 255 for same in range(2, 65))
+
+
+def test_two_continuations_are_a_tree() -> None:
+    """Guards the second branch: behind the same tokens once this came and once that."""
+    draft = Lookup().begin("").guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 0, 4)
+    heads = {draft.tokens[node] for node in draft.children(-1)}
+    assert heads == {3, 5}
+    assert draft.tokens[0] == 5, "of equals the latest first"
+
+
+def test_kinds_can_all_be_made() -> None:
+    """Guards the configuration: every kind that it takes is made, with its level."""
+    made = make([DrafterSpec(one, "" if one != "corpus" else __file__) for one in KINDS], KINDS, lambda text: [1, 2, 3])
+    assert [(one.name, one.level) for one in made] == [(name, level) for level, name in enumerate(KINDS)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch._C._autograd import DeviceType
 from transformers import PreTrainedModel
 
 from benchmarks.scale import GREEDY, Scale, ms, params, seconds, tokens
@@ -14,7 +15,7 @@ from benchmarks.shapes import copied, words, worse
 from cascade.engine.model import Model
 from cascade.local import Cascade
 from cascade.params import SamplingParams, Speculation
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 
 PASS_SIZES = (1, 2, 4, 8, 16)
 LULL_S = 5e-6  # without any kernel: shorter ones lie between those of one graph, and no host ends them
@@ -55,11 +56,11 @@ def gaps(model: Model, cascade: Cascade, scale: Scale) -> dict[str, Any]:
     """Between two passes of one request: what the tier does on the host, and how long the device waits in all."""
     run, times = model.run, []
 
-    def timed(rows: Sequence[Row]) -> list[list[int]]:
+    def timed(rows: Sequence[Row]) -> list[Scored]:
         begin = time.perf_counter()
-        own = run(rows)
+        scored = run(rows)
         times.append((begin, time.perf_counter()))
-        return own
+        return scored
 
     model.run = timed  # type: ignore[method-assign]
     try:
@@ -81,7 +82,7 @@ def _device_gap(work: Callable[[], object], times: list[tuple[float, float]]) ->
     spans = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
     return idle_s(spans) / max(1, len(times) - 1)
 
@@ -124,7 +125,7 @@ def same_text(network: PreTrainedModel, scale: Scale) -> dict[str, Any]:
     """
     models = [Model(worse(network), cache_tokens=scale.room), Model(copied(network), cache_tokens=scale.room)]
     same, kept = 0, 0
-    with Cascade(models, words(network.config.vocab_size)) as cascade:
+    with Cascade(models, words(network.config.vocab_size), drafter=None) as cascade:
         requests = list(enumerate((0.0, 0.0, 0.8, 1.0)))
         for seed, temperature in requests:
             schedule: Literal["async", "lockstep"] = "lockstep" if seed % 2 else "async"

@@ -140,7 +140,7 @@ def lease_ms() -> float:
 def measure(pass_s: float) -> dict[str, Any]:
     """Start a server whose passes take so long, and compare the ways to it."""
     app.TierReplica = type("Toy", (ToyReplica,), {"pass_s": pass_s})  # type: ignore[attr-defined]
-    cascade = Cascade([ToyModel(VOCAB, pass_s=pass_s)], Tokenizer.from_pretrained(family.paths()[-1]))
+    cascade = Cascade([ToyModel(VOCAB, pass_s=pass_s)], Tokenizer.from_pretrained(family.paths()[-1]), drafter=None)
     with cascade, Server.start(config(), port=0) as server, Client(server.address) as client:
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
         ways: dict[str, Stream] = {

@@ -119,7 +119,7 @@ def passes(model: Model) -> dict[str, Any]:
     best = dict.fromkeys(PASS_SIZES, float("inf"))
     for _ in range(4 * REPEATS):
         for n, row in rows.items():
-            best[n] = min(best[n], seconds(lambda row=row: model.run([row])))
+            best[n] = min(best[n], seconds(lambda row=row: model.run([row])))  # type: ignore[misc]
     cache.free()
     return {"pass_ms": {n: round(s * 1e3, 2) for n, s in best.items()}, "pass_8_vs_2": round(best[8] / best[2], 3)}
 
@@ -170,7 +170,7 @@ def held(cascade: Cascade, model: Model) -> dict[str, Any]:
     prompt, peak, written = tokens(PREFIX, 400), 0, 0
     for chunk in cascade.stream(prompt, params(64)):
         written += len(chunk.token_ids)
-        peak = max(peak, sum(strip.store.nbytes for strip in list(pool._strips) if strip.users))
+        peak = max(peak, sum(one.capacity * model.bytes_per_token for one in list(pool._allocations) if one.in_use))
     needed = (len(prompt) + written) * model.bytes_per_token
     return {"cache_bytes": peak, "bytes_per_token": model.bytes_per_token, "cache_vs_tokens": round(peak / needed, 4)}
 
@@ -181,7 +181,7 @@ def compare(source: str, dtype: str) -> dict[str, Any]:
     repeats = 2 if model.num_parameters < LARGE else 1
     with (
         ProcessPoolExecutor(1, get_context("spawn"), hold, (source, dtype)) as rival,
-        Cascade([model], tokenizer) as cascade,
+        Cascade([model], tokenizer, drafter=None) as cascade,
     ):
         others = Others(rival)
         cascade.generate(tokens(16, 9), params(4))
@@ -207,7 +207,9 @@ def endurance() -> dict[str, Any]:
     """What short requests of the embedded tiny model leave behind, after a fifth of them has warmed it up."""
     source = family.paths()[0]
     size, after = 100, {}
-    with Cascade([Model.from_pretrained(source, cache_tokens=4096)], Tokenizer.from_pretrained(source)) as cascade:
+    with Cascade(
+        [Model.from_pretrained(source, cache_tokens=4096)], Tokenizer.from_pretrained(source), drafter=None
+    ) as cascade:
         for count in range(size, SHORT_REQUESTS + 1, size):
             cascade.generate([tokens(4 + i % 8, count + i) for i in range(size)], params(2))
             if count in (SHORT_REQUESTS // 5, SHORT_REQUESTS):
@@ -225,7 +227,8 @@ def main() -> None:
     for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
         for dtype in DTYPES:
             begin = time.perf_counter()
-            found = apart(lambda source=source, dtype=dtype: passes(Model(load(source, dtype)))) | compare(source, dtype)
+            found = apart(lambda source=source, dtype=dtype: passes(Model(load(source, dtype))))  # type: ignore[misc]
+            found |= compare(source, dtype)
             models[f"{name} {dtype}"] = found
             gc.collect()
             console.print(f"[bold]{name} {dtype}[/] {time.perf_counter() - begin:.0f} s", found)

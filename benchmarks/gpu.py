@@ -50,7 +50,7 @@ def compare(shape: Shape, device: torch.device, scale: Scale, found: dict[str, A
     found |= {"parameters": model.num_parameters, "weight_gib": round(model.weight_bytes / GIB, 2), "path": model.path}
     peak = bandwidth(device, scale.copied)
     found["bandwidth_gb_per_s"] = round(peak / 1e9, 1)
-    with Cascade([model], words(shape.vocab)) as cascade:
+    with Cascade([model], words(shape.vocab), drafter=None) as cascade:
         cascade.generate(tokens(16, 9), params(4))
         parts: tuple[Callable[[], dict[str, Any]], ...] = (
             lambda: decode(network, model, peak, scale),
@@ -96,7 +96,8 @@ def measure(names: Sequence[str], device: torch.device, scale: Scale, results: P
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
     }
     for name in names:
-        found = document["shapes"][name] = {}
+        found: dict[str, Any] = {}
+        document["shapes"][name] = found
         attempt(lambda name=name, found=found: compare(SHAPES[name], device, scale, found), found)  # type: ignore[misc]
         console.print(f"[bold]{name}[/]", found)
         release(device)

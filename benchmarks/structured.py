@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 
+from cascade.bench.measure import stranger
 from cascade.client import Client
 from cascade.engine.devices import processor
 from cascade.params import SamplingParams, Speculation, Structured
@@ -39,7 +40,7 @@ MODES = {"alone": Speculation("off"), "drafted": Speculation(tiers=("tiny",))}
 
 def measure(client: Client, temperature: float) -> dict[str, Any]:
     """Figures of each kind of text."""
-    totals = {(kind, mode): [0, 0.0, 0, 0, 0] for kind in KINDS for mode in MODES}
+    totals: dict[tuple[str, str], list[float]] = {(kind, mode): [0, 0.0, 0, 0, 0] for kind in KINDS for mode in MODES}
     valid = asked = 0
     for seed in (0, *SEEDS):  # the first one warms up
         for prompt in PROMPTS:
@@ -47,13 +48,14 @@ def measure(client: Client, temperature: float) -> dict[str, Any]:
                 params = SamplingParams(max_tokens=160, temperature=temperature, seed=seed, structured=structured)
                 for mode, speculation in MODES.items():
                     begin = time.perf_counter()
-                    completion = client.generate(prompt, params, speculation)
+                    completion = client.generate(prompt, params, speculation, stranger())
                     seconds = time.perf_counter() - begin
                     if not seed:
                         continue
                     edges = completion.stats.edges
-                    new = (completion.stats.completion_tokens, seconds, completion.stats.full_passes)
-                    new += (sum(edge.proposed for edge in edges), sum(edge.accepted for edge in edges))
+                    stats = completion.stats
+                    new = [stats.completion_tokens, seconds, stats.full_passes]
+                    new += [sum(edge.proposed for edge in edges), sum(edge.accepted for edge in edges)]
                     totals[kind, mode] = [a + b for a, b in zip(totals[kind, mode], new, strict=True)]
                     if structured is not None:
                         asked += 1

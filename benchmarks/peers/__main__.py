@@ -41,8 +41,7 @@ BATCH_ROUNDS = 4  # of eight requests at once
 WARM_UP = 32  # tokens
 CREW = (  # engine, modes that one worker has loaded, its environment
     ("ours", ("cascade_alone", "cascade_auto"), None),
-    ("ours", ("cascade_lookup",), None),
-    ("ours", ("cascade_all",), None),
+    ("ours", ("cascade_drafter",), None),
     ("huggingface", ("generate", "generate_assisted", "generate_lookup"), None),
     ("vllm_cpu", ("vllm_alone",), environments.VLLM),
     ("vllm_cpu", ("vllm_ngram",), environments.VLLM),

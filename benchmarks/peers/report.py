@@ -12,7 +12,7 @@ REFERENCE = "generate"  # whose text the others' is compared with
 OURS = "cascade_"
 ALONE = ("cascade_alone", "generate", "vllm_alone", "llama_alone")
 DRAFTED = {
-    "cascade_best": ("cascade_auto", "cascade_lookup", "cascade_all"),
+    "cascade_best": ("cascade_auto", "cascade_drafter"),
     "generate_best": ("generate_assisted", "generate_lookup"),
     "vllm_best": ("vllm_ngram", "vllm_draft"),
     "llama_best": ("llama_draft",),

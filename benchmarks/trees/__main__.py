@@ -80,7 +80,7 @@ def serve(parts: Sequence[str], sizes: Plan, *, server: bool) -> dict[str, Any]:
     times = pass_ms()
     dtype = min(times, key=lambda name: times[name])
     console.print(f"The full model's passes are faster in {dtype}, milliseconds:", times)
-    systems: dict[str, System] = {"library": library} | ({"server": door} if server else {})
+    systems: dict[str, System] = {"library": library, "server": door} if server else {"library": library}
     last = list(systems)[-1]
     found: dict[str, Any] = {"dtype": dtype, "pass_ms": times, "head": last, "systems": {}}
     for name, system in systems.items():

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from cascade.answer import Chunk, Completion
-from cascade.bench.measure import EdgeTotals, Mode
+from cascade.bench.measure import EdgeTotals, Mode, stranger
 from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 
-AsyncStream = Callable[[str, SamplingParams, Speculation], AsyncIterator[Chunk]]
+AsyncStream = Callable[[str, SamplingParams, Speculation, Handling], AsyncIterator[Chunk]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
     last = begin = time.perf_counter()
     gaps_s = []
     completion = None
-    async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], stream(prompt, params, speculation))) as chunks:
+    async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], stream(prompt, params, speculation, stranger()))) as chunks:
         async for chunk in chunks:
             now = time.perf_counter()
             gaps_s.append(now - last)

@@ -1,17 +1,19 @@
 """How fast a server or a cascade in this process answers one request at a time, mode beside mode in one run.
 
-Modes take turns on every prompt, so that whatever else the machine does meanwhile slows all of them alike.
+Modes take turns on every prompt, so that whatever else the machine does meanwhile slows all of them alike. Each request is a
+tenant of its own: no mode knows the prompt or the text from another one.
 """
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.answer import Chunk, Completion
 from cascade.messages import Edge
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 
-Stream = Callable[[str, SamplingParams, Speculation], Iterator[Chunk]]
+Stream = Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]
 
 PROMPTS = (
     'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
@@ -22,6 +24,11 @@ PROMPTS = (
     "    def close(self):\n        if self._closed:\n            return\n        self._closed = True\n        try:\n",
 )
 """Beginnings of Python files, which the embedded family continues."""
+
+
+def stranger() -> Handling:
+    """A request that nothing is known of: no keys and values of its prompt, and no texts like its own."""
+    return Handling(cache_salt=uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ def _time(stream: Stream, prompt: str, params: SamplingParams, mode: Mode) -> tu
     begin = time.perf_counter()
     first_token_s = 0.0
     completion = None
-    for chunk in stream(prompt, params, mode.speculation):
+    for chunk in stream(prompt, params, mode.speculation, stranger()):
         first_token_s = first_token_s or time.perf_counter() - begin
         completion = chunk.completion or completion
     assert completion is not None, "a stream ends with its completion"

@@ -10,7 +10,7 @@ from cascade.bench.measure import Stream
 from cascade.cli import screen
 from cascade.cli.options import parameters, sampling_options
 from cascade.cli.screen import console
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 
@@ -27,7 +27,7 @@ def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: b
     prompt = sys.stdin.read() if prompt == "-" else prompt
     with connected(address, models) as (stream, names):
         if plain:
-            for chunk in stream(prompt, params, speculation):
+            for chunk in stream(prompt, params, speculation, Handling()):
                 click.echo(chunk.text, nl=False)
             click.echo()
         else:
@@ -39,7 +39,7 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
     console.print(screen.legend(names), "\n")
     console.print(prompt, end="", style="dim", markup=False)
     completion = None
-    for chunk in stream(prompt, params, speculation):
+    for chunk in stream(prompt, params, speculation, Handling()):
         console.print(screen.coloured(chunk), end="")
         completion = chunk.completion or completion
     console.print("\n")

@@ -20,7 +20,7 @@ from cascade.cli.bench import modes
 from cascade.cli.main import main
 from cascade.client import AsyncClient
 from cascade.errors import ConfigError, Overloaded
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 from tests.cases import rare
 from tests.doors import House, house
 
@@ -127,12 +127,14 @@ async def test_failed_requests_are_counted() -> None:
         async with AsyncClient(served.grpc) as client:
             turn = 0
 
-            async def stream(prompt: str, params: SamplingParams, speculation: Speculation) -> AsyncIterator[Chunk]:
+            async def stream(
+                prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling
+            ) -> AsyncIterator[Chunk]:
                 nonlocal turn
                 turn += 1
                 if turn > 6 and turn % 2:  # behind the warm-up
                     raise Overloaded("full")
-                async for chunk in client.stream(prompt, params, speculation):
+                async for chunk in client.stream(prompt, params, speculation, handling):
                     yield chunk
 
             cells = await load(stream, workload)

@@ -31,7 +31,7 @@ def test_the_median_round_counts_and_the_best_drafted_mode() -> None:
     spreads = {
         "cascade_alone": report.spread([said(100), said(10), said(110)]),
         "cascade_auto": report.spread([said(150), said(160), said(20)]),
-        "cascade_all": report.spread([said(140), said(500), said(130)]),
+        "cascade_drafter": report.spread([said(140), said(500), said(130)]),
         "vllm_ngram": report.spread([said(50)]),
         "generate": report.spread([said(90), said(80)]),
     }

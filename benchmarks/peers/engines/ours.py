@@ -9,27 +9,22 @@ import transformers
 
 from benchmarks.peers.contract import Said, Setup, Turn
 from cascade.answer import Completion
-from cascade.drafters.lookup import Lookup
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
 SPECULATIONS = {
     "cascade_alone": Speculation("off"),
     "cascade_auto": Speculation(),
-    "cascade_lookup": Speculation(),
-    "cascade_all": Speculation(),
+    "cascade_drafter": Speculation(),  # of a full tier without tiers below
 }
-WITH_LOOKUP = {"cascade_lookup", "cascade_all"}
 
 
 class Ours:
-    """One cascade: `Lookup` is below its tiers, or is not."""
+    """One cascade, or its full tier with the drafter inside it."""
 
     def __init__(self, setup: Setup) -> None:
-        lone = setup.modes == ("cascade_lookup",)
-        drafters = {"lookup": Lookup()} if WITH_LOOKUP & {*setup.modes} else None
-        models = setup.models[-1:] if lone else setup.models
-        self._cascade = Cascade.from_pretrained(models, dtype="float32", drafters=drafters)
+        models = setup.models[-1:] if setup.modes == ("cascade_drafter",) else setup.models
+        self._cascade = Cascade.from_pretrained(models, dtype="float32")
         self._salts = count()
         self.versions = {"torch": torch.__version__, "transformers (below cascade)": transformers.__version__}
 

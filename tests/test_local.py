@@ -185,7 +185,7 @@ def identical() -> Iterator[Cascade]:
     """The full model as every tier."""
     full = family.paths()[-1]
     models = [Model.from_pretrained(full, dtype="float32") for _ in range(3)]
-    with Cascade(models, Tokenizer.from_pretrained(full)) as cascade:
+    with Cascade(models, Tokenizer.from_pretrained(full), drafter=None) as cascade:
         yield cascade
 
 

@@ -52,9 +52,10 @@ class Drafting(Generic[U]):
         return self._slots.get(session)
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
-        """Find a drafter for a new session, one of so many."""
+        """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
         self._plan(slot, num_sessions)
         self.draft(slot, now)
+        slot.settling = 0
 
     def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""

@@ -28,7 +28,7 @@ MEMORY = 0.99  # weight of a pass that is left after the next one
 HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
 SHARE = 0.03  # of a tier's time, which they may cost on top of that
 PRICE_S = 0.01  # what a trial may cost, unless two passes alone are more
-MOST_S = 1.0  # what any trial may cost, and all that is saved for them
+MOST_S = 1.0  # what any trial may cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,11 @@ class _Purse:
     seconds: float = HEAD_START_S
 
     def save(self, seconds: float) -> None:
-        self.seconds = min(MOST_S, self.seconds + seconds)
+        self.seconds += seconds
+
+    def hold(self, most: float) -> None:
+        """Keep no more than the next trial may cost: else a load that is new had a fortune to lose in its first seconds."""
+        self.seconds = min(most, self.seconds)
 
 
 @dataclass(slots=True)
@@ -244,6 +248,7 @@ class _Plan:
             for course, record in self.records.items():
                 record.tokens *= share if course.tiers else 1.0
         next_, rest = self._next()
+        self.purse.hold(self._price(next_))
         if (fastest := self._fastest()) != self.best:
             self._use(fastest)
         elif self.passes >= rest and 2 * self.purse.seconds >= self._price(next_):

@@ -66,7 +66,7 @@ class Matcher:
 
     def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
         self._origin = bytes([level << 1])
-        self._own = Matches()
+        self.own = Matches()
         self._others = others
         self._keeps = keeps
 
@@ -75,7 +75,7 @@ class Matcher:
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """The continuation of the longest match, and beside it the first tokens of another one."""
-        own = self._own
+        own = self.own
         own.cut(since)
         own.extend(list(text[len(own) :]))
         if most <= 0:
@@ -124,7 +124,7 @@ class Matcher:
         """The next tokens; where the text itself ends it is taken to go on with them once more: it may have a period."""
         known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
         period = len(known)
-        return [known[i % period] for i in range(most)] if texts is self._own and period < most else known
+        return [known[i % period] for i in range(most)] if texts is self.own and period < most else known
 
 
 def kind(same: int, contradicted: int) -> int:

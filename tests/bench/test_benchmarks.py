@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks import cascade, device_metrics, gpu, hop, price, reference, scale, vs_transformers
+from benchmarks.drafters import __main__ as drafters
+from benchmarks.drafters import cost
 from benchmarks.trees import __main__ as trees
 from benchmarks.trees import acceptance, cells, crowd, served, simulated
 from cascade import family
@@ -150,3 +152,18 @@ def test_served_modes_are_compared() -> None:
     assert set(crowd.headline(crowded)) == set(map(cells.at, crowd.TEMPERATURES))
     assert crowded["t0"]["3"]["rounds"] == 2
     assert [trees.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
+
+
+def test_drafters_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `make bench-drafters` against kinds and modes that have changed: its last line names them all, and texts agree."""
+    drafters.main(["--quick"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {*line["drafters"]} == {mode.name for mode in drafters.MODES[1:]}
+    assert all(one["t0"]["speedup"] > 0 and one["t0"]["accepted_len"] >= 1 for one in line["drafters"].values())
+    assert line["best"] in line["drafters"]
+
+
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
+    """Guards long contexts: at most 64 bytes a position."""
+    assert (cost.measure(kind)["bytes_a_position"] or 0) <= 64

@@ -1,0 +1,1 @@
+"""Every drafter beside every other; see `__main__`."""

@@ -30,7 +30,7 @@ OPTIONS = (
     click.option("--choice", multiple=True, metavar="TEXT", help="The text is one of these. May be repeated."),
     click.option("--grammar", metavar="GRAMMAR", help="The text is of this Lark or GBNF grammar; @FILE reads it."),
     click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
-    click.option("--tiers", help="Lower tiers to use, with commas between. Those that pay if not given."),
+    click.option("--tiers", help="Lower tiers and drafters to use, with commas between. Those that pay if not given."),
     click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
     click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
     click.option("--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none."),

@@ -39,7 +39,7 @@ class ServerInfo:
     max_model_len: int  # longest prompt and output together, tokens
     window: int  # tokens a tier may run ahead unless a request says otherwise
     version: str  # of cascade
-    drafters: tuple[str, ...] = ()  # without a model, below all tiers
+    drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
     branches: int = 0  # ways beside its text that a tier may prepare unless a request says otherwise
 
 

@@ -92,7 +92,7 @@ class Cascade:
                 model,
                 policy=policy,
                 new_state=state_maker(grammars.matcher),
-                drafters=make(inner, kinds, tokenizer.encode),
+                drafters=make(inner, kinds, tokenizer.encode_part),
             )
             for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(kinds) + len(elsewhere))
         )

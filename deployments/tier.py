@@ -65,7 +65,7 @@ class TierReplica:
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
-            drafters=make(engine.drafters, drafters, None if tokenizer is None else tokenizer.encode),
+            drafters=make(engine.drafters, drafters, None if tokenizer is None else tokenizer.encode_part),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)

@@ -38,6 +38,11 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(text)
         return ids
 
+    def encode_part(self, text: str) -> list[int]:
+        """Token ids of a text that is no prompt, however long: no special tokens around it, and no warning."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
         text = self.backend.decode(list(ids), skip_special_tokens=True)

@@ -145,7 +145,7 @@ class Served:
 
     def __init__(self, spec: TierSpec, model: Model, tokenizer: Tokenizer) -> None:
         new_state = state_maker(Grammars(tokenizer).matcher)
-        drafters = make(spec.drafters, [one.kind for one in spec.drafters], tokenizer.encode)
+        drafters = make(spec.drafters, [one.kind for one in spec.drafters], tokenizer.encode_part)
         self._tier = Tier(spec.name, spec.level, model, policy=spec.policy, new_state=new_state, drafters=drafters)
         self._below = Downlink(self._tier.post)
         self._tier.below = None if spec.bottom else self._below

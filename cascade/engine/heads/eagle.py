@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
         queries, keys = (heads * self.head_dim for heads in self.heads)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(inputs, size, bias=biased) for size in (queries, keys, keys))
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
         self.q_norm, self.k_norm = (LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if normed else None for _ in range(2))
 
     def forward(self, x: Tensor, angles: Angles, place: Place, planned: Any) -> Tensor:

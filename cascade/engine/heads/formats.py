@@ -6,8 +6,8 @@
 - EAGLE-3: ``fc`` over several hidden states, ``midlayer.*`` or ``layers.{l}.*``, ``norm``, ``lm_head``, ``d2t``; the
   ``speculators`` library puts the layer's sizes into ``transformer_layer_config``.
 
-Which hidden states an EAGLE-3 head reads: ids of ``eagle_config`` are of layers whose outputs are meant; those at the top level,
-of ``speculators``, count as Transformers does. Without any they are the inputs of layers 2, n // 2 and n - 3.
+Which hidden states an EAGLE-3 head reads: ids of ``eagle_config`` are of layers whose outputs are meant; those at the top
+level, of ``speculators``, count as Transformers does. Without any they are the inputs of layers 2, n // 2 and n - 3.
 """
 
 import json

@@ -43,8 +43,13 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = "auto", revi
     found = kind_of(checkpoint)
     if kind not in ("auto", found):
         raise checkpoint.wrong(f"drafter_kind is {kind!r}, and its tensors are those of the kind {found!r}")
-    with torch.device("meta"):
-        head = MAKERS[found](checkpoint, Verifier.of(network))
+    try:
+        with torch.device("meta"):
+            head = MAKERS[found](checkpoint, Verifier.of(network))
+    except ModelError:
+        raise
+    except Exception as error:  # of Transformers
+        raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
     checkpoint.fill(head)
     head = head.to(device=network.device, dtype=network.dtype).eval()
     head.hasten()
@@ -123,20 +128,19 @@ def _config(checkpoint: Checkpoint, verifier: Verifier) -> LlamaConfig:
     head_dim = int(config.get("head_dim") or queries // heads)
     if queries != heads * head_dim or keys % head_dim or heads % max(1, keys // head_dim):
         raise checkpoint.wrong(f"{heads} heads of {head_dim} do not fit its queries of {queries} and keys of {keys}")
-    try:
-        return LlamaConfig(
-            hidden_size=checkpoint.size("fc.weight"),
-            intermediate_size=checkpoint.size("layers.0.mlp.gate_proj.weight"),
-            num_attention_heads=heads,
-            num_key_value_heads=keys // head_dim,
-            head_dim=head_dim,
-            hidden_act=config.get("hidden_act") or "silu",
-            rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-            max_position_embeddings=verifier.context_len,
-            **{name: config[name] for name in ROPE if config.get(name) is not None},
-        )
-    except Exception as error:  # of Transformers
-        raise checkpoint.wrong(f"its config.json is wrong: {reason(error)}") from error
+    return LlamaConfig(
+        hidden_size=checkpoint.size("fc.weight"),
+        intermediate_size=checkpoint.size("layers.0.mlp.gate_proj.weight"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys // head_dim,
+        head_dim=head_dim,
+        hidden_act=config.get("hidden_act") or "silu",
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=verifier.context_len,
+        attention_bias=f"{ATTENTION}o_proj.bias" in checkpoint.weights,
+        mlp_bias="layers.0.mlp.gate_proj.bias" in checkpoint.weights,
+        **{name: config[name] for name in ROPE if config.get(name) is not None},
+    )
 
 
 def _check_hidden(checkpoint: Checkpoint, size: int, verifier: Verifier) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LENGTH = 64  # positions
+PROMPT = 4  # of them, which the model does not say
 CHANCE = 0.05  # share of guesses that may be right by chance
 CLEAR = 0.15  # by which another reading must be better
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -65,7 +66,7 @@ def _readings(head: Head, num_layers: int) -> list[tuple[int, ...]]:
 @torch.inference_mode()
 def _written(model: "Model") -> list[int]:
     """What the model writes behind a few tokens."""
-    text = [(7919 * place + 1) % model.vocab_size for place in range(4)]
+    text = [(7919 * place + 1) % model.vocab_size for place in range(PROMPT)]
     store = model.new_cache()
     start = 0
     while len(text) < min(LENGTH, model.context_len):
@@ -84,5 +85,5 @@ def _agreement(model: "Model", text: Sequence[int]) -> float:
     model.logits([Row(store, 0, text, 0, GREEDY)])
     said = model.reader.head.first(Text(store, 0, text, 0, GREEDY), model.reader)
     store.free()
-    right: list[int] = said[:-1].tolist()
-    return sum(map(int.__eq__, right, text[2:])) / max(1, len(right))
+    guesses: list[int] = said[PROMPT - 2 : -1].tolist()
+    return sum(map(int.__eq__, guesses, text[PROMPT:])) / max(1, len(guesses))

@@ -97,7 +97,7 @@ class Eagle(Head):
         what its attention has."""
         super().__init__(vocab_size, ids)
         size = config.hidden_size
-        self.reads, self.width = tuple(reads), size
+        self.config, self.reads, self.width = config, tuple(reads), size
         self.fc = nn.Linear(fc_inputs, size, bias=fc_biased)
         wide = self._inputs(size)
         kinds = {"biased": biased, "normed": normed}
@@ -116,11 +116,11 @@ class Eagle(Head):
         return size
 
     def number(self, first: int) -> None:
-        for place, layer in enumerate(self._own):
+        for place, layer in enumerate(self.own_layers):
             layer.self_attn.layer_idx = first + place
 
     @property
-    def _own(self) -> list[Layer]:
+    def own_layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     @property
@@ -210,7 +210,7 @@ class Eagle(Head):
         embedded = self._embed(tokens)
         x, out = self.enter(embedded, states)
         angles = self._rotary[0](x, positions)
-        for number, layer in enumerate(self._own):
+        for number, layer in enumerate(self.own_layers):
             out = apply(layer.input_layernorm(out) if number else x, out, layer, angles)
         return out
 
@@ -269,7 +269,7 @@ class Eagle3(Eagle):
         return out
 
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self._own[0]
+        layer = self.own_layers[0]
         normed = layer.hidden_norm(state)
         x = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         return x, normed if self._norm_before_residual else state

@@ -68,6 +68,11 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self.register_buffer("_ids", ids, persistent=False)
 
+    @property
+    def known(self) -> list[int]:
+        """Tokens that it can guess."""
+        return list(range(self.vocab_size)) if self._ids is None else list(self._ids.tolist())
+
     def number(self, first: int) -> None:
         """Its own layers are those from ``first`` on."""
 

@@ -1,5 +1,6 @@
 """The seam between a tier and its model: rows of a pass go in, own tokens come out."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from cascade.params import SamplingParams
 BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
+UNIT = 1 / 16  # of gaps on the wire, in nats
 GROWTH = 16  # an allocation that is full grows by at least this part of itself: little is copied, and little held in vain
 
 
@@ -77,6 +79,11 @@ class RunnerUp(NamedTuple):
     gap: float  # by which its perturbed logit is less than the own token's, at least 0
 
 
+def gap_byte(gap: float) -> int:
+    """A gap in nats as a byte, which is never 0: that is a guess of which nobody knows the gap."""
+    return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses behind them.
@@ -94,6 +101,7 @@ class Row:
     ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
+    guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:

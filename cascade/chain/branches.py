@@ -8,10 +8,10 @@ continuation, with keys and values, and the tier goes on without a pause.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cascade.chain.calibration import Calibration, gap_byte
+from cascade.chain.calibration import Calibration
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import RUNNER_UPS, origin
-from cascade.scorer import MAX_FORKED, RunnerUp
+from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
 
 LEAST_OFFERED = 0.02  # chance below which one is not worth its bytes
 

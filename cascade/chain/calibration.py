@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
+from cascade.scorer import UNIT
 
-UNIT = 1 / 16  # of gaps on the wire, in nats
 MEMORY = 0.995  # share of old verdicts that is left after a new one
 WARMEST = 2.0  # temperatures above it are taken for it
 PRIOR = 6.0  # verdicts that are made up, of each kind
@@ -20,11 +20,6 @@ _GAPS = 9  # kinds of gaps: unknown, then from one power of two to the next
 _UNKNOWN = (0.75, 0.1, 0.03)  # chances by rank, to begin with
 _WRONG, _FADE = 0.62, 0.95  # an own token of a gap is wrong with chance `_WRONG * exp(-_FADE * gap)`, to begin with
 _NEXT = (0.5, 0.15)  # share of the wrong ones in which the first and the second runner-up are right, to begin with
-
-
-def gap_byte(gap: float) -> int:
-    """A gap in nats as a byte, which is never 0: that is a guess of which nobody knows the gap."""
-    return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
 
 
 class Calibrations:

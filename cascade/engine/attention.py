@@ -83,6 +83,7 @@ class Native:
 
     def __init__(self, found: Survey) -> None:
         self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
+        self._shapes |= {layer: Shape(1, 0, width) for layer, width in found.kept.items()}
 
     def new_cache(self) -> BlockedCache:
         return BlockedCache(self._shapes)

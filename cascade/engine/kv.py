@@ -68,6 +68,18 @@ class Cache:
                 self._layers[layer] = _resized(keys, positions), _resized(values, positions)
             self.capacity = positions
 
+    def put(self, layer: int, start: int, states: Tensor) -> None:
+        """Keep ``[n, width]`` from ``start`` on in a layer of its own, which nobody attends to."""
+        self.write(layer, start, states[None], states[None, :, :0])
+
+    def get(self, layer: int, start: int, end: int) -> Tensor:
+        """What was kept there, ``[end - start, width]``."""
+        return self._layers[layer][0][0, 0, start:end]
+
+    def writable(self, position: int) -> bool:
+        """Whether what is held there is this session's alone."""
+        return True
+
     @torch.inference_mode()
     def take(self, source: "Cache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
@@ -120,6 +132,21 @@ class Fork:
             keys, values = self._layers[layer] = _resized(keys, capacity), _resized(values, capacity)
         keys.narrow(2, at, length).copy_(key)
         values.narrow(2, at, length).copy_(value)
+
+    def put(self, layer: int, start: int, states: Tensor) -> None:
+        """As a cache does."""
+        self.write(layer, start, states[None], states[None, :, :0])
+
+    def get(self, layer: int, start: int, end: int) -> Tensor:
+        """The same, what is before its position from its base."""
+        own = self._layers[layer][0][0, 0, max(0, start - self.position) : max(0, end - self.position)]
+        if start >= self.position:
+            return own
+        return torch.cat([self._base.get(layer, start, min(end, self.position)), own])
+
+    def writable(self, position: int) -> bool:
+        """Its own positions are."""
+        return position >= self.position
 
     @property
     def layers(self) -> Sequence[int]:
@@ -246,6 +273,7 @@ class Survey:
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
     heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
     plain: bool = True  # no layer caps scores or lets heads attend to nothing
+    kept: dict[int, int] = field(default_factory=dict)  # numbers a position in layers that nobody attends to, see `Cache.put`
 
 
 class Scoring(NamedTuple):

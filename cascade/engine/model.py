@@ -17,6 +17,10 @@ from cascade.engine.attention import Attention, Contiguous, Paged, choose_attent
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
+from cascade.engine.heads.head import Head
+from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.probe import probe
+from cascade.engine.heads.reader import Reader
 from cascade.engine.kv import SURVEY, Span, Survey
 from cascade.engine.lean import choose_kit, fatten, slim
 from cascade.engine.loading import load
@@ -54,6 +58,7 @@ class Model:
         attention: Attention | None = None,
         capture: Capture | None = None,
         num_threads: int | None = None,
+        head: Head | None = None,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
@@ -61,6 +66,7 @@ class Model:
         room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
         ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU. Passes on a CPU take ``num_threads``;
         without a number, as many of those PyTorch may use as they are worth, see `cascade.engine.threads`.
+        ``head`` guesses behind rows that want it; passes are not captured then.
         """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
@@ -74,6 +80,7 @@ class Model:
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
         self._chosen = attention is not None
         try:
+            self.reader = Reader(head, network) if head is not None else None
             self._take_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
@@ -82,7 +89,7 @@ class Model:
             self.cache_tokens: int = self._attention.hold(room)
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.device} has no memory for a cache of {room} tokens: set cache_tokens to fewer") from error
-        self._pass = self._captured(capture) if self.captures else self._score
+        self._pass = self._captured(capture) if self.captures and head is None else self._score
         self.threads: Threads = self._counted(num_threads)
 
     @classmethod
@@ -98,11 +105,15 @@ class Model:
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = budget.UTILIZATION,
         num_threads: int | None = None,
+        drafter: str | None = None,
+        drafter_kind: str = "auto",
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
-        `cascade.engine.quantization.METHODS`, see `load`; the rest is for the model itself.
+        `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
+        head that guesses for it, ``drafter_kind`` one of "medusa", "eagle" and "eagle3" where it shall be no other. The rest is
+        for the model itself.
         """
         network = load(
             source,
@@ -113,7 +124,12 @@ class Model:
             quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
-        return cls(network, num_threads=num_threads, **memory)
+        if drafter is None:
+            return cls(network, num_threads=num_threads, **memory)
+        head = load_head(drafter, network, kind=drafter_kind)
+        model = cls(network, num_threads=num_threads, head=head, **memory)
+        probe(model, drafter)
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -126,9 +142,17 @@ class Model:
         return context_len(self._network.config)
 
     @property
+    def drafter(self) -> str:
+        """The kind of its head, "" without one."""
+        return self.reader.head.kind if self.reader is not None else ""
+
+    @property
     def path(self) -> str:
         """How keys and values are held and whether passes are captured, for people."""
-        return type(self._attention).__name__.lower() + ("" if self._pass == self._score else ", captured")
+        held = type(self._attention).__name__.lower()
+        if self.reader is not None:
+            return f"{held}, not captured, for {self.drafter} reads hidden states"
+        return held + ("" if self._pass == self._score else ", captured")
 
     @property
     def summary(self) -> str:
@@ -160,10 +184,9 @@ class Model:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
-        if any(row.draft.parents for row in rows):
-            return self._run_trees(rows)
         with self.threads.use(sum(len(row.fed) for row in rows)):
-            return self._pass(rows)
+            scored = self._run_trees(rows) if any(row.draft.parents for row in rows) else self._pass(rows)
+            return scored if self.reader is None else self.reader.draft(rows, scored)
 
     @torch.inference_mode()
     def _run_trees(self, rows: Sequence[Row]) -> list[Scored]:
@@ -245,7 +268,10 @@ class Model:
         # one copy to the device for all three
         packed = torch.tensor(tokens + positions + keep).to(self.device, non_blocking=True)
         n, plan = len(tokens), self._attention.plan(spans, self._windows)
-        return self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
+        logits = self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
+        if self.reader is not None:
+            self.reader.keep(spans)
+        return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
         call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
@@ -287,9 +313,13 @@ class Model:
     def _packed(self, texts: Sequence[Sequence[int]], expected: Tensor) -> Tensor:
         """What `_replay` finds, once the attention that suits the layers is chosen; with lean layers, if they find the same."""
         seen = self._survey()
+        if self.reader is not None:
+            self.reader.join(seen)
         self._windows = seen.windows
         if not self._chosen:
             self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
+        if self.reader is not None:
+            self.reader.settle(self._attention, self._windows)
         self._network.set_attn_implementation(self._attention.name)
         if slim(self._network, choose_kit(self.device, self.dtype)):
             with contextlib.suppress(*_REFUSALS):
@@ -320,6 +350,8 @@ class Model:
         self.logits([Row(cache, 0, draft, 1, params) for cache, draft in zip(caches, drafts, strict=True)])
         rows = [Row(cache, n, text[n:], 5, params) for cache, text, n in zip(caches, texts, cut, strict=True)]
         logits = self.logits(rows).view(len(texts), 5, -1)
+        if self.reader is not None:  # which takes memory of its own
+            self.reader.draft(rows, [Scored() for _ in rows])
         self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
         return logits
 

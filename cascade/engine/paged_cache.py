@@ -50,6 +50,10 @@ class Blocks:
             pair = self._layers[layer] = keys, values
         return pair
 
+    def held(self, layer: int) -> Tensor:
+        """Keys of a layer that was written."""
+        return self._layers[layer][0]
+
     def take(self, number: int) -> list[int]:
         """So many free blocks, for one user; raises `ModelError` if there are not as many."""
         if number > len(self._free):
@@ -193,6 +197,23 @@ class PagedCache:
             positions.index_copy_(0, self._slot_mapping[start:end], new.transpose(0, 1))
             found.append(positions.index_select(0, self._slot_mapping[: tiled(end)]).transpose(0, 1)[None])
         return found[0], found[1]
+
+    def put(self, layer: int, start: int, states: Tensor) -> None:
+        """Keep ``[n, width]`` from ``start`` on in a layer of its own, which nobody attends to; the positions are prepared."""
+        kept, _ = self._blocks.layer(layer, states[None], states[None, :, :0])
+        kept.flatten(0, 1).index_copy_(0, self._slots(start, start + len(states), states.device), states[:, None])
+
+    def get(self, layer: int, start: int, end: int) -> Tensor:
+        """What was kept there, ``[end - start, width]``."""
+        kept = self._blocks.held(layer)
+        return kept.flatten(0, 1).index_select(0, self._slots(start, end, kept.device))[:, 0]
+
+    def writable(self, position: int) -> bool:
+        """Whether what is held there is this session's alone."""
+        return not self._blocks.shared(self.table[position // self._blocks.block])
+
+    def _slots(self, start: int, end: int, device: torch.device) -> Tensor:
+        return torch.tensor(self.slot_mapping(start, end)).to(device, non_blocking=True)
 
     def free(self) -> None:
         """Give the blocks back."""

@@ -36,6 +36,7 @@ LOCAL_RANK = "LOCAL_RANK"  # which of the GPUs that it sees is a process's own, 
 START_TIMEOUT = timedelta(minutes=30)  # ranks load at different speeds
 PARAMS = SamplingParams(temperature=0, seed=0)  # logits do not depend on them
 END_S = 30.0  # for a process to end by itself: on a busy machine the interpreter alone takes some
+ALONE = "a drafter that reads the model needs it whole: take one rank, or another drafter"
 IDLE_TIMEOUT = timedelta(days=3650)  # without requests the others wait for the leader; that one is gone, they hear at once
 
 
@@ -139,6 +140,8 @@ class LeadingModel(Model):
     """A model whose other ranks follow; see `cascade.scorer.Scorer`."""
 
     def __init__(self, network: PreTrainedModel, **options: Any) -> None:
+        if options.get("head") is not None:
+            raise ModelError(ALONE)
         self._wire: Wire | None = None  # while the probe runs, which every rank runs by itself
         self._book = Book()
         self._fallen = ""
@@ -271,6 +274,8 @@ def mirror(caches: dict[int, Any], change: Change) -> None:
 
 def check_ranks(source: str, ranks: int, *, adapters: Mapping[str, str] = {}, **options: Any) -> None:
     """Raise `ModelError` if ``ranks`` cannot share the model of ``source``."""
+    if options.get("drafter") is not None:
+        raise ModelError(ALONE)
     if problem := sharing_problem(ranks, options.get("quantization"), adapters):
         raise ModelError(problem)
     known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}

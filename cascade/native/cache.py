@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.native.attention import FIELDS, Spans, blocks_of
@@ -57,6 +58,18 @@ class BlockedCache:
                 self._keys[layer][:, : held // LANES] = keys[layer]
                 self._values[layer][:, :, :held] = values[layer]
         self.addresses = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self._keys, self._values, strict=True)])
+
+    def put(self, layer: int, start: int, states: Tensor) -> None:
+        """Keep ``[n, width]`` from ``start`` on as the values of a layer that nobody attends to; there is room."""
+        _put(self._values[list(self.shapes).index(layer)], start, states)
+
+    def get(self, layer: int, start: int, end: int) -> Tensor:
+        """What was kept there, ``[end - start, width]``."""
+        return _get(self._values[list(self.shapes).index(layer)], start, end, self.shapes[layer])
+
+    def writable(self, position: int) -> bool:
+        """Whether what is held there is this session's alone."""
+        return True
 
     @torch.inference_mode()
     def take(self, source: "BlockedCache", positions: int) -> None:
@@ -133,6 +146,20 @@ class BlockedFork:
             yield heads * self.capacity * key_size
             yield heads * self.capacity * blocks_of(value_size) * LANES
 
+    def put(self, layer: int, start: int, states: Tensor) -> None:
+        """As a cache does."""
+        _put(self.layers()[list(self.base.shapes).index(layer)][1], start - self.origin, states)
+
+    def get(self, layer: int, start: int, end: int) -> Tensor:
+        """The same, what is before its position from its base."""
+        values, shape = self.layers()[list(self.base.shapes).index(layer)][1], self.base.shapes[layer]
+        own = _get(values, max(start, self.position) - self.origin, max(end, self.position) - self.origin, shape)
+        return own if start >= self.position else torch.cat([self.base.get(layer, start, min(end, self.position)), own])
+
+    def writable(self, position: int) -> bool:
+        """Its own positions are."""
+        return position >= self.position
+
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values as a cache's, from ``origin`` on; nothing if none were written."""
         if not self.capacity:
@@ -140,8 +167,8 @@ class BlockedFork:
         parts = iter(self._memory.split(list(self._sizes())))
         return [
             (
-                next(parts).view(shape.kv_heads, -1, shape.key_size, LANES),
-                next(parts).view(shape.kv_heads, blocks_of(shape.value_size), -1, LANES),
+                next(parts).view(shape.kv_heads, self.capacity // LANES, shape.key_size, LANES),
+                next(parts).view(shape.kv_heads, blocks_of(shape.value_size), self.capacity, LANES),
             )
             for shape in self.base.shapes.values()
         ]
@@ -159,6 +186,17 @@ class BlockedFork:
     def free(self) -> None:
         """Give the memory back."""
         self._memory, self.capacity = torch.zeros(0), 0
+
+
+def _put(values: Tensor, start: int, states: Tensor) -> None:
+    """Into ``[1, blocks, capacity, 16]``."""
+    values[0, :, start : start + len(states)] = (
+        F.pad(states, (0, -states.shape[1] % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1)
+    )
+
+
+def _get(values: Tensor, start: int, end: int, shape: Shape) -> Tensor:
+    return values[0, :, start:end].transpose(0, 1).flatten(1)[:, : shape.value_size]
 
 
 def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cascade.chain.block_manager import BlockManager
 from cascade.chain.branches import LEAST_OFFERED, Beside, Branches
-from cascade.chain.calibration import Calibration, Calibrations, gap_byte
+from cascade.chain.calibration import Calibration, Calibrations
 from cascade.chain.choice import affordable
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.profile import PassCost
@@ -15,7 +15,7 @@ from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
-from cascade.scorer import MAX_FORKED, RunnerUp, Scored
+from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
 from cascade.simulation.toy import ToyCache
 from tests.chain.test_session import VOCAB, opening
 

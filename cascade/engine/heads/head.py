@@ -1,0 +1,133 @@
+"""What a drafter that reads a model's hidden states is; knows nothing of files, and of sessions only their texts."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cascade.draft import Draft
+from cascade.engine.kv import Span
+from cascade.engine.lean import choose_kit, slim
+from cascade.engine.packed_linear import pack
+from cascade.engine.sampling import Asked, own_tokens_and_next, runner_ups
+from cascade.params import SamplingParams
+from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
+
+OFFERED = 1.0  # nats by which a first guess's runner-up may be behind it to be offered, too
+
+Step = tuple[int, Sequence[RunnerUp]]  # a guess, and the next one
+
+
+class Text(NamedTuple):
+    """The end of a session's text after a pass; its store holds what the head keeps of all tokens but the last."""
+
+    store: Any
+    start: int  # position of tokens[0], the first that the pass read
+    tokens: Sequence[int]
+    guesses: int  # wanted behind it
+    params: SamplingParams
+
+    @property
+    def end(self) -> int:
+        """Position behind it."""
+        return self.start + len(self.tokens)
+
+
+class Place(Protocol):
+    """Where a head works: beside a model, in its stores; see `cascade.engine.heads.reader.Reader`."""
+
+    def states(self, store: Any, start: int, end: int) -> Tensor:
+        """What was kept of these positions, ``[end - start, width]``."""
+
+    def plan(self, spans: Sequence[Span]) -> Any:
+        """What `attend` is given for rows that write and see the head's keys and values."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
+        """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
+
+    def rooms(self, texts: Sequence[Text]) -> AbstractContextManager[Sequence[Any]]:
+        """Stores for keys and values of the guesses behind each text, but the last one's; None where there is no memory."""
+
+
+class Head(nn.Module):
+    """A drafter that reads a model."""
+
+    kind = ""
+    reads: tuple[int, ...]  # hidden states, as Transformers counts them: 0 are embeddings, the last is normed
+    width: int  # numbers that it keeps of a position, see `state`
+    attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.kv.Survey.heads`
+    most = MAX_FORKED  # tokens that it can guess
+    _ids: Tensor | None
+
+    def __init__(self, vocab_size: int, ids: Tensor | None = None) -> None:
+        """``ids`` are the tokens that it knows, if these are not all ``vocab_size``."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.register_buffer("_ids", ids, persistent=False)
+
+    @property
+    def known(self) -> list[int]:
+        """Tokens that it can guess."""
+        return list(range(self.vocab_size)) if self._ids is None else list(self._ids.tolist())
+
+    def number(self, first: int) -> None:
+        """Its own layers are those from ``first`` on."""
+
+    def state(self, hidden: Sequence[Tensor]) -> Tensor:
+        """What is kept of each token ``[n, width]``, of the hidden states ``[n, hidden_size]`` that it ``reads``."""
+        raise NotImplementedError
+
+    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+        """Guesses behind each text, as many as are wanted or fewer."""
+        raise NotImplementedError
+
+    def first(self, text: Text, place: Place) -> Tensor:
+        """The likeliest guess behind each but the first token of a text that begins at 0, ``[n - 1]``."""
+        raise NotImplementedError
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits ``[n, vocab_size]``; tokens that it does not know are impossible."""
+        if self._ids is None:
+            return logits
+        out = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        out[:, self._ids] = logits
+        return out
+
+    def hasten(self) -> None:
+        """Pack its products and take leaner forms of its layers, as the model's."""
+        weight = next(self.parameters())
+        pack(self, [group for module in self.modules() for group in _groups(module)])
+        slim(self, choose_kit(weight.device, weight.dtype))
+
+
+def _groups(module: nn.Module) -> list[list[nn.Linear]]:
+    """Layers that are given one input."""
+    names = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    return [[getattr(module, name) for name in group] for group in names if all(hasattr(module, name) for name in group)]
+
+
+def choose(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """Guesses under the noise that all tiers share, and the next ones: see `with_runner_ups`."""
+    return own_tokens_and_next(logits, asked, 1)
+
+
+def steps_of(said: Tensor) -> list[Step]:
+    """What `choose` said, for the host."""
+    told = said.tolist()
+    return list(zip(told[0], runner_ups(told, 1), strict=True))
+
+
+def drafted(steps: Sequence[Step]) -> Draft:
+    """Guesses behind each other as a draft, with the runner-up of the first as a branch where it is close."""
+    tokens = [token for token, _ in steps]
+    parents = list(range(-1, len(steps) - 1))
+    gaps = [gap_byte(others[0].gap if others else math.inf) for _, others in steps]
+    for other in steps[0][1] if steps else ():
+        if other.gap < OFFERED:
+            tokens.append(other.token)
+            parents.append(-1)
+            gaps.append(gap_byte(other.gap))
+    return Draft(tuple(tokens), bytes(len(tokens)), bytes(gaps), tuple(parents))

@@ -1,0 +1,159 @@
+"""From a path or hub id to a head for a loaded model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from cascade.engine.checkpoint import reason
+from cascade.engine.heads.eagle import Eagle, Eagle3, Shared
+from cascade.engine.heads.formats import Checkpoint, kind_of, layers_of, read, token_ids
+from cascade.engine.heads.head import Head
+from cascade.engine.heads.medusa import Block, Medusa
+from cascade.errors import ModelError
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+ATTENTION = "layers.0.self_attn."
+
+
+class Verifier(NamedTuple):
+    """What a head must fit."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_len: int
+    shared: Shared
+
+    @classmethod
+    def of(cls, network: PreTrainedModel) -> "Verifier":
+        text, embed = network.config.get_text_config(), network.get_input_embeddings()
+        shared = Shared(embed, network.get_output_embeddings())
+        limit = getattr(text, "max_position_embeddings", None) or 2048
+        return cls(int(text.hidden_size), int(embed.weight.shape[0]), int(text.num_hidden_layers), int(limit), shared)
+
+
+def load_head(source: str, network: PreTrainedModel, *, kind: str = "auto", revision: str | None = None) -> Head:
+    """The head of a path or hub id, in the dtype and on the device of ``network``; raises `ModelError` if it does not fit."""
+    if kind not in ("auto", *MAKERS):
+        raise ModelError(f"drafter_kind is {kind!r}: it must be one of auto, {', '.join(MAKERS)}")
+    checkpoint = read(source, revision=revision)
+    found = kind_of(checkpoint)
+    if kind not in ("auto", found):
+        raise checkpoint.wrong(f"drafter_kind is {kind!r}, and its tensors are those of the kind {found!r}")
+    try:
+        with torch.device("meta"):
+            head = MAKERS[found](checkpoint, Verifier.of(network))
+    except ModelError:
+        raise
+    except Exception as error:  # of Transformers
+        raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
+    checkpoint.fill(head)
+    head = head.to(device=network.device, dtype=network.dtype).eval()
+    head.hasten()
+    return head
+
+
+def _medusa(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    size, blocks = verifier.hidden_size, []
+    for number in range(checkpoint.count("blocks.{}.")):
+        block, logits = f"blocks.{number}.", checkpoint.size(f"blocks.{number}.lm_head.weight")
+        _check_hidden(checkpoint, checkpoint.size(f"{block}lm_head.weight", 1), verifier)
+        biased = f"{block}layers.0.bias" in checkpoint.weights
+        layers = [nn.Linear(size, size, bias=biased) for _ in range(checkpoint.count(block + "layers.{}."))]
+        blocks.append(Block(layers, nn.Linear(size, logits, bias=False)))
+    ids = token_ids(checkpoint, "token_map", blocks[0].lm_head.out_features, verifier.vocab_size, offsets=False)
+    sizes = {"num_layers": verifier.num_layers, "hidden_size": size, "vocab_size": verifier.vocab_size}
+    return Medusa(blocks, ids=ids, **sizes)
+
+
+def _eagle(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    size = checkpoint.size("fc.weight")
+    _check_hidden(checkpoint, size, verifier)
+    _check_vocab(checkpoint, verifier)
+    options = _options(checkpoint, verifier)
+    return Eagle(_config(checkpoint, verifier), verifier.shared, reads=(verifier.num_layers,), fc_inputs=2 * size, **options)
+
+
+def _eagle3(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    size, inputs = checkpoint.size("fc.weight"), checkpoint.size("fc.weight", 1)
+    number, rest = divmod(inputs, verifier.hidden_size)
+    told = checkpoint.config.get("target_hidden_size")
+    if rest or told not in (None, verifier.hidden_size):
+        _check_hidden(checkpoint, told or inputs // 3, verifier)
+    _check_vocab(checkpoint, verifier)
+    own_embed = "embed_tokens.weight" in checkpoint.weights
+    if not own_embed and size != verifier.hidden_size:
+        raise checkpoint.wrong(f"it lacks the tensor embed_tokens.weight, for its hidden size {size} is not the model's")
+    logits = checkpoint.size("lm_head.weight")
+    norms = "whole" if "input_norm.weight" in checkpoint.weights else "each" if "fc_norm.0.weight" in checkpoint.weights else ""
+    return Eagle3(
+        _config(checkpoint, verifier),
+        verifier.shared,
+        own_embed=own_embed,
+        draft_vocab_size=logits,
+        norms=norms,
+        norm_before_residual=bool(checkpoint.config.get("norm_before_residual", False)),
+        norm_output=bool(checkpoint.config.get("norm_output", False)),
+        fc_inputs=inputs,
+        reads=layers_of(checkpoint, number, verifier.num_layers),
+        ids=token_ids(checkpoint, "d2t", logits, verifier.vocab_size, offsets=True),
+        **_options(checkpoint, verifier),
+    )
+
+
+MAKERS: dict[str, Callable[[Checkpoint, Verifier], Head]] = {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}
+
+
+def _options(checkpoint: Checkpoint, verifier: Verifier) -> dict[str, Any]:
+    """What both kinds of EAGLE are told."""
+    return {
+        "num_layers": checkpoint.count("layers.{}."),
+        "vocab_size": verifier.vocab_size,
+        "fc_biased": "fc.bias" in checkpoint.weights,
+        "biased": ATTENTION + "q_proj.bias" in checkpoint.weights,
+        "normed": ATTENTION + "q_norm.weight" in checkpoint.weights,
+    }
+
+
+def _config(checkpoint: Checkpoint, verifier: Verifier) -> LlamaConfig:
+    """Of a head's layers, sizes by their tensors; positions go as far as the verifier's."""
+    config = dict(checkpoint.config.get("transformer_layer_config") or checkpoint.config)
+    queries, keys = (checkpoint.size(f"{ATTENTION}{name}_proj.weight") for name in ("q", "k"))
+    heads = config.get("num_attention_heads")
+    if not isinstance(heads, int):
+        raise checkpoint.wrong("its config.json does not name num_attention_heads")
+    head_dim = int(config.get("head_dim") or queries // heads)
+    if queries != heads * head_dim or keys % head_dim or heads % max(1, keys // head_dim):
+        raise checkpoint.wrong(f"{heads} heads of {head_dim} do not fit its queries of {queries} and keys of {keys}")
+    return LlamaConfig(
+        hidden_size=checkpoint.size("fc.weight"),
+        intermediate_size=checkpoint.size("layers.0.mlp.gate_proj.weight"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys // head_dim,
+        head_dim=head_dim,
+        hidden_act=config.get("hidden_act") or "silu",
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=verifier.context_len,
+        attention_bias=f"{ATTENTION}o_proj.bias" in checkpoint.weights,
+        mlp_bias="layers.0.mlp.gate_proj.bias" in checkpoint.weights,
+        **{name: config[name] for name in ROPE if config.get(name) is not None},
+    )
+
+
+def _check_hidden(checkpoint: Checkpoint, size: int, verifier: Verifier) -> None:
+    if size != verifier.hidden_size:
+        raise checkpoint.wrong(f"it was made for a hidden size of {size}, and the model's is {verifier.hidden_size}")
+
+
+def _check_vocab(checkpoint: Checkpoint, verifier: Verifier) -> None:
+    """By what is about all tokens of the verifier: the tensors, or else the configuration."""
+    config = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    sizes: list[Any] = [
+        checkpoint.weights[name].shape[0] for name in ("embed_tokens.weight", "t2d") if name in checkpoint.weights
+    ]
+    for size in sizes or [config.get("vocab_size")]:
+        if size not in (None, verifier.vocab_size):
+            raise checkpoint.wrong(f"it was made for a vocabulary of {size} tokens, and the model has {verifier.vocab_size}")

@@ -1,0 +1,163 @@
+"""A head beside a model: hidden states are noted as a pass computes them, and kept with the keys and values of the sessions.
+
+What a head keeps are layers of the same stores, behind the model's: its own keys and values, and in one that nobody attends to
+the states that it reads. So all that happens to a store, be it rolled back, shared, forked, joined or freed, happens to
+them. They are exact as far as the text before a row, but for one position: where a row begins at the first position of a
+fork, or behind blocks that others hold, too, the entry before it belongs to another text, whose next token is another one.
+A head guesses a little worse then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from cascade.draft import Draft
+from cascade.engine.attention import Attention
+from cascade.engine.heads.head import Head, Text
+from cascade.engine.kv import Fork, Span, Survey
+from cascade.engine.paged_cache import PagedCache
+from cascade.errors import ModelError
+from cascade.native.cache import BlockedFork
+from cascade.scorer import MAX_FORKED, Row, Scored
+
+
+class Reader:
+    """``head`` in its place beside ``network``, see `cascade.engine.heads.head.Place`; raises `ModelError` if it has none."""
+
+    def __init__(self, head: Head, network: PreTrainedModel) -> None:
+        self.head = head
+        self._network = network
+        self._hidden: dict[int, Tensor] = {}  # of the last pass, `[1, n, hidden_size]`
+        self._hooks: list[Any] = []
+        self._kept = 0  # layer of the states
+        self._attention: Attention | None = None
+        self._windows: dict[int, int | None] = {}
+        self.listen(head.reads)
+
+    def listen(self, layers: Sequence[int]) -> None:
+        """Note these hidden states from now on, for the head to read."""
+        for hook in self._hooks:
+            hook.remove()
+        self.head.reads, self._hidden = tuple(layers), {}
+        self._hooks = [self._hook(layer) for layer in sorted(set(layers))]
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(decoder_layers(self._network))
+
+    def _hook(self, layer: int) -> Any:
+        decoder = decoder_layers(self._network)
+        if not 0 <= layer <= len(decoder):
+            raise ModelError(f"it reads hidden state {layer} of a model that has {len(decoder)} layers")
+        if layer == len(decoder):
+            return self._network.base_model.register_forward_hook(partial(_note_out, self._hidden, layer))
+        return decoder[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
+
+    # as a part of the model
+
+    def join(self, found: Survey) -> None:
+        """Add the head's layers to those of the model."""
+        first = 1 + max(found.windows)
+        self.head.number(first)
+        for layer, heads in enumerate(self.head.attends, first):
+            found.windows[layer], found.heads[layer] = None, heads
+        self._kept = first + len(self.head.attends)
+        found.kept[self._kept] = self.head.width
+
+    def settle(self, attention: Attention, windows: dict[int, int | None]) -> None:
+        """How keys and values are held."""
+        self._attention, self._windows = attention, windows
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Keep what the head reads of the pass that was run."""
+        states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])
+        self._hidden.clear()
+        for span in spans:
+            cache: Any = span.cache
+            cache.put(self._kept, span.start, states[span.begin : span.end])
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
+        """Go on with what a pass has read and said, and guess behind the rows that want it."""
+        drafts: list[Draft | None] = [None] * len(rows)
+        texts = [self._text(row, one) for row, one in zip(rows, scored, strict=True)]
+        places = [place for place, text in enumerate(texts) if text is not None]
+        if places:
+            said = self.head.draft([text for text in texts if text is not None], self)
+            for place, draft in zip(places, said, strict=True):
+                drafts[place] = draft
+        return [replace(one, draft=draft) if draft else one for one, draft in zip(scored, drafts, strict=True)]
+
+    def _text(self, row: Row, scored: Scored) -> Text | None:
+        """The text that a row leaves; nothing of a fork that would not be read to its end."""
+        new = row.draft.walk(scored.own)[0] if row.num_own == 1 and scored.own else []
+        text = Text(row.cache, row.start, [*row.tokens, *new], min(row.guesses, self.head.most) if new else 0, row.params)
+        if not isinstance(row.cache, Fork | BlockedFork):
+            return text
+        return text._replace(guesses=0) if new and text.end == row.start + len(row.fed) + 1 else None
+
+    # what the head asks for
+
+    def states(self, store: Any, start: int, end: int) -> Tensor:
+        kept: Tensor = store.get(self._kept, start, end)
+        return kept
+
+    def plan(self, spans: Sequence[Span]) -> Any:
+        assert self._attention is not None
+        return self._attention.plan(spans, self._windows)
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
+        assert self._attention is not None
+        function: Callable[..., tuple[Tensor, None]] = AttentionInterface()[self._attention.name]
+        return function(module, query, key, value, None, scaling=query.shape[3] ** -0.5, cascade_pass=planned)[0]
+
+    @contextmanager
+    def rooms(self, texts: Sequence[Text]) -> Iterator[list[Any]]:
+        forks: list[Any] = []
+        try:
+            yield [_room(text, forks) for text in texts]
+        finally:
+            for fork in forks:
+                fork.free()
+
+
+def _room(text: Text, forks: list[Any]) -> Any:
+    """The store itself, as far as it has room behind the text, or else a fork; None if there is no memory for one."""
+    begin, store = text.end - 1, text.store
+    end = begin + min(text.guesses - 1, MAX_FORKED)
+    if end <= begin:
+        return store
+    try:
+        if end > store.capacity:
+            store = store.fork(begin)
+            forks.append(store)
+        if isinstance(store, PagedCache):
+            store.prepare(begin, end)
+        return store
+    except ModelError:
+        return None
+
+
+def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model, in their order; raises `ModelError` if they are not found."""
+    number, base = network.config.get_text_config().num_hidden_layers, network.base_model
+    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == number)
+    layers = next(lists, None)
+    if layers is None or base is network:
+        raise ModelError(f"the layers of {type(network).__name__} are not found")
+    return layers
+
+
+def _note_in(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    hidden[layer] = given[0] if given else named["hidden_states"]
+
+
+def _note_out(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+    hidden[layer] = out[0]

@@ -1,0 +1,483 @@
+"""Heads in the pass of a model: what their papers say they guess, whatever happened to the stores before, and no other text."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cascade import Cascade, ModelError, SamplingParams, family
+from cascade.draft import NO_DRAFT, Draft
+from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
+from cascade.engine.graphs import eager
+from cascade.engine.heads import probe as probing
+from cascade.engine.heads.head import OFFERED, choose, drafted, steps_of
+from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.probe import probe
+from cascade.engine.model import Model
+from cascade.engine.parallel import LeadingModel, check_ranks
+from cascade.engine.tokenizer import Tokenizer
+from cascade.scorer import BLOCK, Row, Scored, gap_byte
+from tests.architectures import CONTEXT, VOCAB, build
+from tests.forks import Piece, check_forks, tokens
+from tests.heads import Made, Paper, eagle, eagle3, medusa
+from tests.kernels import varlen
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+WARM = SamplingParams(temperature=0.8, seed=7)
+LAYERS = 6
+WAYS = ("native", "contiguous", "gathered", "varlen")
+STYLES = ("medusa", "medusa-vllm", "eagle", "eagle3", "eagle3-specforge", "eagle3-speculators")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(style: str, folder: Path) -> Made:
+    kind, _, variant = style.partition("-")
+    if kind == "medusa":
+        return medusa(folder, vllm=variant == "vllm")
+    return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
+
+
+def attention(way: str) -> Attention | None:
+    ways: dict[str, Attention | None] = {
+        "native": None,
+        "contiguous": Contiguous(),
+        "gathered": Gathered(BLOCK),
+        "varlen": Varlen(varlen, torch.device("cpu"), BLOCK),
+    }
+    return ways[way]
+
+
+@cache
+def folder_of(base: Path, style: str) -> tuple[Made, str]:
+    made = make(style, base / style)
+    return made, made.write("medusa_lm_head.pt" if style == "medusa" else "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+@cache
+def served(base: Path, style: str, way: str, name: str = "llama") -> tuple[Model, Paper]:
+    """A model with a head, and what the head's paper says."""
+    made, source = folder_of(base, style)
+    network = build(name, num_hidden_layers=LAYERS)
+    model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=load_head(source, network))
+    plain = build(name, num_hidden_layers=LAYERS)
+    plain.set_attn_implementation("eager")
+    return model, Paper(made, plain)
+
+
+@dataclass
+class Session:
+    """A text at a model with a head, driven at random; its guesses are held against those made from nothing."""
+
+    model: Model
+    paper: Paper
+    params: SamplingParams
+    rng: random.Random
+    text: list[int]
+    held: int = 0  # positions of the text in the store
+    store: Any = None
+    row: Row | None = None
+    guessed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = self.store or self.model.new_cache()
+
+    def next(self) -> Row:
+        """A chunk, or the text's end with a draft that may be a tree, from where the store ends or before."""
+        rng = self.rng
+        if rng.random() < 0.2 and len(self.text) > 4:  # another text from somewhere on
+            cut = rng.randint(2, len(self.text) - 1)
+            self.text[cut:] = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
+            self.held, self.guessed = min(self.held, cut), []
+        start = self.held if rng.random() < 0.7 else rng.randint(0, self.held)
+        unread = self.text[start:]
+        if len(unread) > 1 and rng.random() < 0.4:
+            self.row = Row(self.store, start, unread[: rng.randint(1, len(unread) - 1)], 0, self.params, guesses=2)
+        else:
+            self.row = Row(self.store, start, unread, 1, self.params, draft=self._draft(), guesses=rng.randint(0, 5))
+        return self.row
+
+    def _draft(self) -> Draft:
+        """Right as far as some length, as a line or with branches."""
+        rng, right = self.rng, []
+        for _ in range(rng.randint(0, 3)):
+            [scored] = self.model.run([Row(store := self.model.new_cache(), 0, [*self.text, *right], 1, self.params)])
+            right.append(scored.own[0])
+            store.free()
+        said = [*right, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 2)))]
+        if not said or rng.random() < 0.5 or len(self.text) > 60:
+            return Draft(tuple(said), bytes(len(said)))
+        wrong = (said[0] + 1) % VOCAB  # a tree whose trunk is wrong
+        return Draft((wrong, *said), bytes(1 + len(said)), b"", (-1, -1, *range(1, len(said))))
+
+    def check(self, scored: Scored) -> None:
+        row = self.row
+        assert row is not None
+        if not row.num_own:
+            assert scored.draft == NO_DRAFT
+            self.held = row.start + len(row.tokens)
+            return
+        self.text += row.draft.walk(scored.own)[0]
+        self.held = len(self.text) - 1
+        number = min(row.guesses, 3 if self.paper.made.kind == "medusa" else 99)
+        assert len(scored.draft.trunk) == number
+        if number:
+            assert list(scored.draft.trunk.tokens) == self.paper.guesses(self.text, number, self.params)
+
+
+CASES = [(style, "native") for style in STYLES] + [(style, way) for style in ("medusa", "eagle3") for way in WAYS[1:]]
+
+
+@pytest.mark.parametrize(("style", "way"), CASES)
+def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: str, way: str) -> None:
+    """Guards keys and values of heads: chunks, wrong drafts, trees, rollbacks and companions change no guess."""
+    model, paper = served(base, style, way)
+    for seed in range(3):
+        rng = random.Random(seed)
+        texts = [[rng.randrange(VOCAB) for _ in range(size)] for size in (2, 9, 20)]
+        sessions = [
+            Session(model, paper, params, rng, text) for params, text in zip((GREEDY, WARM, GREEDY), texts, strict=True)
+        ]
+        for _ in range(9):
+            chosen = rng.sample(sessions, rng.randint(1, 3))
+            for session, scored in zip(chosen, model.run([session.next() for session in chosen]), strict=True):
+                session.check(scored)
+        if isinstance(model._attention, Paged):
+            model._attention.blocks.check([session.store for session in sessions])
+        for session in sessions:
+            session.store.free()
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the formulas: a norm left out or another hidden state would show in few guesses of a tiny model only."""
+    model, paper = served(base, style, "native", name)
+    assert model.reader is not None
+    seen: list[Tensor] = []
+    whole = model.reader.head.whole
+
+    def noted(logits: Tensor) -> Tensor:
+        out = whole(logits)
+        seen.append(out[0])
+        return out
+
+    monkeypatch.setattr(model.reader.head, "whole", noted)
+    text, store = [(37 * place + 11) % VOCAB for place in range(30)], model.new_cache()
+    model.run([Row(store, 0, text[:13], 0, GREEDY)])
+    [scored] = model.run([Row(store, 13, text[13:], 1, GREEDY, guesses=3)])
+    assert list(scored.draft.trunk.tokens) == paper.guesses([*text, *scored.own], 3, GREEDY)
+    torch.testing.assert_close(torch.stack(seen), torch.stack(paper.logits), rtol=1e-4, atol=1e-4)
+    store.free()
+
+
+@pytest.mark.parametrize("style", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str) -> None:
+    """Guards reuse: what a head keeps of a prefix is taken with its keys and values, and is not written for the other one."""
+    model, paper = served(base, style, way)
+    text = [(13 * place + 5) % VOCAB for place in range(3 * BLOCK)]
+    one = Session(model, paper, GREEDY, random.Random(0), list(text))
+    model.run([Row(one.store, 0, text, 1, GREEDY)])
+    for positions in (2 * BLOCK, BLOCK + 3):
+        taker = model.new_cache()
+        taker.reserve(4 * BLOCK)
+        taker.take(one.store, positions)
+        end = [*text[positions : positions + 2], 7, 9]
+        [scored] = model.run([Row(taker, positions, end, 1, GREEDY, guesses=4)])
+        whole = [*text[:positions], *end, *scored.own]
+        assert list(scored.draft.trunk.tokens) == paper.guesses(whole, 4, GREEDY)
+        taker.free()
+    [scored] = model.run([Row(one.store, len(text) - 1, text[-1:], 1, GREEDY, guesses=4)])
+    assert list(scored.draft.trunk.tokens) == paper.guesses([*text, *scored.own], 4, GREEDY)
+    one.store.free()
+
+
+@pytest.mark.parametrize("style", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) -> None:
+    """Guards branches that were written for a while: all that a head keeps of them comes along, but for the one entry before
+    the fork, which is another text's where that went on otherwise."""
+    model, paper = served(base, style, way)
+    text, branch = [(29 * place + 3) % VOCAB for place in range(21)], [50, 4]
+    for same in (True, False):
+        store = model.new_cache()
+        model.run([Row(store, 0, [*text, branch[0] if same else 8, 30], 1, GREEDY)])
+        fork = store.fork(len(text))
+        written = list(branch)
+        model.run([Row(fork, len(text), written[:1], 0, GREEDY)])  # a chunk
+        [scored] = model.run([Row(fork, len(text), written, 1, GREEDY, guesses=4)])
+        assert scored.draft == NO_DRAFT or way in WAYS[2:]  # where forks are stores like others
+        written += scored.own
+        [scored] = model.run([Row(fork, len(text) + 2, written[2:], 1, GREEDY)])
+        store.join(fork)
+        written += scored.own
+        [scored] = model.run([Row(store, len(text) + 3, written[3:], 1, GREEDY, guesses=4)])
+        guesses = list(scored.draft.trunk.tokens)
+        expected = paper.guesses([*text, *written, *scored.own], 4, GREEDY)
+        assert len(guesses) == len(expected)
+        assert guesses == expected or (style != "medusa" and not same)
+        store.free()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
+    """Guards states in stores under any schedule of forks and joins, as keys and values are guarded."""
+    model, _ = served(base, "eagle3", way)
+
+    def score(pieces: Sequence[Piece]) -> list[Tensor]:
+        assert model.reader is not None
+        model.logits([Row(piece.store, piece.start, tokens(piece, VOCAB), 0, GREEDY) for piece in pieces])
+        ends = [piece.start + len(piece.picks) for piece in pieces]
+        states = [model.reader.states(piece.store, 0, end) for piece, end in zip(pieces, ends, strict=True)]
+        return [state[piece.start :].clone() for state, piece in zip(states, pieces, strict=True)]
+
+    for seed in range(4):
+        check_forks(random.Random(seed), model.new_cache, score, 90)
+
+
+@pytest.mark.parametrize("style", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) -> None:
+    """Guards memory: guesses at the end of a store take a fork for a moment, or there are fewer of them."""
+    _, source = folder_of(base, style)
+    network = build("llama", num_hidden_layers=LAYERS)
+    model = Model(network, attention=attention(way), cache_tokens=CONTEXT, num_threads=1, head=load_head(source, network))
+    store = model.new_cache()
+    text = [(31 * place + 2) % VOCAB for place in range(CONTEXT - 1)]
+    store.reserve(len(text))
+    before = store.capacity
+    [scored] = model.run([Row(store, 0, text, 1, GREEDY, guesses=6)])
+    assert store.capacity == before or way == "contiguous"  # where forks lie in their base for a moment
+    assert 1 <= len(scored.draft.trunk) <= 6
+    _, paper = served(base, style, way)
+    number = len(scored.draft.trunk)
+    assert list(scored.draft.trunk.tokens) == paper.guesses([*text, *scored.own], number, GREEDY)
+    if isinstance(model._attention, Paged):
+        model._attention.blocks.check([store])
+    store.free()
+
+
+def test_own_tokens_are_those_without_a_head(base: Path) -> None:
+    """Guards the text: the bits of logits, in chunks and behind drafts, do not know of a head."""
+    model, _ = served(base, "eagle3", "native")
+    alone = Model(build("llama", num_hidden_layers=LAYERS), num_threads=1)
+    rows = [(0, range(3, 40), 1), (37, range(5, 12), 4), (20, range(9, 13), 2)]
+    stores = model.new_cache(), alone.new_cache()
+    for start, text, own in rows:
+        found = [
+            each.logits([Row(store, start, list(text), own, WARM, guesses=3)])
+            for each, store in zip((model, alone), stores, strict=True)
+        ]
+        assert torch.equal(*found)
+        said = [
+            each.run([Row(store, start, list(text), own, WARM, guesses=3, runner_ups=1)])[0]
+            for each, store in zip((model, alone), stores, strict=True)
+        ]
+        assert (said[0].own, said[0].runner_ups) == (said[1].own, said[1].runner_ups)
+
+
+@pytest.mark.parametrize("style", ["medusa", "eagle", "eagle3"])
+def test_sixteen_bits_and_graphs(base: Path, style: str) -> None:
+    """Guards other dtypes and devices: a head is as wide as its model, and passes that it reads are not captured."""
+    _, source = folder_of(base, style)
+    network = build("llama", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    model = Model(network, num_threads=1, head=load_head(source, network))
+    store = model.new_cache()
+    [scored] = model.run([Row(store, 0, [4, 5, 6], 1, WARM, guesses=3)])
+    assert len(scored.draft.trunk) == 3
+    network = build("llama", num_hidden_layers=LAYERS)
+    model = Model(network, attention=Gathered(BLOCK), capture=eager, cache_tokens=1024, head=load_head(source, network))
+    assert model.path == f"gathered, not captured, for {model.drafter} reads hidden states"
+
+
+def test_runner_ups_of_first_guesses_are_offered() -> None:
+    """Guards confidences and the second branch: bytes of gaps, as the tiers below send them; impossible tokens are no guess."""
+    logits = torch.tensor([[0.0, 3.0, 2.5, -torch.inf], [5.0, 0.0, 0.0, 0.0]])
+    steps = steps_of(choose(logits, [(GREEDY, 4, 2)]))
+    draft = drafted(steps)
+    assert draft == Draft((1, 0, 2), bytes(3), bytes([gap_byte(0.5), gap_byte(5.0), gap_byte(0.5)]), (-1, 0, -1))
+    assert drafted(steps[1:]) == Draft((0,), bytes(1), bytes([gap_byte(5.0)]))
+    assert OFFERED > 0.5
+    alone = torch.tensor([[-torch.inf, 0.0]])
+    assert drafted(steps_of(choose(alone, [(GREEDY, 4, 1)]))).confidences == bytes([255])
+    assert drafted([]) == NO_DRAFT
+
+
+# loading
+
+
+def spoiled(made: Made, problem: str) -> None:
+    """A checkpoint with one mistake."""
+    weights, query = made.weights, next((name for name in made.weights if "q_proj" in name), "")
+    if problem == "lacks":
+        del weights[next(name for name in weights if "post_attention" in name or name == "1.1.weight")]
+    elif problem == "hidden size":
+        key = "fc.weight" if made.kind != "medusa" else "0.1.weight"
+        weights[key] = weights[key][:, :-2]
+    elif problem == "vocabulary":
+        weights["t2d" if made.kind == "eagle3" else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"] = (
+            torch.zeros(VOCAB + 8, 32)
+        )
+    elif problem == "tokens":
+        weights["d2t"] = weights["d2t"] + 60
+    elif problem == "negative tokens":
+        weights["d2t"] = weights["d2t"] - 90
+    elif problem == "unknown":
+        weights["mask_hidden" if made.kind != "medusa" else "strange.weight"] = torch.zeros(1)
+    elif problem == "shape":
+        weights[query] = weights[query][:-8]
+    elif problem == "names":
+        made.weights = {f"x.{name}": tensor for name, tensor in weights.items()}
+
+
+PROBLEMS = [
+    ("eagle3", "lacks", {}, "lacks the tensor layers.0.post_attention_layernorm.weight"),
+    ("medusa", "lacks", {}, "lacks the tensor blocks.1.lm_head.weight"),
+    ("eagle3", "hidden size", {}, "made for a hidden size of 31, and the model's is 32"),
+    ("eagle", "hidden size", {}, r"fc.weight is \[32, 62\], and has to be \[32, 64\]"),
+    ("medusa", "hidden size", {}, "made for a hidden size of 30"),
+    ("eagle3", "", {"target_hidden_size": 64}, "made for a hidden size of 64"),
+    ("eagle3", "vocabulary", {}, "made for a vocabulary of 104 tokens, and the model has 96"),
+    ("eagle", "vocabulary", {}, "made for a vocabulary of 104 tokens"),
+    ("medusa", "vocabulary", {}, "guesses among 104 tokens, and the model has 96"),
+    ("eagle3", "tokens", {}, "by its tensor d2t it guesses tokens"),
+    ("eagle3", "negative tokens", {}, "by its tensor d2t it guesses tokens -"),
+    ("eagle3", "unknown", {}, "none of the kinds medusa, eagle and eagle3"),
+    ("medusa", "unknown", {}, "has the tensor strange.weight"),
+    ("eagle3", "shape", {}, "4 heads of 6 do not fit"),
+    ("eagle", "names", {}, "none of the kinds"),
+    ("eagle3", "", {"num_attention_heads": None}, "does not name num_attention_heads"),
+    (
+        "eagle3",
+        "",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        "is for 3 hidden states, and its config names 2",
+    ),
+    ("eagle3", "", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads hidden states 1, 2, 9, and the model has 6 layers"),
+    ("eagle3", "", {"rope_scaling": {"rope_type": "warp"}}, "its config.json is wrong"),
+]
+
+
+@pytest.mark.parametrize(("style", "problem", "config", "words"), PROBLEMS)
+def test_heads_that_do_not_fit_are_refused(
+    tmp_path: Path, style: str, problem: str, config: dict[str, Any], words: str
+) -> None:
+    """Guards against a drafter of another model that loads without a word and guesses nonsense, or writes outside."""
+    made = make(style, tmp_path)
+    spoiled(made, problem)
+    source = made.write("medusa_lm_head.safetensors" if style == "medusa" else "pytorch_model.bin", **config)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_head(source, build("llama", num_hidden_layers=LAYERS))
+    assert "\n" not in str(caught.value)
+    assert source in str(caught.value)
+
+
+def test_other_mistakes_are_named(tmp_path: Path) -> None:
+    """Guards the messages for what is no drafter at all: no path, no files, files that are damaged, another kind."""
+    network = build("llama", num_hidden_layers=LAYERS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "pytorch_model.bin").write_bytes(b"garbage")
+    source = eagle(tmp_path / "eagle").write()
+    for where, kind, words in (
+        (str(tmp_path / "nowhere"), "auto", "There is no folder"),
+        (str(tmp_path / "empty"), "auto", "has none of the files"),
+        (str(tmp_path / "broken"), "auto", "No drafter can be loaded"),
+        (source, "eagle3", "drafter_kind is 'eagle3', and its tensors are those of the kind 'eagle'"),
+        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3"),
+    ):
+        with pytest.raises(ModelError, match=words) as caught:
+            load_head(where, network, kind=kind)
+        assert "\n" not in str(caught.value)
+    shallow = build("llama", num_hidden_layers=1)
+    with pytest.raises(ModelError, match="hidden states 2, 0, -2, and the model has 1 layers"):
+        load_head(eagle3(tmp_path / "deep").write(), shallow)
+
+
+def test_ranks_refuse_heads(base: Path) -> None:
+    """Guards models that several processes share, whose followers know no heads."""
+    _, source = folder_of(base, "medusa")
+    network = build("llama", num_hidden_layers=LAYERS)
+    with pytest.raises(ModelError, match="take one rank"):
+        LeadingModel(network, head=load_head(source, network))
+    with pytest.raises(ModelError, match="take one rank"):
+        check_ranks("anything", 2, drafter=source)
+
+
+@pytest.mark.parametrize("better", [0.9, 0.1])
+def test_the_probe_refuses_on_proof_alone(base: Path, better: float, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Guards both ways: layers that are counted otherwise are found out, and a head that knows nothing yet is served."""
+    model, _ = served(base, "eagle3", "native")
+    assert model.reader is not None
+    reads = model.reader.head.reads
+    shifted = tuple(layer + 1 for layer in reads)
+    monkeypatch.setattr(probing, "_agreement", lambda model, text: better if model.reader.head.reads == shifted else 0.01)
+    if better < 0.5:
+        assert probe(model, "it") == 0.01
+        assert "1 % of the guesses of the drafter it are right" in caplog.text
+    else:
+        with pytest.raises(ModelError, match=r"reads the hidden states 2, 3, 3, .* of 3, 4, 4 it would be 90%"):
+            probe(model, "it")
+    assert model.reader.head.reads == reads
+
+
+# in a cascade
+
+
+class Guessing(Model):
+    """A model whose rows all want guesses."""
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return super().run([replace(row, guesses=4) for row in rows])
+
+
+def constant(made: Made) -> Any:
+    """A model that always says one token, and a head that copies it."""
+    network = build("llama", vocab_size=4096, tie_word_embeddings=False)
+    with torch.no_grad():
+        network.get_input_embeddings().weight[:] = network.get_input_embeddings().weight[0].clone()
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    for block in range(3):
+        made.weights[f"{block}.1.weight"] = network.get_output_embeddings().weight.data.clone()
+        made.weights[f"{block}.0.linear.weight"] = torch.zeros(32, 32)
+        made.weights[f"{block}.0.linear.bias"] = torch.zeros(32)
+    return network
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) -> None:
+    """Guards the way of guesses from the pass into the next one: a head that says what its model says saves passes, at any
+    temperature, for both have the same noise; and the text is the same."""
+    made = medusa(tmp_path)
+    network = constant(made)
+    source, tokenizer = made.write(), Tokenizer.from_pretrained(family.paths()[-1])
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    with Cascade([Model(constant(made), num_threads=1)], tokenizer) as alone:
+        expected = alone.generate([5, 6, 7], params)
+    model = Guessing(network, num_threads=1, head=load_head(source, network))
+    assert probe(model, source) == 1.0
+    with Cascade([model], tokenizer) as cascade:
+        completion = cascade.generate([5, 6, 7], params)
+        passes = cascade.tiers[0].snapshot().passes
+    assert completion.token_ids == expected.token_ids
+    assert passes <= 2 + len(completion.token_ids) / 4

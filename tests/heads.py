@@ -1,0 +1,212 @@
+"""Small random heads in the formats that they are published in, and what their papers' formulas say, without any cache."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cascade.engine.sampling import own_tokens
+from cascade.params import SamplingParams
+from tests.architectures import VOCAB
+
+SIZE, HEADS, KV_HEADS, HEAD_DIM, WIDE = 32, 4, 2, 8, 48
+KNOWN = 40  # tokens of an EAGLE-3 head
+EPSILON = 1e-5
+
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Made:
+    """A head that was written to ``folder``, under the names of one format."""
+
+    kind: str
+    weights: Weights
+    config: dict[str, Any]
+    folder: Path
+    reads: tuple[int, ...] = ()  # as Transformers counts hidden states
+
+    def write(self, file: str = "model.safetensors", **changes: Any) -> str:
+        """Its files; ``changes`` are of its configuration."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".safetensors"):
+            save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, self.folder / file)
+        else:
+            torch.save(self.weights, self.folder / file)
+        (self.folder / "config.json").write_text(json.dumps({**self.config, **changes}))
+        return str(self.folder)
+
+
+def medusa(folder: Path, *, blocks: int = 3, seed: int = 0, vllm: bool = False) -> Made:
+    """As its authors write it, or as vLLM does."""
+    noise = torch.Generator().manual_seed(seed)
+    weights: Weights = {}
+    for block in range(blocks):
+        names = (
+            (f"blocks.{block}.layers.0.weight", f"lm_heads.{block}.weight")
+            if vllm
+            else (f"{block}.0.linear.weight", f"{block}.1.weight")
+        )
+        weights[names[0]] = _matrix(noise, SIZE, SIZE)
+        weights[names[1]] = _matrix(noise, VOCAB, SIZE)
+        if not vllm:
+            weights[f"{block}.0.linear.bias"] = _matrix(noise, SIZE)
+    return Made("medusa", weights, {"medusa_num_heads": 2, "medusa_num_layers": 1}, folder)  # which are 3
+
+
+def eagle(folder: Path, *, seed: int = 0) -> Made:
+    """With the verifier's embedding again, and its number of layers."""
+    noise = torch.Generator().manual_seed(seed)
+    weights = _layer(noise, "layers.0.", SIZE) | {"fc.weight": _matrix(noise, SIZE, 2 * SIZE), "fc.bias": _matrix(noise, SIZE)}
+    weights["embed_tokens.weight"] = _matrix(noise, VOCAB, SIZE)
+    config = {"num_attention_heads": HEADS, "num_hidden_layers": 40, "vocab_size": VOCAB, "rms_norm_eps": EPSILON}
+    return Made("eagle", weights, config, folder)
+
+
+def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = SIZE) -> Made:
+    """Of the authors, of SpecForge, which names the layers whose outputs it reads, or of the ``speculators`` library."""
+    noise = torch.Generator().manual_seed(seed)
+    layer = "midlayer." if style != "speculators" else "layers.0."
+    weights = _layer(noise, layer, 2 * size) | {"fc.weight": _matrix(noise, size, 3 * SIZE)}
+    weights["lm_head.weight"] = _matrix(noise, KNOWN, size)
+    for name in (f"{layer}input_layernorm.weight", f"{layer}hidden_norm.weight", "norm.weight"):
+        weights[name] = 1 + 0.1 * _matrix(noise, size)
+    ids = torch.randperm(VOCAB, generator=noise)[:KNOWN].sort().values
+    weights["d2t"] = ids - torch.arange(KNOWN)
+    weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    inner = {"num_attention_heads": HEADS, "num_hidden_layers": 40, "vocab_size": VOCAB, "rms_norm_eps": EPSILON}
+    made = Made("eagle3", weights, {**inner, "draft_vocab_size": KNOWN, "max_position_embeddings": 16}, folder)
+    if style == "specforge":
+        made.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+        made.reads = (1, 3, 4)
+    if style == "speculators":
+        weights["embed_tokens.weight"] = _matrix(noise, VOCAB, size)
+        weights["input_norm.weight"] = 1 + 0.1 * _matrix(noise, 3 * SIZE)
+        options = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+        made.config = {"transformer_layer_config": inner, "eagle_aux_hidden_state_layer_ids": [1, 2, 5], **options}
+        made.reads = (1, 2, 5)
+    return made
+
+
+def _matrix(noise: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=noise) * 1.2 * shape[-1] ** (-0.5 if len(shape) > 1 else 0)
+
+
+def _layer(noise: torch.Generator, name: str, inputs: int) -> Weights:
+    size = inputs // 2 if inputs > SIZE else inputs
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.o_proj": (size, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (WIDE, size),
+        "mlp.up_proj": (WIDE, size),
+        "mlp.down_proj": (size, WIDE),
+    }
+    weights = {f"{name}{part}.weight": _matrix(noise, *shape) for part, shape in shapes.items()}
+    return weights | {f"{name}post_attention_layernorm.weight": 1 + 0.1 * _matrix(noise, size)}
+
+
+# the formulas
+
+
+@dataclass
+class Paper:
+    """What a head guesses behind a text, computed anew for each guess by the formulas of its paper."""
+
+    made: Made
+    verifier: PreTrainedModel  # with Transformers' own attention
+    logits: list[Tensor] = field(default_factory=list)  # of the last guesses, over all tokens
+
+    def __post_init__(self) -> None:
+        self.weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in self.made.weights.items()}
+
+    @torch.no_grad()
+    def guesses(self, text: Sequence[int], number: int, params: SamplingParams) -> list[int]:
+        """Tokens behind ``text``, the last token of which the verifier has not read."""
+        out = self.verifier(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
+        hidden = [state[0] for state in out.hidden_states]
+        made = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3}[self.made.kind]
+        self.logits = []
+        return made(list(text), hidden, number, params)
+
+    def _pick(self, logits: Tensor, params: SamplingParams, position: int) -> int:
+        self.logits.append(logits)
+        return int(own_tokens(logits[None], [(params, position, 1)])[0])
+
+    def _medusa(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        last, found, w = hidden[-1][-1], [], self.weights
+        for k in range(min(number, 3)):
+            if f"{k}.0.linear.weight" in w:
+                x = last + F.silu(w[f"{k}.0.linear.weight"] @ last + w[f"{k}.0.linear.bias"])
+                logits = w[f"{k}.1.weight"] @ x
+            else:
+                logits = w[f"lm_heads.{k}.weight"] @ (last + F.silu(w[f"blocks.{k}.layers.0.weight"] @ last))
+            found.append(self._pick(logits, params, len(text) + k))
+        return found
+
+    def _eagle(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        w, states = self.weights, hidden[-1]
+        embedding, lm_head = self.verifier.get_input_embeddings(), self.verifier.get_output_embeddings()
+        for _ in range(number):
+            x = F.linear(torch.cat([embedding(torch.tensor(text[1:])), states], -1), w["fc.weight"], w["fc.bias"])
+            out = self._over(x, x)
+            text.append(self._pick(lm_head(out[-1]), params, len(text)))
+            states = torch.cat([states, out[-1:]])
+        return text[-number:]
+
+    def _eagle3(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        w, config = self.weights, self.made.config
+        n = len(hidden) - 1
+        read = torch.cat([hidden[layer] for layer in self.made.reads or (2, n // 2, n - 3)], -1)
+        states = F.linear(_norm(read, w["input_norm.weight"]) if "input_norm.weight" in w else read, w["fc.weight"])
+        embedding = w.get("embed_tokens.weight", self.verifier.get_input_embeddings().weight)
+        for _ in range(number):
+            normed = _norm(states, w["layers.0.hidden_norm.weight"])
+            x = torch.cat([_norm(embedding[text[1:]], w["layers.0.input_layernorm.weight"]), normed], -1)
+            out = self._over(x, normed if config.get("norm_before_residual") else states)[-1:]
+            known = F.linear(_norm(out, w["norm.weight"]), w["lm_head.weight"])[0]
+            logits = torch.full((VOCAB,), -torch.inf)
+            logits[w["d2t"] + torch.arange(KNOWN)] = known
+            text.append(self._pick(logits, params, len(text)))
+            states = torch.cat([states, _norm(out, w["norm.weight"]) if config.get("norm_output") else out])
+        return text[-number:]
+
+    def _over(self, x: Tensor, residual: Tensor) -> Tensor:
+        """A Llama layer over a whole text."""
+        w = {name.removeprefix("layers.0."): tensor for name, tensor in self.weights.items()}
+        residual = residual + F.linear(_attention(x, w), w["self_attn.o_proj.weight"])
+        normed = _norm(residual, w["post_attention_layernorm.weight"])
+        gate, up = (F.linear(normed, w[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return residual + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def _attention(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    query, key, value = (F.linear(x, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
+    query, key = _turned(query), _turned(key)
+    out = []
+    for head in range(HEADS):
+        shared = head * KV_HEADS // HEADS
+        scores = query[:, head] @ key[:, shared].T * HEAD_DIM**-0.5
+        seen = torch.ones_like(scores).tril() > 0
+        out.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, shared])
+    return torch.cat(out, -1)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """``[n, heads, head_dim]`` by rotary positions 0, 1, ..."""
+    half = HEAD_DIM // 2
+    angles = torch.arange(len(x))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)

@@ -13,6 +13,7 @@ from cascade.chain.local_links import join
 from cascade.chain.planner import Policy
 from cascade.chain.tier import Tier
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
+from cascade.drafters.in_pass import InPass
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.tokenizer import Tokenizer
@@ -56,15 +57,17 @@ class Cascade:
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
-        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does.
+        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
+          reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
         - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
         check_models(models, names)
-        inner = specs(drafter)
-        kinds = [one.kind for one in inner]
+        inner = [one for one in specs(drafter) if not one.reads]
+        head = getattr(models[-1], "drafter", "")  # that it was loaded with
+        kinds = [*(one.kind for one in inner), *([head] if head else [])]
         here = tuple(names or TIER_NAMES[len(models)])
         elsewhere = () if lower is None else lower.names
         check_drafters(kinds, (*elsewhere, *here))
@@ -85,6 +88,7 @@ class Cascade:
             window=window,
             answer_window=ANSWER_WINDOW,
         )
+        reading = [InPass(head, len(kinds) - 1)] if head else []
         self.tiers = tuple(
             Tier(
                 name,
@@ -92,7 +96,7 @@ class Cascade:
                 model,
                 policy=policy,
                 new_state=state_maker(grammars.matcher),
-                drafters=make(inner, kinds, tokenizer.encode_part),
+                drafters=[*make(inner, kinds, tokenizer.encode_part), *(reading if model is models[-1] else [])],
             )
             for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(kinds) + len(elsewhere))
         )

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from cascade.chain.planner import Policy
-from cascade.drafters import DrafterSpec
+from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.engine.loading import check_room, common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
@@ -61,7 +61,7 @@ class Checkpoints:
             raise ConfigError(f"processes is True and device is {device}: tiers share a device from one process, leave it out")
         if pay(len(self.sources), device, policy) if processes is None else processes:
             return self._spread(tokenizer, policy, drafters)
-        return Placed(None, self._load(device), tokenizer)
+        return Placed(None, self._load(device, drafters), tokenizer)
 
     def _tokenizer(self) -> Tokenizer:
         """The one that all have."""
@@ -74,7 +74,7 @@ class Checkpoints:
                 )
         return tokenizers[-1]
 
-    def _load(self, device: torch.device) -> list[Model]:
+    def _load(self, device: torch.device, drafters: Sequence[DrafterSpec]) -> list[Model]:
         """All of them, into this process; caches when all weights are there."""
         networks = [
             apart(partial(load, source, quantization=method, **self.options))
@@ -82,7 +82,8 @@ class Checkpoints:
         ]
         kinds = {key: self.options[key] for key in ("dtype", "trust_remote_code")}
         room = common_room(self.sources, device, **kinds)
-        return [apart(partial(Model, network, cache_tokens=room)) for network in networks]
+        lower = [apart(partial(Model, network, cache_tokens=room)) for network in networks[:-1]]
+        return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), cache_tokens=room))]
 
     def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """The full one into this process, while the others load into theirs."""
@@ -91,7 +92,8 @@ class Checkpoints:
         try:
             network = apart(partial(load, self.sources[-1], quantization=self.quantization[-1], **self.options))
             lower.wait()
-            return Placed(lower, [apart(partial(Model, network))], tokenizer)
+            model = apart(partial(Model.drafting, network, *source_and_kind(drafters)))
+            return Placed(lower, [model], tokenizer)
         except BaseException:
             lower.close()
             raise
@@ -105,7 +107,7 @@ class Checkpoints:
                 source=source,
                 tokenizer=self.sources[-1],
                 policy=policy,
-                drafters=tuple(drafters),
+                drafters=tuple(one for one in drafters if not one.reads),
                 options={**self.options, "quantization": method},
             )
             for level, (name, source, method) in enumerate(

@@ -119,7 +119,7 @@ class Scored:
 
     own: Sequence[int] = ()  # behind the last `Row.num_own` tokens, then behind each node of its draft, as far as is known
     ahead: Sequence[int] = ()  # own tokens of the text that follow upon the last one, if `Row.ahead` asked for any
-    draft: Draft = NO_DRAFT  # what the scorer itself guesses behind these
+    draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses behind these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
 
 
@@ -150,8 +150,15 @@ class Scorer(Protocol):
 class Guesser(Protocol):
     """What a drafter inside a tier knows of one text; see `cascade.drafters`."""
 
+    @property
+    def wants(self) -> int:
+        """Guesses that the next pass shall make for it, see `Row.guesses`; 0 if it makes its own."""
+
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass said something of the text, whose last token then was ``last``, and of a draft behind it."""
+
+    def cut(self) -> None:
+        """The tier above says that the text goes on otherwise."""
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """What may come behind a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cascade.chain.profile import measure
 from cascade.chain.tier import Tier
-from cascade.drafters import make
+from cascade.drafters import make, source_and_kind
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
@@ -154,7 +154,9 @@ def _load(config: TierConfig) -> Model:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    return AdaptedModel(network, engine.lora_modules, **options) if engine.lora_modules else Model(network, **options)
+    if engine.lora_modules:
+        return AdaptedModel(network, engine.lora_modules, **options)
+    return Model.drafting(network, *source_and_kind(engine.drafters), **options)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

@@ -154,6 +154,8 @@ class Loop(Generic[U]):
         self.kv_admission.settle(slot)
         if change is not None:
             self._drafting.tell(slot, change)
+            for _, _, guesser in slot.guessers:
+                guesser.cut()
             self._hint(slot)
         if took:  # what it has written there may be news
             self._propose(slot)

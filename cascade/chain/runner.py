@@ -135,4 +135,15 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
     if slot.session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
         of_prompt = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
         return Row(slot.cache, work.start, work.tokens, len(work.tokens), of_prompt, slot.state)
-    return Row(slot.cache, work.start, work.tokens, work.num_own, params, slot.state, slot.ahead(work), work.draft, runner_ups)
+    return Row(
+        slot.cache,
+        work.start,
+        work.tokens,
+        work.num_own,
+        params,
+        slot.state,
+        slot.ahead(work),
+        work.draft,
+        runner_ups,
+        slot.guesses if work.num_own else 0,
+    )

@@ -244,7 +244,6 @@ class Session:
             if self.stalled:
                 break
             self._accept(NO_DRAFT, (token,), ())
-        self._guess(scored.draft)
         return Commit(self.drafter_session, start, tuple(self.text[start:]))
 
     def _accept(

@@ -48,6 +48,11 @@ class Slot(Generic[U]):
         assert self.allocation is not None
         return self.allocation.store
 
+    @property
+    def guesses(self) -> int:
+        """Those that the next pass shall make, for drafters that read the model."""
+        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=0))
+
     def ahead(self, work: Work) -> int:
         """Own tokens beyond those of ``work`` that are of use and have room; none with a drafter, which guesses them."""
         session = self.session

@@ -1,5 +1,16 @@
 """Guesses that need no tier below: drafters that live inside a tier and look at what texts have said."""
 
-from cascade.drafters.spec import AUTO, DEFAULT, KINDS, DrafterSpec, check_drafters, make, specs
+from cascade.drafters.spec import (
+    AUTO,
+    DEFAULT,
+    HEADS,
+    KINDS,
+    DrafterSpec,
+    check_drafters,
+    head_of,
+    make,
+    source_and_kind,
+    specs,
+)
 
-__all__ = ["AUTO", "DEFAULT", "KINDS", "DrafterSpec", "check_drafters", "make", "specs"]
+__all__ = ["AUTO", "DEFAULT", "HEADS", "KINDS", "DrafterSpec", "check_drafters", "head_of", "make", "source_and_kind", "specs"]

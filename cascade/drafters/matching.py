@@ -70,6 +70,10 @@ class Matcher:
         self._others = others
         self._keeps = keeps
 
+    @property
+    def wants(self) -> int:
+        return 0
+
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """Only what the text says counts."""
 
@@ -86,6 +90,9 @@ class Matcher:
             found += self._found(self._others, query, most)
         found.sort(key=lambda one: -one[0])  # of equals the text's own goes first
         return self._draft(found)
+
+    def cut(self) -> None:
+        """What the text says instead is seen with the next guess."""
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps and self._others is not None:

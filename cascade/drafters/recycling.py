@@ -65,6 +65,10 @@ class Recycler:
         self._origin = bytes([level << 1])
         self._followers = followers
 
+    @property
+    def wants(self) -> int:
+        return 0
+
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         for token, own in zip((last, *draft.tokens), scored.own, strict=False):
             self._followers.saw(token, own)
@@ -87,6 +91,9 @@ class Recycler:
             return NO_DRAFT
         tokens, confidences, parents = zip(*nodes, strict=True)
         return Draft(tokens, self._origin * len(nodes), bytes(confidences), parents)
+
+    def cut(self) -> None:
+        """What the text says instead is seen with the next guess."""
 
     def close(self, text: Sequence[int]) -> None:
         """All that it knows is its tenant's."""

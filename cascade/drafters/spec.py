@@ -9,6 +9,7 @@ from cascade.scorer import Drafter
 
 AUTO = "auto"  # what nobody has to think about
 KINDS = ("lookup", "suffix", "recycling", "corpus")
+HEADS = ("head", "medusa", "eagle", "eagle3")  # read the model: of the first the files say which kind it is
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
 
@@ -17,15 +18,22 @@ class DrafterSpec:
     """One drafter. Raises `ConfigError`."""
 
     kind: str
-    source: str = ""  # of a corpus: a file of plain text
+    source: str = ""  # of a corpus a file of plain text, of a head a path or hub id
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS))}")
+        if self.kind not in (*KINDS, *HEADS):
+            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS, *HEADS))}")
         if self.kind == "corpus" and not self.source:
             raise ConfigError("drafter of kind 'corpus' needs a source: the path of a text file")
-        if self.kind != "corpus" and self.source:
+        if self.reads and not self.source:
+            raise ConfigError(f"drafter of kind {self.kind!r} needs a source: the path or hub id of its weights")
+        if self.source and not self.reads and self.kind != "corpus":
             raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the model: it is made for one, and lives in its passes."""
+        return self.kind in HEADS
 
 
 DEFAULT = (DrafterSpec("suffix"),)
@@ -43,7 +51,20 @@ def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> t
     kinds = [one.kind for one in found]
     if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
         raise ConfigError(f"drafter names {twice!r} twice: once is enough")
+    if len(heads := [one.kind for one in found if one.reads]) > 1:
+        raise ConfigError(f"drafter names {' and '.join(heads)}: a model has one drafter that reads it")
     return tuple(found)
+
+
+def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str]:
+    """Of the one that reads the model, for `cascade.engine.model.Model.drafting`: "auto" where its files say the kind."""
+    head = head_of(chosen)
+    return (None, AUTO) if head is None else (head.source, AUTO if head.kind == HEADS[0] else head.kind)
+
+
+def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:
+    """The one that reads the model."""
+    return next((one for one in chosen if one.reads), None)
 
 
 def check_drafters(kinds: Iterable[str], tiers: Sequence[str]) -> None:
@@ -54,6 +75,7 @@ def check_drafters(kinds: Iterable[str], tiers: Sequence[str]) -> None:
 
 def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | None) -> list[Drafter]:
     """The drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`."""
+    from cascade.drafters.in_pass import InPass
     from cascade.drafters.matching import Corpus, Lookup, Suffix  # compiles kernels, which who only names drafters needs not
     from cascade.drafters.recycling import Recycling
 
@@ -69,6 +91,8 @@ def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | N
                 made.append(Recycling(level))
             case "corpus":
                 made.append(Corpus(level, _read(spec.source, encode)))
+            case head:
+                made.append(InPass(head, level))
     return made
 
 

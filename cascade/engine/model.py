@@ -124,10 +124,14 @@ class Model:
             quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
+        return cls.drafting(network, drafter, drafter_kind, num_threads=num_threads, **memory)
+
+    @classmethod
+    def drafting(cls, network: PreTrainedModel, drafter: str | None, drafter_kind: str = "auto", **options: Any) -> Self:
+        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`."""
         if drafter is None:
-            return cls(network, num_threads=num_threads, **memory)
-        head = load_head(drafter, network, kind=drafter_kind)
-        model = cls(network, num_threads=num_threads, head=head, **memory)
+            return cls(network, **options)
+        model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
         probe(model, drafter)
         return model
 

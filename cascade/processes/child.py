@@ -42,7 +42,7 @@ class TierSpec:
     source: str
     tokenizer: str  # source of the one whose token ids grammars mean: the full tier's
     policy: Policy
-    drafters: tuple[DrafterSpec, ...]  # inside it, as inside all tiers
+    drafters: tuple[DrafterSpec, ...]  # inside it, as inside all tiers, the first ones by level
     options: Mapping[str, Any]  # of `cascade.engine.loading.load`
 
 

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from cascade import family
 from cascade.chain.planner import Policy
-from cascade.drafters import AUTO, DrafterSpec, specs
+from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine.sharing import sharing_problem
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
@@ -65,8 +65,8 @@ class ModelLoadingConfig(Section):
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus"] = "auto"
-    source: Annotated[str, Field(min_length=1)] | None = None  # of a corpus: a text file
+    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3"] = "auto"
+    source: Annotated[str, Field(min_length=1)] | None = None  # of a corpus a text file, of a head a path or hub id
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -76,7 +76,7 @@ class DrafterConfig(Section):
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         elif self.source:
-            raise ValueError("a source needs its kind beside it")
+            raise ValueError("a source needs its kind beside it; 'head' finds out which one it is")
         return self
 
 
@@ -111,11 +111,14 @@ class EngineKwargs(Section):
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
 
     @model_validator(mode="after")
-    def _named_once(self) -> Self:
+    def _drafts_plainly(self) -> Self:
         try:
-            self.drafters  # noqa: B018  # finds out
+            head = head_of(self.drafters)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if head and (self.tensor_parallel_size > 1 or self.lora_modules):
+            other = "lora_modules" if self.lora_modules else f"tensor_parallel_size is {self.tensor_parallel_size}"
+            raise ValueError(f"drafter {head.kind!r} reads a whole model without adapters, and {other}: remove one of the two")
         return self
 
     @property

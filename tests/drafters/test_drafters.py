@@ -45,7 +45,11 @@ class Nonsense:
     def begin(self, tenant: str) -> Guesser:
         return self
 
+    wants = 0
+
     def saw(self, last: int, draft: Draft, scored: Scored) -> None: ...
+
+    def cut(self) -> None: ...
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         size = self._random.randrange(20)

@@ -161,7 +161,8 @@ async def _connected(address: str | None) -> AsyncIterator[tuple[AsyncStream, tu
         from cascade.client import AsyncClient
 
         async with AsyncClient(address, api_key=os.environ.get("CASCADE_API_KEY")) as client:
-            yield client.stream, tuple(tier.name for tier in (await client.describe()).tiers)
+            served = await client.describe()
+            yield client.stream, (*served.drafters, *(tier.name for tier in served.tiers))
         return
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time
     from cascade.local import Cascade

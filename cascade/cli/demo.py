@@ -22,8 +22,8 @@ def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> 
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
     with started(None, port=port or 0, http_port=0) as server, Client(server.address) as client:
-        show_stream(client.stream, prompt, params, Speculation(tiers=server.tiers[:-1]), server.tiers)
-        compare(client.stream, params, server.tiers, rounds=1)
+        show_stream(client.stream, prompt, params, Speculation(tiers=server.names[:-1]), server.names)
+        compare(client.stream, params, server.names, rounds=1)
 
 
 def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:

@@ -40,7 +40,8 @@ LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine
 
 
 class Server:
-    """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top."""
+    """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top,
+    ``names`` those of drafters inside them, too."""
 
     def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool) -> None:
         self.config = config
@@ -48,6 +49,7 @@ class Server:
         self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
         self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
         self.tiers = config.names
+        self.names = config.chain_names
         self.model = config.tiers[-1].model_loading_config.model_id
         self._listen = listen
         self._owns_ray = owns_ray

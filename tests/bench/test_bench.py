@@ -176,7 +176,8 @@ def test_bench_without_a_server(tmp_path: Path) -> None:
     said = json.loads(written.read_text())
     assert said["same_text"] is True
     names = {cell["mode"] for cell in said["cells"]}
-    assert names == {"full alone", "cascade", "tiny → full", "medium → full", "tiny → medium → full"}
+    chains = {"suffix → full", "tiny → full", "medium → full", "suffix → tiny → medium → full"}
+    assert names == {"full alone", "cascade", *chains}
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_answer_is_coloured_by_history(page: Page, served: House) -> None:
     written = "".join(tokens.all_text_contents())
     assert written == choice["text"]
     classes = [token.split()[1:2] for token in tokens.evaluate_all("all => all.map(one => one.className)")]
-    assert {level for [level] in classes} <= {"l0", "l1", "l2"}
+    assert {level for [level] in classes} <= {"l0", "l1", "l2", "l3"}
     assert len(classes) == len(choice["cascade"]["token_ids"])
-    assert page.locator(".lane").count() == 3
+    assert page.locator(".lane").count() == 4
     assert page.locator("#edges .bar").count() >= 1
     assert float(page.inner_text("#passes")) >= 1
     assert page.inner_text("#count") == str(len(classes))
@@ -109,8 +109,8 @@ def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
     )
     page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
     go(page)
-    assert lanes(page, "ahead") == [0, 2, 3]
-    assert lanes(page, "fallen") == [0, 1, 3]
+    assert lanes(page, "ahead") == [0, 2, 3, 0]
+    assert lanes(page, "fallen") == [0, 1, 3, 0]
     assert page.inner_text("#count") == "4"
 
 
@@ -127,9 +127,9 @@ def test_branches_come_true(page: Page) -> None:
     )
     page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
     go(page)
-    assert lanes(page, "came") == [0, 2, 0]
-    assert lanes(page, "ahead") == [0, 2, 2]
-    assert lanes(page, "fallen") == [0, 1, 2]
+    assert lanes(page, "came") == [0, 2, 0, 0]
+    assert lanes(page, "ahead") == [0, 2, 2, 0]
+    assert lanes(page, "fallen") == [0, 1, 2, 0]
     assert page.locator("#edges").inner_text().split("\n") == ["medium → full", "67 % kept", "corrections ready", "1 of 2"]
 
 
@@ -149,7 +149,7 @@ def test_lanes_end_with_the_answer(page: Page) -> None:
         page.wait_for_timeout(50)
     page.click(".switch")
     go(page, 30)
-    assert lanes(page, "ahead") == [0, 0, 0]
+    assert lanes(page, "ahead") == [0, 0, 0, 0]
 
 
 def test_switch_turns_drafts_off(page: Page) -> None:

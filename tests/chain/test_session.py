@@ -711,13 +711,20 @@ def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
     assert session.text[3:] == [4, 6, 7, 8]
 
 
-def test_what_a_scorer_guesses_is_scored_next() -> None:
-    """Guards drafters that read the verifier: their guesses come with a pass, behind its last own token."""
+def test_what_a_drafter_inside_guesses_is_scored_next() -> None:
+    """Guards hints: they are guesses like those of the tier below, and void once the text has gone on."""
     session = drafting(opening())
-    session.advance(session.work(10), Scored([4], draft=Draft((5, 6), bytes(2))))
-    assert fed(session.work(10)) == [4, 5, 6]
-    session.advance(session.work(10), Scored([5, 9]))
-    assert session.text[3:] == [4, 5, 9]
+    session.advance(session.work(10), Scored([4]))
+    session.hint([Hint("inside", Calibration(), Draft((5, 6), bytes(2)))])
+    session.propose(Proposal("d", 4, Draft((5, 7), bytes(2))))
+    work = session.work(10)
+    assert fed(work) == [4, 5, 7, 6]
+    assert work.whose == ("", "", "inside")
+    session.advance(work, Scored([5, 6, 0, 9]))
+    assert session.text[3:] == [4, 5, 6, 9]
+    assert not session.hints
+    counts = {edge.drafter: (edge.passes, edge.proposed, edge.accepted) for edge in session.edges}
+    assert counts == {"drafter": (2, 2, 1), "inside": (0, 1, 1)}
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -12,11 +12,12 @@ from cascade.chain.local_links import join
 from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import KINDS, DrafterSpec, make
+from cascade.drafters.in_pass import MOST, PROBE, InPass
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
 from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.scorer import Drafter, Guesser, RunnerUp, Scored
+from cascade.scorer import Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from tests.chain.test_tier import opening, settle, text_of
 
@@ -211,3 +212,57 @@ def test_kinds_can_all_be_made() -> None:
     """Guards the configuration: every kind that it takes is made, with its level."""
     made = make([DrafterSpec(one, "" if one != "corpus" else __file__) for one in KINDS], KINDS, lambda text: [1, 2, 3])
     assert [(one.name, one.level) for one in made] == [(name, level) for level, name in enumerate(KINDS)]
+
+
+class Reader(ToyModel):
+    """Knows how its text goes on: what a drafter would say that reads it, wrong from the ``right``-th guess on."""
+
+    right = 3
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return [replace(one, draft=self._guessed(row, one)) for row, one in zip(rows, super().run(rows), strict=True)]
+
+    def _guessed(self, row: Row, scored: Scored) -> Draft:
+        if not row.guesses:
+            return NO_DRAFT
+        new = row.draft.walk(scored.own)[0]
+        begin = row.start + len(row.tokens) + len(new)
+        text = row.cache.before(begin - 1, self.order) + new[-1:]
+        for place in range(begin, begin + row.guesses):
+            own = self.own(tuple(text[-self.order :]), place, row.params)
+            text.append(own if place - begin < self.right else (own + 1) % self.vocab_size)
+        return Draft(tuple(text[-row.guesses :]), bytes(row.guesses), bytes([40]) * row.guesses)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
+    """Guards drafters that read the model: rows ask for guesses, which come with the pass and are counted as theirs."""
+    tier = Tier("full", 1, Reader(), drafters=[InPass("eagle3", 0)])
+    tier.start()
+    asked = replace(opening(3, temperature, 80), chain=(), drafters=("eagle3",))
+    text, answer = text_of(tier, asked)
+    assert text == full_text(ToyModel(), asked)
+    assert tier.stats.passes < 80 / 3
+    [edge] = [edge for edge in answer._edges if edge.drafter == "eagle3"]
+    assert edge.accepted > 50
+    tier.close()
+
+
+def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
+    """Guards heads that are slow: each guess is a step, and one that is never right is hardly asked."""
+    asker = InPass("eagle3", 2).begin("")
+    assert asker.wants == MOST
+    for _ in range(60):
+        asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3, 4), bytes(2))))
+        assert asker.guess([1, 2], 1, 8).origins == bytes([4, 4])
+    wanted = []
+    for _ in range(2 * PROBE):
+        asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3,), bytes(1)) if asker.wants else NO_DRAFT))
+        wanted.append(asker.wants)
+    assert sum(wanted) == 2
+    asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3,), bytes(1))))
+    asker.cut()
+    assert asker.guess([1, 2], 0, 8) == NO_DRAFT, "the text goes on otherwise"
+    for _ in range(60):
+        asker.saw(1, Draft((3, 4), bytes(2)), Scored([3, 4, 5], draft=Draft((3, 4), bytes(2))))
+    assert asker.wants == 3

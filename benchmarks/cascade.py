@@ -39,7 +39,8 @@ from cascade.cli import screen
 from cascade.client import Client
 from cascade.engine.devices import has_bfloat16, processor
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
-from cascade.simulation.forecast import Bench, TierCost, Trace
+from cascade.simulation.forecast import Bench, TierCost
+from cascade.simulation.trace import Trace
 from deployments.app import HUGE_PAGES
 from deployments.launch.server import Server
 

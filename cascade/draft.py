@@ -134,6 +134,17 @@ class Draft:
             tuple(place[self.parent(node)] for node in nodes),
         )
 
+    def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
+        """Of its first ``size`` nodes those that are token ids, no deeper than ``depth``, behind others that are kept."""
+        if self.is_line:
+            tokens = self.tokens[:depth]
+            return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
+        depths, kept = self.depths, {-1}
+        for node in range(min(size, len(self))):
+            if self.parents[node] in kept and depths[node] < depth and 0 <= self.tokens[node] < vocab_size:
+                kept.add(node)
+        return self.pick(sorted(kept)[1:])
+
     def below(self, node: int) -> "Draft":
         """What is guessed behind ``node``, -1 for the text."""
         if node < 0:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from cascade.chain.profile import PassCost
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES
-from cascade.simulation.forecast import ABOVE, Acceptance, Bench, TierCost, Trace
+from cascade.simulation.forecast import Bench, TierCost
+from cascade.simulation.trace import ABOVE, Acceptance, Trace
 
 PASS_S = {"tiny": 1.5e-3, "medium": 5e-3, "full": 22e-3}
 HOP_S = 0.3e-3

@@ -355,27 +355,19 @@ class Session:
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess behind the text as it is, in place of what they did."""
-        valid = (hint._replace(draft=self._valid(hint.draft)) for hint in hints)
+        valid = (hint._replace(draft=self._fitting(hint.draft)) for hint in hints)
         self.hints = tuple(hint for hint in valid if hint.draft)
         self.changed = len(self.text)
 
     def _guess(self, fresh: Draft) -> None:
         """Take over guesses behind the text, as far as they are token ids and fit into the window; the newest win."""
-        fresh = self._valid(fresh)
+        fresh = self._fitting(fresh)
         new, old = fresh.trunk.tokens, self.draft.trunk.tokens
         agree = new[: len(old)] == old[: len(new)]
         self.draft = fresh.merge(self.draft).first(MAX_NODES) if agree else fresh
 
-    def _valid(self, draft: Draft) -> Draft:
-        tokens, most, size = draft.tokens, self.opening.draft_window, self.vocab_size
-        if draft.is_line:
-            tokens = tokens[:most]
-            return draft.first(next((node for node, token in enumerate(tokens) if not 0 <= token < size), len(tokens)))
-        depths, kept = draft.depths, {-1}
-        for node in range(min(MAX_NODES, len(draft))):
-            if draft.parents[node] in kept and depths[node] < most and 0 <= tokens[node] < size:
-                kept.add(node)
-        return draft.pick(sorted(kept)[1:])
+    def _fitting(self, draft: Draft) -> Draft:
+        return draft.fitting(self.vocab_size, self.opening.draft_window, MAX_NODES)
 
     def proposal(self) -> Proposal | None:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.

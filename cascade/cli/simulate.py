@@ -47,7 +47,8 @@ def simulate(
     cascade simulate --tier tiny=2 --tier medium=6 --tier full=30 --accept 0.75 --accept 0.85
     """
     from cascade.chain.profile import PassCost
-    from cascade.simulation.forecast import Acceptance, TierCost, prediction_rows
+    from cascade.simulation.forecast import TierCost, prediction_rows
+    from cascade.simulation.trace import Acceptance
 
     pairs = [_tier_cost(tier) for tier in tiers or ("tiny=2", "medium=6", "full=30")]
     shares = accept or ((0.75, 0.85) if not tiers else ())

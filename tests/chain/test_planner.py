@@ -14,9 +14,10 @@ from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.messages import Failed, Message
 from cascade.params import SamplingParams
-from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace, TraceModel
+from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
+from cascade.simulation.trace import Acceptance, Trace, TraceModel
 from tests.chain.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")

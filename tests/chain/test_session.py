@@ -724,7 +724,7 @@ def test_what_a_drafter_inside_guesses_is_scored_next() -> None:
     assert session.text[3:] == [4, 5, 6, 9]
     assert not session.hints
     counts = {edge.drafter: (edge.passes, edge.proposed, edge.accepted) for edge in session.edges}
-    assert counts == {"drafter": (2, 2, 1), "inside": (0, 1, 1)}
+    assert counts == {"tiny": (2, 2, 1), "inside": (0, 1, 1)}
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from cascade.chain.profile import PassCost
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
-from cascade.simulation.forecast import Acceptance, Bench, TierCost, Trace, prediction_rows
+from cascade.simulation.forecast import Bench, TierCost, prediction_rows
 from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
 from cascade.simulation.toy import ToyModel, full_text
+from cascade.simulation.trace import Acceptance, Trace
 from cascade.simulation.virtual import Agenda, Device
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")

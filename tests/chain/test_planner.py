@@ -13,7 +13,7 @@ from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.messages import Failed, Message
-from cascade.params import SamplingParams
+from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -232,13 +232,14 @@ def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement
     assert more - some < 2 * best_s / 0.85
 
 
-def test_gains_are_kept() -> None:
+@pytest.mark.parametrize(("branches", "share"), [(0, 0.88), (MOST_BRANCHES, 0.8)])
+def test_gains_are_kept(branches: int, share: float) -> None:
     """Guards the first purpose: where three tiers are several times as fast as one, so is a cascade that chooses."""
     costs = (TierCost("tiny", PassCost(0.002)), TierCost("medium", PassCost(0.006)), TierCost("full", PassCost(FULL_S)))
     bench = Bench(costs, Trace.drawn(Acceptance((0.8, 0.9)), 6000), 3000)
-    fastest = max(bench.outcome(chosen).tokens_per_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
+    fastest = max(bench.outcome(chosen, branches=branches).tokens_per_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
     assert fastest > 3 * bench.outcome((2,)).tokens_per_s
-    assert bench.outcome((0, 1, 2), adaptive=True).tokens_per_s > 0.8 * fastest
+    assert bench.outcome((0, 1, 2), adaptive=True, branches=branches).tokens_per_s > share * fastest
 
 
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:

@@ -1,5 +1,7 @@
 """`cascade demo`: the embedded models, served, and compared with the full one alone."""
 
+from dataclasses import replace
+
 import click
 from rich.progress import Progress
 
@@ -10,20 +12,23 @@ from cascade.cli.screen import console
 from cascade.cli.serve import started
 from cascade.params import SamplingParams, Speculation
 
+SAMPLED = 0.7  # temperature of text that does not repeat itself as greedy text of small models does
+
 
 @click.command()
 @click.option("--prompt", default=PROMPTS[0], help="What the models go on with.")
 @click.option("--max-tokens", default=160, show_default=True)
-@click.option("--temperature", "-t", default=0.0, show_default=True)
+@click.option("--temperature", "-t", type=float, help="Of all answers; 0.7 for the first, then 0 and 0.7 if not given.")
 @click.option("--port", type=int, help="gRPC port. Any free one unless given.")
-def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> None:
+def demo(prompt: str, max_tokens: int, temperature: float | None, port: int | None) -> None:
     """Start three embedded models on this machine, stream one answer, compare with the full model alone, shut down."""
     from cascade.client import Client
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
+    params = SamplingParams(max_tokens=max_tokens, temperature=SAMPLED if temperature is None else temperature, seed=1)
     with started(None, port=port or 0, http_port=0) as server, Client(server.address) as client:
         show_stream(client.stream, prompt, params, Speculation(tiers=server.names[:-1]), server.names)
-        compare(client.stream, params, server.names, rounds=1)
+        for compared in (0.0, SAMPLED) if temperature is None else (temperature,):
+            compare(client.stream, replace(params, temperature=compared), server.names, rounds=1)
 
 
 def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:
@@ -36,6 +41,7 @@ def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, r
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Measuring", total=total)
         results = measure(stream, modes, params, rounds=rounds, step=lambda: progress.advance(task))
+    console.print(f"\n[bold]Temperature {params.temperature:g}[/]")
     same = all(result.texts == results[0].texts for result in results)
     console.print(screen.speeds(results, "full alone"))
     console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))

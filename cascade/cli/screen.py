@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -73,22 +74,20 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 
 
 def acceptance(edges: Iterable[Edge]) -> Table:
-    """What happened on each edge: of the runner-ups how many were right, of the corrections how many were prepared, and the
-    tokens that waited behind one of these."""
-    columns = ("passes", "proposed", "accepted", "runner-ups", "prepared", "tokens per pass", "waited")
-    table = Table(Column("drafter → verifier", no_wrap=True), *columns, title="Edges")
+    """What happened on each edge: of the guesses that were scored, and of the runner-ups among them, how many were right; of the
+    corrections how many were prepared, and how many tokens waited behind one of these."""
+    columns = ("passes", "accepted", "runner-ups", "prepared", "per pass", "waited")
+    table = Table(Column("drafter → verifier", no_wrap=True), *columns, title="Edges", box=SIMPLE_HEAD)
     for edge in edges:
-        share = f" ({edge.accepted / edge.proposed:.0%})" if edge.proposed else ""
         beside, right = edge.runner_ups
-        ready = f" (+{edge.waiting / edge.prepared:.1f})" if edge.prepared else ""
+        ready = f" +{edge.waiting / edge.prepared:.1f}" if edge.prepared else ""
         table.add_row(
             f"{edge.drafter or '(alone)'} → {edge.verifier}",
             str(edge.passes),
-            str(edge.proposed),
-            f"{edge.accepted}{share}",
+            f"{edge.accepted}/{edge.proposed} {edge.accepted / edge.proposed:.0%}" if edge.proposed else "-",
             f"{right}/{beside}" if beside else "-",
             f"{edge.prepared}/{edge.corrected}{ready}" if edge.corrected else "-",
-            f"{edge.mean_accepted_len:.2f}",
+            f"{edge.mean_accepted_len:.2f}" if edge.passes else "-",
             f"{edge.waited_s:.2f} s",
         )
     return table

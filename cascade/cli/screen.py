@@ -74,10 +74,10 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 
 
 def acceptance(edges: Iterable[Edge]) -> Table:
-    """What happened on each edge: of the guesses that were scored, and of the runner-ups among them, how many were right; of the
-    corrections how many were prepared, and how many tokens waited behind one of these."""
-    columns = ("passes", "accepted", "runner-ups", "prepared", "per pass", "waited")
-    table = Table(Column("drafter → verifier", no_wrap=True), *columns, title="Edges", box=SIMPLE_HEAD)
+    """What happened on each edge: of the guesses that were scored, and the runner-ups among them, how many were right;
+    of the corrections how many were prepared, and how many tokens waited behind one of these."""
+    columns = ("drafter → verifier", "passes", "accepted", "runner-ups", "prepared", "per pass", "waited")
+    table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
         beside, right = edge.runner_ups
         ready = f" +{edge.waiting / edge.prepared:.1f}" if edge.prepared else ""

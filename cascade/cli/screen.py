@@ -76,7 +76,7 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 def acceptance(edges: Iterable[Edge]) -> Table:
     """What happened on each edge: of the guesses that were scored, and the runner-ups among them, how many were right;
     of the corrections how many were prepared, and how many tokens waited behind one of these."""
-    columns = ("drafter → verifier", "passes", "accepted", "runner-ups", "prepared", "per pass", "waited")
+    columns = ("edge", "passes", "accepted", "runner-ups", "prepared", "a pass", "waited")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
         beside, right = edge.runner_ups

@@ -76,7 +76,7 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
 def acceptance(edges: Iterable[Edge]) -> Table:
     """What happened on each edge: of the guesses that were scored, and the runner-ups among them, how many were right;
     of the corrections how many were prepared, and how many tokens waited behind one of these."""
-    columns = ("edge", "passes", "accepted", "runner-ups", "prepared", "a pass", "waited")
+    columns = ("edge", "passes", "accepted", "beside", "prepared", "a pass", "wait, s")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
         beside, right = edge.runner_ups
@@ -88,7 +88,7 @@ def acceptance(edges: Iterable[Edge]) -> Table:
             f"{right}/{beside}" if beside else "-",
             f"{edge.prepared}/{edge.corrected}{ready}" if edge.corrected else "-",
             f"{edge.mean_accepted_len:.2f}" if edge.passes else "-",
-            f"{edge.waited_s:.2f} s",
+            f"{edge.waited_s:.2f}",
         )
     return table
 

@@ -15,7 +15,7 @@ from cascade import Cascade, ModelError, SamplingParams, family
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
 from cascade.engine.graphs import eager
 from cascade.engine.heads import probe as probing
-from cascade.engine.heads.head import OFFERED, choose, drafted, steps_of
+from cascade.engine.heads.head import OFFERED, Part, choose, drafted, steps_of
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
@@ -246,7 +246,7 @@ def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
         assert model.reader is not None
         model.logits([Row(piece.store, piece.start, tokens(piece, VOCAB), 0, GREEDY) for piece in pieces])
         ends = [piece.start + len(piece.picks) for piece in pieces]
-        states = [model.reader.states(piece.store, 0, end) for piece, end in zip(pieces, ends, strict=True)]
+        states = [model.reader.states([Part(piece.store, 0, end)]) for piece, end in zip(pieces, ends, strict=True)]
         return [state[piece.start :].clone() for state, piece in zip(states, pieces, strict=True)]
 
     for seed in range(4):

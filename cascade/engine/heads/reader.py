@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from cascade.engine.attention import Attention
-from cascade.engine.heads.head import Head, Text
+from cascade.engine.attention import Attention, Paged
+from cascade.engine.heads.head import Head, Part, Text
 from cascade.engine.kv import Fork, Span, Survey
 from cascade.engine.paged_cache import PagedCache
 from cascade.errors import ModelError
@@ -79,6 +79,10 @@ class Reader:
         """Keep what the head reads of the pass that was run."""
         states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])
         self._hidden.clear()
+        if isinstance(self._attention, Paged):
+            slots = _slots([Part(span.cache, span.start, span.start + span.end - span.begin) for span in spans])
+            self._attention.blocks.put(self._kept, slots, states)
+            return
         for span in spans:
             cache: Any = span.cache
             cache.put(self._kept, span.start, states[span.begin : span.end])
@@ -105,9 +109,10 @@ class Reader:
 
     # what the head asks for
 
-    def states(self, store: Any, start: int, end: int) -> Tensor:
-        kept: Tensor = store.get(self._kept, start, end)
-        return kept
+    def states(self, parts: Sequence[Part]) -> Tensor:
+        if isinstance(self._attention, Paged):
+            return self._attention.blocks.get(self._kept, _slots(parts))
+        return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts])
 
     def plan(self, spans: Sequence[Span]) -> Any:
         assert self._attention is not None
@@ -126,6 +131,11 @@ class Reader:
         finally:
             for fork in forks:
                 fork.free()
+
+
+def _slots(parts: Sequence[Part]) -> list[int]:
+    """Where positions lie among those of all blocks."""
+    return [slot for part in parts for slot in part.store.slot_mapping(part.start, part.end)]
 
 
 def _room(text: Text, forks: list[Any]) -> Any:

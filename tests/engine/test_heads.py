@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from cascade import Cascade, ModelError, SamplingParams, family
+from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
 from cascade.engine.graphs import eager
 from cascade.engine.heads import probe as probing
@@ -306,6 +308,23 @@ def test_sixteen_bits_and_graphs(base: Path, style: str) -> None:
     network = build("llama", num_hidden_layers=LAYERS)
     model = Model(network, attention=Gathered(BLOCK), capture=eager, cache_tokens=1024, head=load_head(source, network))
     assert model.path == f"gathered, not captured, for {model.drafter} reads hidden states"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+def test_adapters_are_guessed_behind(base: Path, tmp_path: Path) -> None:
+    """Guards rows that follow an adapter: a head reads them as it reads others, and the others' guesses are the same."""
+    _, source = folder_of(base, "eagle3")
+    other: Any = build("llama", num_hidden_layers=LAYERS)
+    adapted = get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    network = build("llama", num_hidden_layers=LAYERS)
+    model = AdaptedModel(network, {"red": str(tmp_path)}, num_threads=1, head=load_head(source, network))
+    text = [(3 * place + 1) % VOCAB for place in range(12)]
+    rows = [Row(model.new_cache(), 0, text, 1, replace(GREEDY, adapter=name), guesses=3) for name in ("red", "")]
+    red, plain = model.run(rows)
+    _, paper = served(base, "eagle3", "native")
+    assert list(plain.draft.trunk.tokens) == paper.guesses([*text, *plain.own], 3, GREEDY)
+    assert len(red.draft.trunk) == 3
 
 
 def test_runner_ups_of_first_guesses_are_offered() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from cascade import Cascade, SamplingParams, family
 from cascade.engine.adapters import AdaptedModel
@@ -23,7 +24,8 @@ from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import NO_DRAFT, Draft
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
-from tests.architectures import CONTEXT, VOCAB, build
+from tests.architectures import CONTEXT, SERVED, VOCAB, build
+from tests.cases import rare
 from tests.forks import Piece, check_forks, tokens
 from tests.heads import Made, Paper, make, medusa
 from tests.kernels import varlen
@@ -64,13 +66,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
+def deep(name: str) -> PreTrainedModel:
+    """A model with as many layers as heads of different kinds want to read."""
+    types = SERVED[name].get("layer_types", [])
+    layers = {"n_layer": LAYERS} if "n_embd" in SERVED[name] else {"num_hidden_layers": LAYERS}
+    return build(name, **layers, **({"layer_types": types * (LAYERS // len(types))} if types else {}))
+
+
 @cache
 def served(base: Path, style: str, way: str, name: str = "llama") -> tuple[Model, Paper]:
     """A model with a head, and what the head's paper says."""
     made, source = folder_of(base, style)
-    network = build(name, num_hidden_layers=LAYERS)
+    network = deep(name)
     model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=load_head(source, network))
-    plain = build(name, num_hidden_layers=LAYERS)
+    plain = deep(name)
     plain.set_attn_implementation("eager")
     return model, Paper(made, plain)
 
@@ -159,7 +168,7 @@ def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: st
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", *(rare(name) for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3"))])
 def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the formulas: a norm left out or another hidden state would show in few guesses of a tiny model only."""
     model, paper = served(base, style, "native", name)
@@ -177,7 +186,7 @@ def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkey
     model.run([Row(store, 0, text[:13], 0, GREEDY)])
     [scored] = model.run([Row(store, 13, text[13:], 1, GREEDY, guesses=3)])
     assert list(scored.draft.trunk.tokens) == paper.guesses([*text, *scored.own], 3, GREEDY)
-    torch.testing.assert_close(torch.stack(seen), torch.stack(paper.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(seen), torch.stack(paper.logits), rtol=1e-3, atol=1e-3)
     store.free()
 
 

@@ -50,15 +50,15 @@ class Reader:
     @property
     def num_layers(self) -> int:
         """Of the model."""
-        return len(decoder_layers(self._network))
+        return len(decoder(self._network)[1])
 
     def _hook(self, layer: int) -> Any:
-        decoder = decoder_layers(self._network)
-        if not 0 <= layer <= len(decoder):
-            raise ModelError(f"it reads hidden state {layer} of a model that has {len(decoder)} layers")
-        if layer == len(decoder):
-            return self._network.base_model.register_forward_hook(partial(_note_out, self._hidden, layer))
-        return decoder[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
+        owner, layers = decoder(self._network)
+        if not 0 <= layer <= len(layers):
+            raise ModelError(f"it reads hidden state {layer} of a model that has {len(layers)} layers")
+        if layer == len(layers):
+            return owner.register_forward_hook(partial(_note_out, self._hidden, layer))
+        return layers[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
 
     # as a part of the model
 
@@ -155,14 +155,14 @@ def _room(text: Text, forks: list[Any]) -> Any:
         return None
 
 
-def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, in their order; raises `ModelError` if they are not found."""
-    number, base = network.config.get_text_config().num_hidden_layers, network.base_model
-    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == number)
-    layers = next(lists, None)
-    if layers is None or base is network:
-        raise ModelError(f"the layers of {type(network).__name__} are not found")
-    return layers
+def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that applies the layers of a model, and these in their order; raises `ModelError` if they are not found."""
+    number = network.config.get_text_config().num_hidden_layers
+    for owner in network.base_model.modules() if network.base_model is not network else ():
+        for layers in owner.children():
+            if isinstance(layers, nn.ModuleList) and len(layers) == number:
+                return owner, layers
+    raise ModelError(f"the layers of {type(network).__name__} are not found")
 
 
 def _note_in(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -95,6 +95,14 @@ def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = S
     return made
 
 
+def make(style: str, folder: Path) -> Made:
+    """One of a kind, such as "eagle3", or of a variant, such as "eagle3-speculators"."""
+    kind, _, variant = style.partition("-")
+    if kind == "medusa":
+        return medusa(folder, vllm=variant == "vllm")
+    return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
+
+
 def _matrix(noise: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=noise) * 1.2 * shape[-1] ** (-0.5 if len(shape) > 1 else 0)
 

@@ -171,8 +171,9 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights, as they are held."""
-        return sum(map(nbytes, self._network.parameters()))
+        """Memory of the weights, as they are held, those of its head included."""
+        own = self.reader.head.parameters() if self.reader is not None else ()
+        return sum(map(nbytes, (*self._network.parameters(), *own)))
 
     @property
     def healthy(self) -> bool:

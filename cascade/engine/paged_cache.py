@@ -50,9 +50,15 @@ class Blocks:
             pair = self._layers[layer] = keys, values
         return pair
 
-    def held(self, layer: int) -> Tensor:
-        """Keys of a layer that was written."""
-        return self._layers[layer][0]
+    def put(self, layer: int, slots: Sequence[int], states: Tensor) -> None:
+        """Keep ``[n, width]`` at these places among the positions of all blocks, in a layer that nobody attends to."""
+        kept, _ = self.layer(layer, states[None], states[None, :, :0])
+        kept.flatten(0, 1).index_copy_(0, _on(states.device, slots), states[:, None])
+
+    def get(self, layer: int, slots: Sequence[int]) -> Tensor:
+        """What was kept there, ``[n, width]``."""
+        kept, _ = self._layers[layer]
+        return kept.flatten(0, 1).index_select(0, _on(kept.device, slots))[:, 0]
 
     def take(self, number: int) -> list[int]:
         """So many free blocks, for one user; raises `ModelError` if there are not as many."""
@@ -104,6 +110,10 @@ class Blocks:
         assert self.num_free + num_held == self.total - 1, sum_
         assert SCRATCH not in held, "a session holds the scratch block"
         assert not set(held) & set(self._free), "a block is held and free"
+
+
+def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 class PagedCache:
@@ -198,22 +208,9 @@ class PagedCache:
             found.append(positions.index_select(0, self._slot_mapping[: tiled(end)]).transpose(0, 1)[None])
         return found[0], found[1]
 
-    def put(self, layer: int, start: int, states: Tensor) -> None:
-        """Keep ``[n, width]`` from ``start`` on in a layer of its own, which nobody attends to; the positions are prepared."""
-        kept, _ = self._blocks.layer(layer, states[None], states[None, :, :0])
-        kept.flatten(0, 1).index_copy_(0, self._slots(start, start + len(states), states.device), states[:, None])
-
-    def get(self, layer: int, start: int, end: int) -> Tensor:
-        """What was kept there, ``[end - start, width]``."""
-        kept = self._blocks.held(layer)
-        return kept.flatten(0, 1).index_select(0, self._slots(start, end, kept.device))[:, 0]
-
     def writable(self, position: int) -> bool:
         """Whether what is held there is this session's alone."""
         return not self._blocks.shared(self.table[position // self._blocks.block])
-
-    def _slots(self, start: int, end: int, device: torch.device) -> Tensor:
-        return torch.tensor(self.slot_mapping(start, end)).to(device, non_blocking=True)
 
     def free(self) -> None:
         """Give the blocks back."""

@@ -9,23 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from cascade import Cascade, ModelError, SamplingParams, family
+from cascade import Cascade, SamplingParams, family
 from cascade.draft import NO_DRAFT, Draft
+from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
 from cascade.engine.graphs import eager
-from cascade.engine.heads import probe as probing
-from cascade.engine.heads.head import OFFERED, choose, drafted, steps_of
+from cascade.engine.heads.head import OFFERED, Part, choose, drafted, steps_of
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
-from cascade.engine.parallel import LeadingModel, check_ranks
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
-from tests.architectures import CONTEXT, VOCAB, build
+from tests.architectures import CONTEXT, SERVED, VOCAB, build
+from tests.cases import rare
 from tests.forks import Piece, check_forks, tokens
-from tests.heads import Made, Paper, eagle, eagle3, medusa
+from tests.heads import Made, Paper, make, medusa
 from tests.kernels import varlen
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -41,13 +43,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def make(style: str, folder: Path) -> Made:
-    kind, _, variant = style.partition("-")
-    if kind == "medusa":
-        return medusa(folder, vllm=variant == "vllm")
-    return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
 
 
 def attention(way: str) -> Attention | None:
@@ -71,13 +66,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
+def deep(name: str) -> PreTrainedModel:
+    """A model with as many layers as heads of different kinds want to read."""
+    types = SERVED[name].get("layer_types", [])
+    layers = {"n_layer": LAYERS} if "n_embd" in SERVED[name] else {"num_hidden_layers": LAYERS}
+    return build(name, **layers, **({"layer_types": types * (LAYERS // len(types))} if types else {}))
+
+
 @cache
 def served(base: Path, style: str, way: str, name: str = "llama") -> tuple[Model, Paper]:
     """A model with a head, and what the head's paper says."""
     made, source = folder_of(base, style)
-    network = build(name, num_hidden_layers=LAYERS)
+    network = deep(name)
     model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=load_head(source, network))
-    plain = build(name, num_hidden_layers=LAYERS)
+    plain = deep(name)
     plain.set_attn_implementation("eager")
     return model, Paper(made, plain)
 
@@ -166,7 +168,7 @@ def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: st
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", *(rare(name) for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3"))])
 def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the formulas: a norm left out or another hidden state would show in few guesses of a tiny model only."""
     model, paper = served(base, style, "native", name)
@@ -184,7 +186,7 @@ def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkey
     model.run([Row(store, 0, text[:13], 0, GREEDY)])
     [scored] = model.run([Row(store, 13, text[13:], 1, GREEDY, guesses=3)])
     assert list(scored.draft.trunk.tokens) == paper.guesses([*text, *scored.own], 3, GREEDY)
-    torch.testing.assert_close(torch.stack(seen), torch.stack(paper.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(seen), torch.stack(paper.logits), rtol=1e-3, atol=1e-3)
     store.free()
 
 
@@ -246,7 +248,7 @@ def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
         assert model.reader is not None
         model.logits([Row(piece.store, piece.start, tokens(piece, VOCAB), 0, GREEDY) for piece in pieces])
         ends = [piece.start + len(piece.picks) for piece in pieces]
-        states = [model.reader.states(piece.store, 0, end) for piece, end in zip(pieces, ends, strict=True)]
+        states = [model.reader.states([Part(piece.store, 0, end)]) for piece, end in zip(pieces, ends, strict=True)]
         return [state[piece.start :].clone() for state, piece in zip(states, pieces, strict=True)]
 
     for seed in range(4):
@@ -308,6 +310,23 @@ def test_sixteen_bits_and_graphs(base: Path, style: str) -> None:
     assert model.path == f"gathered, not captured, for {model.drafter} reads hidden states"
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+def test_adapters_are_guessed_behind(base: Path, tmp_path: Path) -> None:
+    """Guards rows that follow an adapter: a head reads them as it reads others, and the others' guesses are the same."""
+    _, source = folder_of(base, "eagle3")
+    other: Any = build("llama", num_hidden_layers=LAYERS)
+    adapted = get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    network = build("llama", num_hidden_layers=LAYERS)
+    model = AdaptedModel(network, {"red": str(tmp_path)}, num_threads=1, head=load_head(source, network))
+    text = [(3 * place + 1) % VOCAB for place in range(12)]
+    rows = [Row(model.new_cache(), 0, text, 1, replace(GREEDY, adapter=name), guesses=3) for name in ("red", "")]
+    red, plain = model.run(rows)
+    _, paper = served(base, "eagle3", "native")
+    assert list(plain.draft.trunk.tokens) == paper.guesses([*text, *plain.own], 3, GREEDY)
+    assert len(red.draft.trunk) == 3
+
+
 def test_runner_ups_of_first_guesses_are_offered() -> None:
     """Guards confidences and the second branch: bytes of gaps, as the tiers below send them; impossible tokens are no guess."""
     logits = torch.tensor([[0.0, 3.0, 2.5, -torch.inf], [5.0, 0.0, 0.0, 0.0]])
@@ -319,124 +338,6 @@ def test_runner_ups_of_first_guesses_are_offered() -> None:
     alone = torch.tensor([[-torch.inf, 0.0]])
     assert drafted(steps_of(choose(alone, [(GREEDY, 4, 1)]))).confidences == bytes([255])
     assert drafted([]) == NO_DRAFT
-
-
-# loading
-
-
-def spoiled(made: Made, problem: str) -> None:
-    """A checkpoint with one mistake."""
-    weights, query = made.weights, next((name for name in made.weights if "q_proj" in name), "")
-    if problem == "lacks":
-        del weights[next(name for name in weights if "post_attention" in name or name == "1.1.weight")]
-    elif problem == "hidden size":
-        key = "fc.weight" if made.kind != "medusa" else "0.1.weight"
-        weights[key] = weights[key][:, :-2]
-    elif problem == "vocabulary":
-        weights["t2d" if made.kind == "eagle3" else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"] = (
-            torch.zeros(VOCAB + 8, 32)
-        )
-    elif problem == "tokens":
-        weights["d2t"] = weights["d2t"] + 60
-    elif problem == "negative tokens":
-        weights["d2t"] = weights["d2t"] - 90
-    elif problem == "unknown":
-        weights["mask_hidden" if made.kind != "medusa" else "strange.weight"] = torch.zeros(1)
-    elif problem == "shape":
-        weights[query] = weights[query][:-8]
-    elif problem == "names":
-        made.weights = {f"x.{name}": tensor for name, tensor in weights.items()}
-
-
-PROBLEMS = [
-    ("eagle3", "lacks", {}, "lacks the tensor layers.0.post_attention_layernorm.weight"),
-    ("medusa", "lacks", {}, "lacks the tensor blocks.1.lm_head.weight"),
-    ("eagle3", "hidden size", {}, "made for a hidden size of 31, and the model's is 32"),
-    ("eagle", "hidden size", {}, r"fc.weight is \[32, 62\], and has to be \[32, 64\]"),
-    ("medusa", "hidden size", {}, "made for a hidden size of 30"),
-    ("eagle3", "", {"target_hidden_size": 64}, "made for a hidden size of 64"),
-    ("eagle3", "vocabulary", {}, "made for a vocabulary of 104 tokens, and the model has 96"),
-    ("eagle", "vocabulary", {}, "made for a vocabulary of 104 tokens"),
-    ("medusa", "vocabulary", {}, "guesses among 104 tokens, and the model has 96"),
-    ("eagle3", "tokens", {}, "by its tensor d2t it guesses tokens"),
-    ("eagle3", "negative tokens", {}, "by its tensor d2t it guesses tokens -"),
-    ("eagle3", "unknown", {}, "none of the kinds medusa, eagle and eagle3"),
-    ("medusa", "unknown", {}, "has the tensor strange.weight"),
-    ("eagle3", "shape", {}, "4 heads of 6 do not fit"),
-    ("eagle", "names", {}, "none of the kinds"),
-    ("eagle3", "", {"num_attention_heads": None}, "does not name num_attention_heads"),
-    (
-        "eagle3",
-        "",
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
-        "is for 3 hidden states, and its config names 2",
-    ),
-    ("eagle3", "", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads hidden states 1, 2, 9, and the model has 6 layers"),
-    ("eagle3", "", {"rope_scaling": {"rope_type": "warp"}}, "its config.json is wrong"),
-]
-
-
-@pytest.mark.parametrize(("style", "problem", "config", "words"), PROBLEMS)
-def test_heads_that_do_not_fit_are_refused(
-    tmp_path: Path, style: str, problem: str, config: dict[str, Any], words: str
-) -> None:
-    """Guards against a drafter of another model that loads without a word and guesses nonsense, or writes outside."""
-    made = make(style, tmp_path)
-    spoiled(made, problem)
-    source = made.write("medusa_lm_head.safetensors" if style == "medusa" else "pytorch_model.bin", **config)
-    with pytest.raises(ModelError, match=words) as caught:
-        load_head(source, build("llama", num_hidden_layers=LAYERS))
-    assert "\n" not in str(caught.value)
-    assert source in str(caught.value)
-
-
-def test_other_mistakes_are_named(tmp_path: Path) -> None:
-    """Guards the messages for what is no drafter at all: no path, no files, files that are damaged, another kind."""
-    network = build("llama", num_hidden_layers=LAYERS)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "pytorch_model.bin").write_bytes(b"garbage")
-    source = eagle(tmp_path / "eagle").write()
-    for where, kind, words in (
-        (str(tmp_path / "nowhere"), "auto", "There is no folder"),
-        (str(tmp_path / "empty"), "auto", "has none of the files"),
-        (str(tmp_path / "broken"), "auto", "No drafter can be loaded"),
-        (source, "eagle3", "drafter_kind is 'eagle3', and its tensors are those of the kind 'eagle'"),
-        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3"),
-    ):
-        with pytest.raises(ModelError, match=words) as caught:
-            load_head(where, network, kind=kind)
-        assert "\n" not in str(caught.value)
-    shallow = build("llama", num_hidden_layers=1)
-    with pytest.raises(ModelError, match="hidden states 2, 0, -2, and the model has 1 layers"):
-        load_head(eagle3(tmp_path / "deep").write(), shallow)
-
-
-def test_ranks_refuse_heads(base: Path) -> None:
-    """Guards models that several processes share, whose followers know no heads."""
-    _, source = folder_of(base, "medusa")
-    network = build("llama", num_hidden_layers=LAYERS)
-    with pytest.raises(ModelError, match="take one rank"):
-        LeadingModel(network, head=load_head(source, network))
-    with pytest.raises(ModelError, match="take one rank"):
-        check_ranks("anything", 2, drafter=source)
-
-
-@pytest.mark.parametrize("better", [0.9, 0.1])
-def test_the_probe_refuses_on_proof_alone(base: Path, better: float, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Guards both ways: layers that are counted otherwise are found out, and a head that knows nothing yet is served."""
-    model, _ = served(base, "eagle3", "native")
-    assert model.reader is not None
-    reads = model.reader.head.reads
-    shifted = tuple(layer + 1 for layer in reads)
-    monkeypatch.setattr(probing, "_agreement", lambda model, text: better if model.reader.head.reads == shifted else 0.01)
-    if better < 0.5:
-        assert probe(model, "it") == 0.01
-        assert "1 % of the guesses of the drafter it are right" in caplog.text
-    else:
-        with pytest.raises(ModelError, match=r"reads the hidden states 2, 3, 3, .* of 3, 4, 4 it would be 90%"):
-            probe(model, "it")
-    assert model.reader.head.reads == reads
 
 
 # in a cascade

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
 from cascade.engine.kv import Span
 
 Angles = tuple[Tensor, Tensor]
@@ -178,7 +178,7 @@ class Eagle(Head):
         spans: list[Span] = []
         tokens: list[int] = []
         starts: list[int] = []
-        states: list[Tensor] = []
+        parts: list[Part] = []
         ends: list[int | None] = []
         for text in texts:
             first = max(0, text.start - 1)  # whose next token is known only now
@@ -187,14 +187,14 @@ class Eagle(Head):
             new = list(text.tokens[first + 1 - text.start :])
             if new:
                 spans.append(Span(text.store, len(tokens), len(tokens) + len(new), first))
-                states.append(place.states(text.store, first, first + len(new)))
+                parts.append(Part(text.store, first, first + len(new)))
                 starts += range(first, first + len(new))
                 tokens += new
             ends.append(len(tokens) - 1 if new else None)
         if not tokens:
             return [None] * len(texts)
-        ids = torch.tensor(tokens).to(states[0].device, non_blocking=True)
-        out = self._pass(ids, torch.cat(states), starts, place, spans)
+        ids = torch.tensor(tokens).to(self.fc.weight.device, non_blocking=True)
+        out = self._pass(ids, place.states(parts), starts, place, spans)
         return [None if end is None else out[end] for end in ends]
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
@@ -217,7 +217,7 @@ class Eagle(Head):
     def first(self, text: Text, place: Place) -> Tensor:
         spans = [Span(text.store, 0, text.end - 1, 0)]
         ids = torch.tensor(text.tokens[1:]).to(self.fc.weight.device)
-        out = self._pass(ids, place.states(text.store, 0, text.end - 1), range(text.end - 1), place, spans)
+        out = self._pass(ids, place.states([Part(text.store, 0, text.end - 1)]), range(text.end - 1), place, spans)
         return self.whole(self.logits(out)).argmax(-1)
 
 

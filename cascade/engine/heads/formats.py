@@ -33,7 +33,7 @@ MAPS = ("d2t", "t2d", "token_map")  # tensors that are no weights
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold the verifier's
 IGNORED = re.compile(r"^verifier_|rotary_emb\.")  # tensors that are the verifier's, or can be computed
 RENAMED = (
-    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(model|medusa_head)\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^(\d+)\.(\d+)\.linear\."), r"blocks.\1.layers.\2."),
     (re.compile(r"^(\d+)\.\d+\.weight$"), r"blocks.\1.lm_head.weight"),

@@ -36,11 +36,19 @@ class Text(NamedTuple):
         return self.start + len(self.tokens)
 
 
+class Part(NamedTuple):
+    """Positions ``start`` to ``end`` of a store."""
+
+    store: Any
+    start: int
+    end: int
+
+
 class Place(Protocol):
     """Where a head works: beside a model, in its stores; see `cascade.engine.heads.reader.Reader`."""
 
-    def states(self, store: Any, start: int, end: int) -> Tensor:
-        """What was kept of these positions, ``[end - start, width]``."""
+    def states(self, parts: Sequence[Part]) -> Tensor:
+        """What was kept of these positions, behind each other, ``[n, width]``."""
 
     def plan(self, spans: Sequence[Span]) -> Any:
         """What `attend` is given for rows that write and see the head's keys and values."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
 
 
 class Block(nn.Module):
@@ -52,10 +52,8 @@ class Medusa(Head):
         active = [number for number, text in enumerate(texts) if text.guesses]
         if not active:
             return [drafted(())] * len(texts)
-        states = [place.states(texts[number].store, texts[number].end - 2, texts[number].end - 1) for number in active]
-        hidden = states[0].new_empty(len(active), self.width)
-        for row, state in zip(hidden, states, strict=True):
-            row.copy_(state[0])
+        ends = [(texts[number].store, texts[number].end) for number in active]
+        hidden = place.states([Part(store, end - 2, end - 1) for store, end in ends])
         for step, block in enumerate(self.blocks):
             rows = [row for row, number in enumerate(active) if texts[number].guesses > step]
             if not rows:
@@ -67,4 +65,4 @@ class Medusa(Head):
         return [drafted(steps) for steps in found]
 
     def first(self, text: Text, place: Place) -> Tensor:
-        return self.whole(self.blocks[0](place.states(text.store, 0, text.end - 1))).argmax(-1)
+        return self.whole(self.blocks[0](place.states([Part(text.store, 0, text.end - 1)]))).argmax(-1)

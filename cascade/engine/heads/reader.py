@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cascade.draft import Draft
-from cascade.engine.attention import Attention
-from cascade.engine.heads.head import Head, Text
+from cascade.engine.attention import Attention, Paged
+from cascade.engine.heads.head import Head, Part, Text
 from cascade.engine.kv import Fork, Span, Survey
 from cascade.engine.paged_cache import PagedCache
 from cascade.errors import ModelError
@@ -50,15 +50,15 @@ class Reader:
     @property
     def num_layers(self) -> int:
         """Of the model."""
-        return len(decoder_layers(self._network))
+        return len(decoder(self._network)[1])
 
     def _hook(self, layer: int) -> Any:
-        decoder = decoder_layers(self._network)
-        if not 0 <= layer <= len(decoder):
-            raise ModelError(f"it reads hidden state {layer} of a model that has {len(decoder)} layers")
-        if layer == len(decoder):
-            return self._network.base_model.register_forward_hook(partial(_note_out, self._hidden, layer))
-        return decoder[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
+        owner, layers = decoder(self._network)
+        if not 0 <= layer <= len(layers):
+            raise ModelError(f"it reads hidden state {layer} of a model that has {len(layers)} layers")
+        if layer == len(layers):
+            return owner.register_forward_hook(partial(_note_out, self._hidden, layer))
+        return layers[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
 
     # as a part of the model
 
@@ -79,6 +79,10 @@ class Reader:
         """Keep what the head reads of the pass that was run."""
         states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])
         self._hidden.clear()
+        if isinstance(self._attention, Paged):
+            slots = _slots([Part(span.cache, span.start, span.start + span.end - span.begin) for span in spans])
+            self._attention.blocks.put(self._kept, slots, states)
+            return
         for span in spans:
             cache: Any = span.cache
             cache.put(self._kept, span.start, states[span.begin : span.end])
@@ -105,9 +109,10 @@ class Reader:
 
     # what the head asks for
 
-    def states(self, store: Any, start: int, end: int) -> Tensor:
-        kept: Tensor = store.get(self._kept, start, end)
-        return kept
+    def states(self, parts: Sequence[Part]) -> Tensor:
+        if isinstance(self._attention, Paged):
+            return self._attention.blocks.get(self._kept, _slots(parts))
+        return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts])
 
     def plan(self, spans: Sequence[Span]) -> Any:
         assert self._attention is not None
@@ -128,6 +133,11 @@ class Reader:
                 fork.free()
 
 
+def _slots(parts: Sequence[Part]) -> list[int]:
+    """Where positions lie among those of all blocks."""
+    return [slot for part in parts for slot in part.store.slot_mapping(part.start, part.end)]
+
+
 def _room(text: Text, forks: list[Any]) -> Any:
     """The store itself, as far as it has room behind the text, or else a fork; None if there is no memory for one."""
     begin, store = text.end - 1, text.store
@@ -145,14 +155,14 @@ def _room(text: Text, forks: list[Any]) -> Any:
         return None
 
 
-def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, in their order; raises `ModelError` if they are not found."""
-    number, base = network.config.get_text_config().num_hidden_layers, network.base_model
-    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == number)
-    layers = next(lists, None)
-    if layers is None or base is network:
-        raise ModelError(f"the layers of {type(network).__name__} are not found")
-    return layers
+def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that applies the layers of a model, and these in their order; raises `ModelError` if they are not found."""
+    number = network.config.get_text_config().num_hidden_layers
+    for owner in network.base_model.modules() if network.base_model is not network else ():
+        for layers in owner.children():
+            if isinstance(layers, nn.ModuleList) and len(layers) == number:
+                return owner, layers
+    raise ModelError(f"the layers of {type(network).__name__} are not found")
 
 
 def _note_in(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

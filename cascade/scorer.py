@@ -13,6 +13,7 @@ BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 UNIT = 1 / 16  # of gaps on the wire, in nats
+UNREAD = -1  # guesses of a row whose text no drafter reads, now or later
 GROWTH = 16  # an allocation that is full grows by at least this part of itself: little is copied, and little held in vain
 
 
@@ -101,7 +102,7 @@ class Row:
     ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
-    guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line
+    guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line, or `UNREAD`
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class Guesser(Protocol):
 
     @property
     def wants(self) -> int:
-        """Guesses that the next pass shall make for it, see `Row.guesses`; 0 if it makes its own."""
+        """Guesses that the next pass shall make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass said something of the text, whose last token then was ``last``, and of a draft behind it."""

@@ -10,9 +10,8 @@ from typing import Any
 from cascade.chain.block_manager import BlockManager
 from cascade.chain.branches import Branch
 from cascade.chain.scheduler import rank
-from cascade.chain.session import Session
 from cascade.chain.slot import Fork, Slot, U
-from cascade.scorer import BLOCK, MAX_FORKED, RowState, Store
+from cascade.scorer import BLOCK, MAX_FORKED, UNREAD, RowState, Store
 
 IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
 MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
@@ -56,7 +55,7 @@ class KVAdmission:
         allocation, session = slot.allocation, slot.session
         prompt_len = session.opening.prompt_len
         if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
-            self.block_manager.share(allocation, session.text[:prompt_len], _salt(session))
+            self.block_manager.share(allocation, session.text[:prompt_len], _salt(slot))
 
     def fork(self, slot: Slot[Any], branch: Branch, text: list[int], state: RowState | None) -> bool:
         """Give a branch room for its keys and values; False if memory is short."""
@@ -104,7 +103,7 @@ class KVAdmission:
         if allocation is not None and spoilt:
             self.block_manager.drop(allocation)
         elif allocation is not None:
-            self.block_manager.close(allocation, session.text[: session.kv_len], _salt(session))
+            self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
 
     def check(self, slots: Collection[Slot[Any]] = ()) -> None:
         """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
@@ -134,7 +133,7 @@ class KVAdmission:
         session = slot.session
         if slot.allocation is not None:
             return self.block_manager.reserve(slot.allocation, positions)
-        found = self.block_manager.open(session.text, _salt(session), positions)
+        found = self.block_manager.open(session.text, _salt(slot), positions)
         if found is None:
             return False
         slot.allocation, session.kv_len = found
@@ -148,11 +147,11 @@ class KVAdmission:
         self.preempted += 1
 
 
-def _salt(session: Session) -> str:
-    """Sessions with the same one may share keys and values, which depend on the adapter."""
-    opening = session.opening
+def _salt(slot: Slot[Any]) -> str:
+    """Sessions with the same one may share what is held, which depends on the adapter, and on whether a drafter reads it."""
+    opening = slot.session.opening
     own = "" if opening.params.prompt_logprobs is None else opening.session  # whose logits nobody has left
-    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}"
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.guesses != UNREAD}"
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:

@@ -128,22 +128,19 @@ class Runner:
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
     """What the model is given."""
-    params, runner_ups = slot.session.opening.params, RUNNER_UPS if slot.session.branches is not None else 0
+    session, guesses, state = slot.session, slot.guesses, slot.state
+    params, num_own = session.opening.params, work.num_own
+    if work.branch is not None or session.scoring_prompt or not num_own:
+        guesses = min(0, guesses)
+    alike: dict[str, Any] = {"runner_ups": RUNNER_UPS if session.branches is not None else 0, "guesses": guesses}
     if work.branch is not None:
         fork = slot.forks[work.branch]
-        return Row(fork.store, work.start, work.tokens, work.num_own, params, fork.state, runner_ups=runner_ups)
-    if slot.session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
-        of_prompt = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
-        return Row(slot.cache, work.start, work.tokens, len(work.tokens), of_prompt, slot.state)
-    return Row(
-        slot.cache,
-        work.start,
-        work.tokens,
-        work.num_own,
-        params,
-        slot.state,
-        slot.ahead(work),
-        work.draft,
-        runner_ups,
-        slot.guesses if work.num_own else 0,
-    )
+        return Row(fork.store, work.start, work.tokens, num_own, params, fork.state, **alike)
+    if session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
+        params, num_own = _of_prompt(params), len(work.tokens)
+        return Row(slot.cache, work.start, work.tokens, num_own, params, state, guesses=guesses)
+    return Row(slot.cache, work.start, work.tokens, num_own, params, state, slot.ahead(work), work.draft, **alike)
+
+
+def _of_prompt(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)

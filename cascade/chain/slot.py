@@ -9,7 +9,7 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.planner import ALONE, Course
 from cascade.chain.session import Session
 from cascade.chain.work import Work
-from cascade.scorer import Guesser, RowState, Store
+from cascade.scorer import UNREAD, Guesser, RowState, Store
 
 U = TypeVar("U")
 
@@ -50,8 +50,8 @@ class Slot(Generic[U]):
 
     @property
     def guesses(self) -> int:
-        """Those that the next pass shall make, for drafters that read the model."""
-        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=0))
+        """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
+        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
 
     def ahead(self, work: Work) -> int:
         """Own tokens beyond those of ``work`` that are of use and have room; none with a drafter, which guesses them."""

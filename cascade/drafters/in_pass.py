@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.scorer import Scored
+from cascade.scorer import UNREAD, Scored
 
 MOST = 6  # guesses of a pass: each is a step of its own, one after the other
-MEMORY = 0.9  # weight of earlier guesses
-LEAST = 0.1  # mean of right guesses in a row below which hardly any are made
-PROBE = 32  # passes after which one guess is made then, in case they have become better
+MEMORY = 0.9  # weight of earlier guesses of a text
+SHARED = 0.99  # the same of all texts together
+LEAST = 0.2  # mean of right guesses in a row below which a text goes on without
+TRY = 8  # texts of which one asks all the same, when others have given up
 
 
 class InPass:
@@ -18,34 +19,42 @@ class InPass:
     def __init__(self, name: str, level: int = 0) -> None:
         self.name = name
         self.level = level
+        self.right = float(MOST)  # guesses in a row that were scored and right, of all texts
+        self._texts = 0
 
     def begin(self, tenant: str) -> "Asker":
-        return Asker(self.level)
+        self._texts += 1
+        return Asker(self, gives_up=self.right < LEAST and self._texts % TRY != 0)
 
 
 class Asker:
-    """One text: asks each pass for as many guesses as were right of late, and one more."""
+    """One text: asks each pass for as many guesses as were right of late, and one more.
 
-    def __init__(self, level: int) -> None:
-        self._origin = bytes([level << 1])
+    Guesses that are not scored, since they do not pay at this load, count like wrong ones. A text that gives up does so for
+    good: the head has not read what came since.
+    """
+
+    def __init__(self, drafter: InPass, *, gives_up: bool) -> None:
+        self._drafter = drafter
+        self._origin = bytes([drafter.level << 1])
         self._said = NO_DRAFT  # by the last pass
-        self._right = float(MOST)  # guesses in a row, the latest counting most
-        self._passes = 0
+        self._right = max(1.0, drafter.right)  # guesses in a row, the latest counting most
+        self._gave_up = gives_up
 
     @property
     def wants(self) -> int:
         """Guesses that the next pass shall make."""
-        if self._right < LEAST:
-            return int(self._passes % PROBE == 0)
-        return min(MOST, 1 + round(self._right))
+        return UNREAD if self._gave_up else min(MOST, 1 + round(self._right))
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass guessed behind what it said itself."""
         if self._said:
-            right = len(self._said.find(draft.walk(scored.own)[0]))
+            new = draft.walk(scored.own)[0]
+            right = min(len(self._said.find(new)), len(draft.find(new)))
             self._right = MEMORY * self._right + (1 - MEMORY) * right
+            self._drafter.right = SHARED * self._drafter.right + (1 - SHARED) * right
+            self._gave_up |= self._right < LEAST
         self._said = scored.draft
-        self._passes += 1
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """What the pass has guessed; nothing where the text has been cut since."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.native.matches import GRAM, LONGEST, Ints, Matches
-from cascade.scorer import Scored
+from cascade.scorer import UNREAD, Scored
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
 MAX_TENANTS = 16  # whose texts are held: those who came last
@@ -72,7 +72,7 @@ class Matcher:
 
     @property
     def wants(self) -> int:
-        return 0
+        return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """Only what the text says counts."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.scorer import Scored
+from cascade.scorer import UNREAD, Scored
 
 NEXT = 3  # tokens that are known behind each
 MAX_KNOWN = 2**15  # tokens of a tenant behind which some are known
@@ -67,7 +67,7 @@ class Recycler:
 
     @property
     def wants(self) -> int:
-        return 0
+        return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         for token, own in zip((last, *draft.tokens), scored.own, strict=False):

@@ -32,7 +32,7 @@ from cascade.engine.threads import Threads
 from cascade.engine.trees import Tree
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
-from cascade.scorer import Row, Scored
+from cascade.scorer import UNREAD, Row, Scored
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ class Model:
         n, plan = len(tokens), self._attention.plan(spans, self._windows)
         logits = self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
         if self.reader is not None:
-            self.reader.keep(spans)
+            self.reader.keep(spans if any(row.guesses != UNREAD for row in rows) else ())
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:

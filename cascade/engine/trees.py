@@ -113,10 +113,11 @@ class Tree:
         if not self._shares_pass:
             fork.reserve(start + again + len(draft))  # while the branch can still be left out
         tokens = row.tokens[len(row.tokens) - again :]
+        alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses)}
         if row.state is None:
-            fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, runner_ups=row.runner_ups)
+            fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, **alike)
         else:
-            fed = Row(fork, start, tokens, 1, row.params, row.state, draft=draft, runner_ups=row.runner_ups)
+            fed = Row(fork, start, tokens, 1, row.params, row.state, draft=draft, **alike)
         return Line(fed, nodes)
 
     def _draft(self, path: Sequence[int]) -> Draft:

@@ -12,12 +12,12 @@ from cascade.chain.local_links import join
 from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import KINDS, DrafterSpec, make
-from cascade.drafters.in_pass import MOST, PROBE, InPass
+from cascade.drafters.in_pass import MOST, TRY, InPass
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
 from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.scorer import Drafter, Guesser, Row, RunnerUp, Scored
+from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from tests.chain.test_tier import opening, settle, text_of
 
@@ -46,7 +46,7 @@ class Nonsense:
     def begin(self, tenant: str) -> Guesser:
         return self
 
-    wants = 0
+    wants = UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None: ...
 
@@ -223,7 +223,7 @@ class Reader(ToyModel):
         return [replace(one, draft=self._guessed(row, one)) for row, one in zip(rows, super().run(rows), strict=True)]
 
     def _guessed(self, row: Row, scored: Scored) -> Draft:
-        if not row.guesses:
+        if row.guesses <= 0:
             return NO_DRAFT
         new = row.draft.walk(scored.own)[0]
         begin = row.start + len(row.tokens) + len(new)
@@ -249,20 +249,30 @@ def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
 
 
 def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
-    """Guards heads that are slow: each guess is a step, and one that is never right is hardly asked."""
+    """Guards heads that are slow: each guess is a step of its own, and a text whose guesses are never right gives up."""
     asker = InPass("eagle3", 2).begin("")
     assert asker.wants == MOST
     for _ in range(60):
-        asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3, 4), bytes(2))))
-        assert asker.guess([1, 2], 1, 8).origins == bytes([4, 4])
-    wanted = []
-    for _ in range(2 * PROBE):
-        asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3,), bytes(1)) if asker.wants else NO_DRAFT))
-        wanted.append(asker.wants)
-    assert sum(wanted) == 2
-    asker.saw(1, NO_DRAFT, Scored([2], draft=Draft((3,), bytes(1))))
+        asker.saw(1, Draft((3, 4, 5), bytes(3)), Scored([3, 4, 6], draft=Draft((3, 4, 7), bytes(3))))
+        assert asker.guess([1, 2], 1, 8).origins == bytes([4, 4, 4])
+    assert asker.wants == 3
     asker.cut()
     assert asker.guess([1, 2], 0, 8) == NO_DRAFT, "the text goes on otherwise"
     for _ in range(60):
-        asker.saw(1, Draft((3, 4), bytes(2)), Scored([3, 4, 5], draft=Draft((3, 4), bytes(2))))
-    assert asker.wants == 3
+        asker.saw(1, NO_DRAFT, Scored([3], draft=Draft((3,), bytes(1))))  # right, but not scored: it does not pay
+    assert asker.wants == UNREAD
+
+
+def test_texts_give_up_where_others_have() -> None:
+    """Guards busy servers: a head that does not pay is not read by every new text, and comes back once it does."""
+    drafter = InPass("eagle3", 0)
+    for _ in range(400):
+        asker = drafter.begin("")
+        for _ in range(3):
+            asker.saw(1, Draft((5,), bytes(1)), Scored([4, 1], draft=Draft((5,), bytes(1))))
+    assert sum(drafter.begin("").wants != UNREAD for _ in range(10 * TRY)) == 10
+    for _ in range(20 * TRY):
+        asker = drafter.begin("")
+        for _ in range(20 if asker.wants != UNREAD else 0):
+            asker.saw(1, Draft((4, 5), bytes(2)), Scored([4, 5, 1], draft=Draft((4, 5), bytes(2))))
+    assert drafter.begin("").wants > 1

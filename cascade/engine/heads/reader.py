@@ -24,7 +24,7 @@ from cascade.engine.kv import Fork, Span, Survey
 from cascade.engine.paged_cache import PagedCache
 from cascade.errors import ModelError
 from cascade.native.cache import BlockedFork
-from cascade.scorer import MAX_FORKED, Row, Scored
+from cascade.scorer import MAX_FORKED, UNREAD, Row, Scored
 
 
 class Reader:
@@ -77,6 +77,9 @@ class Reader:
 
     def keep(self, spans: Sequence[Span]) -> None:
         """Keep what the head reads of the pass that was run."""
+        if not spans:
+            self._hidden.clear()
+            return
         states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])
         self._hidden.clear()
         if isinstance(self._attention, Paged):
@@ -100,7 +103,9 @@ class Reader:
         return [replace(one, draft=draft) if draft else one for one, draft in zip(scored, drafts, strict=True)]
 
     def _text(self, row: Row, scored: Scored) -> Text | None:
-        """The text that a row leaves; nothing of a fork that would not be read to its end."""
+        """The text that a row leaves, if it is read; nothing of a fork that would not be read to its end."""
+        if row.guesses == UNREAD:
+            return None
         new = row.draft.walk(scored.own)[0] if row.num_own == 1 and scored.own else []
         text = Text(row.cache, row.start, [*row.tokens, *new], min(row.guesses, self.head.most) if new else 0, row.params)
         if not isinstance(row.cache, Fork | BlockedFork):

@@ -1,5 +1,7 @@
 """`cascade demo`: the embedded models, served, and compared with the full one alone."""
 
+import secrets
+
 import click
 from rich.progress import Progress
 
@@ -21,7 +23,8 @@ def demo(prompt: str, max_tokens: int, temperature: float, port: int | None) -> 
     from cascade.client import Client
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
-    with started(None, port=port or 0, http_port=0) as server, Client(server.address) as client:
+    name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
+    with started(None, port=port or 0, http_port=0, name=name) as server, Client(server.address) as client:
         show_stream(client.stream, prompt, params, Speculation(tiers=server.tiers[:-1]), server.tiers)
         compare(client.stream, params, server.tiers, rounds=1)
 

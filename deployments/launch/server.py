@@ -42,7 +42,7 @@ LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine
 class Server:
     """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top."""
 
-    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool) -> None:
+    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool, name: str = APPLICATION) -> None:
         self.config = config
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host)
         self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
@@ -51,6 +51,8 @@ class Server:
         self.model = config.tiers[-1].model_loading_config.model_id
         self._listen = listen
         self._owns_ray = owns_ray
+        self._name = name
+        self._deployed = False
         self._fork_server: ForkServer | None = None
 
     @classmethod
@@ -61,23 +63,24 @@ class Server:
         host: str | None = None,
         port: int | None = None,
         http_port: int | None = None,
+        name: str = APPLICATION,
         tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
         """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
         ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. ``tell`` hears what is being done.
+        Ray on this machine. ``name`` is the application's, which nothing on the cluster may have. ``tell`` hears what is done.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
-        server = cls(at_door(parsed, listen), listen, owns_ray=not (ray.is_initialized() or _cluster()))
+        server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
             server._start(tell)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
-            cause = _cause(error)
+            cause = _cause(error, name)
             server.stop()
             raise ModelError(f"The tiers did not start: {cause}") from error
         except BaseException:
@@ -110,7 +113,23 @@ class Server:
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        serve.run(application, name=APPLICATION, route_prefix="/")
+        self._check_name()
+        self._deployed = True
+        route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
+        try:
+            serve.run(application, name=self._name, route_prefix=route)
+        except RayServeException as error:  # such as another application at the same route
+            raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
+
+    def _check_name(self) -> None:
+        """Raise `ConfigError` if it would take the place of another application: Serve would replace that without a word."""
+        if self._owns_ray:
+            return
+        if self._name in serve.status().applications:
+            raise ConfigError(
+                f"The cluster runs an application named {self._name!r} already: choose another --name, "
+                f"or end that one (serve.delete({self._name!r}))"
+            )
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
@@ -141,8 +160,9 @@ class Server:
         if not ray.is_initialized():
             return
         try:
-            with contextlib.suppress(RayServeException):  # Serve did not start
-                serve.delete(APPLICATION)
+            if self._deployed:  # else whatever has the name is somebody else's
+                with contextlib.suppress(RayServeException):  # Serve did not start
+                    serve.delete(self._name)
         finally:
             if self._owns_ray:
                 ray.shutdown()  # not `serve.shutdown` before: Ray complains of the controller that it kills
@@ -200,11 +220,11 @@ def _check_files(config: CascadeConfig) -> None:
         check_door(config.router.listen.tls)
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: Exception, application: str) -> str:
     """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
     text = str(error)
     with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
-        states = serve.status().applications[APPLICATION].deployments.items()
+        states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")

@@ -4,9 +4,11 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from cascade.client.connection import is_near
 from cascade.errors import Unavailable
 
 PREFIX = "cascade_"
@@ -62,7 +64,9 @@ def scrape(url: str) -> Scrape:
     try:
         if not url.startswith(("http://", "https://")):  # urllib would read files too
             raise ValueError("it must begin with http:// or https://")
-        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
+        direct = [urllib.request.ProxyHandler({})] if is_near(urlsplit(url).netloc) else []
+        opener = urllib.request.build_opener(*direct)
+        with opener.open(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

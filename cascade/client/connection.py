@@ -1,6 +1,8 @@
 """Where a client's requests go: the address, what every call carries, and the library's errors in place of gRPC's."""
 
 import contextlib
+import ipaddress
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +26,8 @@ from cascade.v1 import serving_pb2_grpc
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+NEAR_DOMAINS = (".localhost", ".local", ".internal")
+DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
 UNREACHED = ("failed to connect", "errors resolving", "DNS resolution failed")  # how gRPC's sentences begin
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text are more than gRPC's 4 MiB
@@ -63,10 +67,11 @@ class Connection:
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
         target, credentials = _target(address, authority)
+        options = (*CHANNEL_OPTIONS, DIRECT) if is_near(target) and not os.environ.get("grpc_proxy") else CHANNEL_OPTIONS
         if credentials is None:
-            self._channel = self._channels.insecure_channel(target, CHANNEL_OPTIONS)
+            self._channel = self._channels.insecure_channel(target, options)
         else:
-            self._channel = self._channels.secure_channel(target, credentials, CHANNEL_OPTIONS)
+            self._channel = self._channels.secure_channel(target, credentials, options)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
 
     def _begin(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -113,6 +118,16 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
     except OSError as error:
         raise ConfigError(f"authority is {authority!r}, which cannot be read: {error.strerror or error}") from None
     return address.removeprefix(SECURE), grpc.ssl_channel_credentials(roots)
+
+
+def is_near(target: str) -> bool:
+    """Whether a HOST:PORT is of this machine or its network, which no proxy for the web should stand before."""
+    place = target.rpartition("/")[2]
+    host = (place if place.endswith("]") or ":" not in place else place.rpartition(":")[0]).strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return "." not in host or host.endswith(NEAR_DOMAINS)
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:

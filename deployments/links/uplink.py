@@ -33,6 +33,7 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
     ("grpc.min_reconnect_backoff_ms", 3000),  # also how long a connection may take to come about
+    ("grpc.enable_http_proxy", 0),  # whatever http_proxy says: replicas reach each other
 ]
 
 

@@ -647,6 +647,20 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit:
         await net.settle()
 
 
+async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards nodes with http_proxy in their environment: gRPC asked the proxy for every replica, and no link came about."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    request = opening(23, 0.0, 20)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert net.failures == []
+    assert drafted(answer)["medium"] > 0
+    await net.settle()
+
+
 class Rogue(link_pb2_grpc.LinkServicer):
     """A replica that answers every batch with the same bytes."""
 

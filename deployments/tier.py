@@ -109,13 +109,14 @@ class TierReplica:
         if self._ranks is not None:
             self._ranks.check()
         if not self._tier.healthy or not self._model.healthy:
-            raise RuntimeError(f"the loop of tier {self._config.name} has stopped or its passes fail")
+            raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
     async def __del__(self) -> None:
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(self._tier.close)
-        await asyncio.to_thread(self._model.close)
+        if not self._tier.hangs:  # else its device answers nobody
+            await asyncio.to_thread(self._model.close)
 
 
 def lessor(handle: DeploymentHandle) -> Lessor:

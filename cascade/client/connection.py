@@ -67,7 +67,8 @@ class Connection:
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
         target, credentials = _target(address, authority)
-        options = (*CHANNEL_OPTIONS, DIRECT) if is_near(target) and not os.environ.get("grpc_proxy") else CHANNEL_OPTIONS
+        direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own name, meant for it
+        options = (*CHANNEL_OPTIONS, DIRECT) if direct else CHANNEL_OPTIONS
         if credentials is None:
             self._channel = self._channels.insecure_channel(target, options)
         else:

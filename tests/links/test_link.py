@@ -14,15 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer
+from cascade.chain import watchdog
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
+from cascade.errors import Unavailable
 from cascade.messages import Close, Commit, Draft, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
 from cascade.params import MAX_SEED, SamplingParams, Structured
+from cascade.scorer import Row, Scored
 from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
+from deployments.links import uplink
 from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import Lease, Lessor
@@ -283,6 +287,46 @@ async def test_dead_full_replica_is_replaced(net: Net) -> None:
     assert net.failures
     assert all(failure.reason for failure in net.failures)
     await net.settle()
+
+
+class Hanging(CountingModel):
+    """Passes wait for `works`, as on a device that no longer answers."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options)
+        self.works = threading.Event()
+        self.works.set()
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        self.works.wait()
+        return super().run(rows)
+
+
+async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests, and health, against a pass that does not end: the replica was healthy, its requests ended with 503."""
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+    monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
+    model = Hanging(pass_s=0.004)
+    old = empty.nodes["full"] = Node(2, model, {})
+    await old.start()
+    request = opening(6, 1.0, 100)
+    running = asyncio.create_task(empty.text(request))
+    await until(lambda: old.tier.stats.own_tokens > 20)
+    assert old.tier.healthy
+    model.works.clear()
+    await until(lambda: not old.tier.healthy)
+    with pytest.raises(Unavailable, match="hangs"):
+        await anext(old.server.lease("late"))
+    await empty.add("full")
+    text, _ = await running
+    assert text == full_text(ToyModel(), request)
+    old.tier.close()  # which does not wait for it
+    model.works.set()
+    await until(lambda: not old.tier._thread.is_alive())
+    assert not old.tier.hangs
+    await old.stop()
+    await empty.settle()
+    assert old.occupied == (0, 0, 0, 0, 0)
 
 
 async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:

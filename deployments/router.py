@@ -54,6 +54,7 @@ OBSERVE_TIMEOUT_S = 1.0
 OBSERVE_S = 5.0  # how old the tiers' figures in the metrics may become
 LOWER_START_S = 60.0  # the router starts without tiers that are not ready so long after the full one
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
+LINGER_S = 0.1  # what has come through a door before it closed is still admitted
 CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
 
 
@@ -201,10 +202,16 @@ class Router:
             self.admission.metrics.tier(name, replicas.get(name, 0), said.get(name))
 
     async def drain(self) -> None:
-        """Take no more requests, and let those that are there end."""
-        if self._grpc is not None:
-            await self._grpc.leave()
+        """Take no more requests, and let those that are there end.
+
+        The doors close first, so that other routers behind the same ports get what comes.
+        """
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
+        if self._grpc is not None:
+            await self._grpc.leave(timeout_s + CLOSE_GRACE_S)
+        if self._http is not None:
+            await self._http.leave()
+            await asyncio.sleep(LINGER_S)
         if not await self.admission.places.drained(timeout_s):
             log.warning("Requests that did not end within %g s are aborted", timeout_s)
             self.admission.abort_all()

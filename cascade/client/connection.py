@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,9 @@ RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
 UNREACHED = ("failed to connect", "errors resolving", "DNS resolution failed")  # how gRPC's sentences begin
+# What reaches a server in the moment in which it closes is cancelled by gRPC before anybody has seen it.
+RETRIES = {"maxAttempts": 3, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 4}
+SERVICE = {"methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}]}
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text are more than gRPC's 4 MiB
     # A call to a host that has vanished ends within seven minutes, not never. Servers break off connections that ping more
@@ -36,6 +40,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
+    ("grpc.service_config", json.dumps(SERVICE)),
 )
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {

@@ -24,7 +24,7 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access
-from deployments.app import ENVIRONMENT, build, forked, parse, shortage
+from deployments.app import ENVIRONMENT, bind, build, forked, parse, shortage
 from deployments.launch.fork_server import ForkServer
 from deployments.links.tls import check, check_door
 
@@ -101,7 +101,9 @@ class Server:
             tell("Starting Ray")
             _start_ray()
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
-            application = build(at_door(config.model_copy(update={"verify": False}), self._listen, _node()))
+            from cascade.settings.check import limits  # with PyTorch
+
+            application = bind(at_door(config, self._listen, _node()), limits(config))
         self._check_room()
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)

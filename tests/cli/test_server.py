@@ -65,6 +65,7 @@ def test_joined_clusters_keep_their_applications(
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
     monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
@@ -80,6 +81,7 @@ def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
     monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with pytest.raises(ConfigError, match="runs an application named 'cascade' already: choose another --name"):
         Server.start(port=0)
@@ -159,6 +161,7 @@ def test_servers_do_not_wait_for_what_cannot_come(
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
     monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
     if address:

@@ -491,3 +491,11 @@ def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
 
     assert [share(num_gpus) for num_gpus in (None, 0, 1, 2, 0.3)] == [0.9, 0.9, 0.9, 0.9, 0.27]
     assert share(0.3, gpu_memory_utilization=0.5) == 0.5
+
+
+def test_routers_are_told_the_limits_of_all_models() -> None:
+    """Guards the longest text against depending on which tiers answer: it is known when the application is built."""
+    *_, limits = build(None)._bound_deployment.init_args
+    assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in family.NAMES}
+    *_, limits = build({"tiers": [tier()], "verify": False})._bound_deployment.init_args
+    assert limits == {}

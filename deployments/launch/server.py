@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -281,6 +282,16 @@ def _join(address: str, options: Mapping[str, Any]) -> None:
         ) from None
 
 
+def _keep_token() -> None:
+    """Give Ray a token for this process and its own, unless the user has one.
+
+    Ray would write one to the user's folder, and from then on clusters that know nothing of it refuse this machine.
+    """
+    chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not chosen and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def _start_ray() -> None:
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
@@ -291,6 +302,7 @@ def _start_ray() -> None:
         _check_cluster(address)
         _join(address, options)
         return
+    _keep_token()
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(**options)

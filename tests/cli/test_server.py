@@ -1,5 +1,7 @@
 """Starting and stopping a server, without Ray: what it does to a cluster that is not its own."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +218,22 @@ def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
         Server.start(port=0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("", ""), ("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "/a/file")])
+def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str) -> None:
+    """Guards the user's machine: Ray wrote ~/.ray/auth_token, after which `ray start --head` refused workers without it."""
+    monkeypatch.setattr(module, "ray", Ray(False))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as undone:
+        undone.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
+        undone.delenv("RAY_AUTH_TOKEN")
+        module._start_ray()
+        assert ("RAY_AUTH_TOKEN" in os.environ) is (not name)  # else Ray makes a file, or the user has said what to do
 
 
 def test_an_empty_host_is_refused() -> None:

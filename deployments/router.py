@@ -40,9 +40,9 @@ from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
+from deployments.links.lessor import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.tls import check
-from deployments.tier import lessor
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

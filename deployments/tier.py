@@ -24,7 +24,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lessor
+from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
@@ -117,12 +117,6 @@ class TierReplica:
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)
-
-
-def lessor(handle: DeploymentHandle) -> Lessor:
-    """Takes leases on the replicas behind ``handle``."""
-    streaming = handle.options(stream=True)
-    return lambda session: streaming.lease.remote(session)
 
 
 async def _apart(work: Callable[[], T]) -> T:

@@ -62,7 +62,7 @@ def test_imports_go_down() -> None:
 
 
 def test_routers_import_no_models() -> None:
-    """Guards the time in which a router that has died is away: its imports are most of its start, those of tiers half of them."""
+    """Guards the time in which a router that has died is away: mostly imports, which took twice as long."""
     paths = dict(files("cascade", "deployments"))
     reached, new = set[str](), {"deployments.router"}
     while new:

@@ -164,7 +164,7 @@ class Server:
             return
         try:
             if self._deployed:  # else whatever has the name is somebody else's
-                with contextlib.suppress(RayServeException):  # Serve did not start
+                with contextlib.suppress(RayServeException, TimeoutError):  # Serve did not start; or it takes long, and goes on
                     serve.delete(self._name)
         finally:
             if self._owns_ray:

@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     **HUGE_PAGES,
 }
-QUIET = {"enable_access_log": False}
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
@@ -57,7 +56,7 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **tls)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router}, "router")
+    deployment = _deployment(serve.ingress()(Router), {"name": "router", **router}, "router")
     return deployment.bind(config.model_dump(mode="json"), handles, dict(limits))
 
 
@@ -115,7 +114,7 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
                     f"placement_group_config of tier {tier.name} has the key {key!r}: it takes {', '.join(known)}"
                 )
             options[known[key]] = value
-    return {"name": tier.name, "logging_config": QUIET, "ray_actor_options": actor, **options}
+    return {"name": tier.name, "ray_actor_options": actor, **options}
 
 
 def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deployment:

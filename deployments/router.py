@@ -43,6 +43,7 @@ from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.tls import check
+from deployments.logs import join_serves
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Router:
         handles: Mapping[str, DeploymentHandle],
         limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
+        join_serves()
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
@@ -269,7 +271,8 @@ class Router:
                         yield chunk
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
-                log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
+                told = "Request %s goes on from token %d on another full replica: %s"
+                log.info(told, request.id, answer.num_tokens, failure, extra={"request_id": request.id})
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
     async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:

@@ -28,6 +28,7 @@ from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
+from deployments.logs import join_serves
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class TierReplica:
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
     ) -> None:
+        join_serves()
         self._config = TierConfig.model_validate(config)
         tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
         if tls is not None:

@@ -15,7 +15,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings", "cascade.placement"),
     ("cascade.local",),
     ("cascade.bench",),
-    ("deployments.links", "deployments.admission"),
+    ("deployments.links", "deployments.admission", "deployments.logs"),
     ("deployments.chat",),
     ("deployments.grpc", "deployments.http"),
     ("deployments.tier", "deployments.router"),

@@ -155,6 +155,7 @@ class AccessConfig(Section):
     keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "CASCADE_API_KEYS"  # open to all if neither is set
     limits: dict[str, KeyLimits] = Field(default_factory=dict)  # by the name of the key
     default_limits: KeyLimits = KeyLimits()  # of keys that are not named there
+    log: bool = True  # one line for each request that is over, without its words
 
 
 class RequestLimits(Section):

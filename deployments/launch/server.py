@@ -37,6 +37,7 @@ PORTS = range(20_000, 32_000)  # above those of Ray's workers
 DEFAULT_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
 CONNECT_S = 10.0
+QUIET = {"enable_access_log": False}  # which would have a line for each lease
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 
@@ -120,7 +121,7 @@ class Server:
         self._deployed = True
         route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
         try:
-            serve.run(application, name=self._name, route_prefix=route)
+            serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route
             raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
 

@@ -188,6 +188,18 @@ def test_prompts_and_keys_are_not_logged(small: House, alice: Client, caplog: py
         assert words not in caplog.text
 
 
+def test_requests_are_logged(small: House, alice: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards operators: each request has one line with its name, whose it is and how it ended; fields for JSON."""
+    with caplog.at_level(logging.INFO, "deployments.access"):
+        asked = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "n": 2}
+        ask(small, "/v1/completions", asked, Authorization=f"Bearer {ALICE}", X_Request_Id="my-request")
+        small.settle()
+    [record] = caplog.records
+    said = "request_id=my-request key=alice outcomes=length answers=2 prompt_tokens=14 output_tokens=60 seconds="
+    assert record.getMessage().startswith(said)
+    assert vars(record)["request_id"] == "my-request"
+
+
 def test_health_and_reflection(small: House) -> None:
     """Guards probes and grpcurl: the standard services are there, open to all."""
     with grpc.insecure_channel(small.grpc) as channel:

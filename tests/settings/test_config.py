@@ -499,3 +499,8 @@ def test_routers_are_told_the_limits_of_all_models() -> None:
     assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in family.NAMES}
     *_, limits = build({"tiers": [tier()], "verify": False})._bound_deployment.init_args
     assert limits == {}
+
+
+def test_logs_are_as_the_application_says() -> None:
+    """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
+    assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))

@@ -42,6 +42,7 @@ from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
 from deployments.links.replica_status import Tiers
+from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.logs import join_serves
 
@@ -97,7 +98,7 @@ class Router:
         )
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
-        self._observe_at = 0.0
+        self._siblings, self._observe_at = Siblings(), 0.0
         self._counting = asyncio.create_task(self._count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
@@ -160,11 +161,17 @@ class Router:
                 return turn.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
-        """End requests of the same key."""
+        """End requests of the same key, at whatever router they are."""
         with reported(grpc_context, self.admission.metrics.refused):
             refuse_unknown(request, "the request")
-            account = self.admission.access.account(metadata(grpc_context).get("authorization"))
-            return pb.AbortResponse(aborted=self.admission.abort(account, request.request_id))
+            key = self.admission.access.account(metadata(grpc_context).get("authorization")).name
+            here = self.admission.abort(key, request.request_id)
+            elsewhere = await self._siblings.ask("abort_for", key, request.request_id)
+            return pb.AbortResponse(aborted=here + sum(elsewhere))
+
+    async def abort_for(self, router: str, key: str, request_id: str) -> int | None:
+        """Another router asks to end requests of a key."""
+        return None if router == self._siblings.me else self.admission.abort(key, request_id)
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""

@@ -214,9 +214,9 @@ class Admission:
         if num_chars > most:
             raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
-    def abort(self, account: Account, id: str) -> int:
-        """End the requests of ``account`` with this id; how many there were."""
-        found = [request for request in self._active if request.id == id and request.account is account]
+    def abort(self, key: str, id: str) -> int:
+        """End the requests with this id of the key of this name; how many there were."""
+        found = [request for request in self._active if request.id == id and request.account.name == key]
         for request in found:
             request.lifetime.abort()
         return len(found)

@@ -23,6 +23,7 @@ from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.page import joined
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
@@ -196,7 +197,18 @@ class Router:
         """The HTTP API, for Ray Serve's proxies."""
         return self._api
 
-    async def observe(self) -> None:
+    async def metrics(self) -> bytes:
+        """What all routers count, and what the tiers say."""
+        await self._observe()
+        here = self.admission.metrics.text()
+        elsewhere = await self._siblings.pages()
+        return joined({self._siblings.me: here.decode()} | elsewhere) if elsewhere else here
+
+    async def metrics_for(self, router: str) -> tuple[str, str] | None:
+        """Another router asks for what this one counts: its name, and its page."""
+        return None if router == (me := self._siblings.me) else (me, self.admission.metrics.text().decode())
+
+    async def _observe(self) -> None:
         """Bring up to date what the metrics say of the tiers, if that is old."""
         if time.monotonic() < self._observe_at:
             return
@@ -209,10 +221,7 @@ class Router:
             self.admission.metrics.tier(name, replicas, said)
 
     async def drain(self) -> None:
-        """Take no more requests, and let those that are there end.
-
-        The doors close first, so that other routers behind the same ports get what comes.
-        """
+        """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
         if self._grpc is not None:
             await self._grpc.leave(timeout_s + CLOSE_GRACE_S)

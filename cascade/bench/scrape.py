@@ -12,24 +12,29 @@ from cascade.client.connection import is_near
 from cascade.errors import Unavailable
 
 PREFIX = "cascade_"
+ROUTER = "router"  # the label by which samples of several routers differ
 TIMEOUT_S = 5.0
 Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order."""
+    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order.
+
+    Those of several routers are added.
+    """
 
     samples: dict[tuple[str, Labels], float]
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read Prometheus' text format; raises `ValueError`."""
-        samples = {}
+        samples: dict[tuple[str, Labels], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                key = (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items())))
-                samples[key] = sample.value
+                labels = sorted(pair for pair in sample.labels.items() if pair[0] != ROUTER)
+                key = (sample.name.removeprefix(PREFIX), tuple(labels))
+                samples[key] = samples.get(key, 0.0) + sample.value
         return cls(samples)
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from ray import serve
@@ -11,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
+PAGES_S = 1.0
 AGAIN_S = 0.05  # between two tries while Serve has not told yet which routers there are
 
 
@@ -19,6 +21,8 @@ class Siblings:
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
+        self._pages: dict[str, str] = {}
+        self._pages_until = 0.0
         try:
             context = serve.get_replica_context()
         except RayServeException:
@@ -39,6 +43,13 @@ class Siblings:
             log.warning("The other routers cannot be asked: %s", error or type(error).__name__)
             return []
         return [answer for answer in answers if answer is not None and not isinstance(answer, BaseException)]
+
+    async def pages(self) -> dict[str, str]:
+        """What the other routers count, by their names, a second old at most."""
+        if time.monotonic() >= self._pages_until:
+            self._pages_until = time.monotonic() + PAGES_S
+            self._pages = dict(await self.ask("metrics_for"))
+        return self._pages
 
     async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
         while True:

@@ -159,7 +159,7 @@ async def test_sleeping_tiers_are_not_woken(net: Net, monkeypatch: pytest.Monkey
     described = await router.Describe(pb.DescribeRequest(), Context())
     assert described.max_model_len == 64  # whoever runs
     assert [(tier.name, tier.replicas) for tier in described.tiers] == [("tiny", 0), ("medium", 0), ("full", 0)]
-    await router.observe()
+    await router.metrics()
     await Router.__del__(router)
     assert [handle.num_asked for handle in handles.values()] == [0, 0, 0]
 

@@ -115,6 +115,7 @@ class DeploymentConfig(Section):
     health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
     graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 0  # replicas that start before old ones go, where there is room
 
 
 class TierConfig(Section):
@@ -139,6 +140,7 @@ class RouterDeploymentConfig(DeploymentConfig):
 
     max_queued_requests: Annotated[int, Field(ge=-1)] = 256
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # for what it writes to end; behind it Serve kills it
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 100  # takes no GPU
 
 
 class KeyLimits(Section):

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import ray
 import yaml
 from click.testing import CliRunner
 from pydantic import ValidationError
@@ -453,29 +451,6 @@ def test_demo_file_is_the_demo() -> None:
     """Guards `cascade demo` and cluster/serve/demo.yaml against drifting apart."""
     [application] = applications(CLUSTER / "serve" / "demo.yaml").applications
     assert CascadeConfig.parse(application.args) == CascadeConfig.demo()
-
-
-def test_kuberay_serves_the_qwen3_file() -> None:
-    """Guards the RayService: its application is that of cluster/serve, and its gRPC port is one of the service."""
-    spec = yaml.safe_load((CLUSTER / "kuberay" / "rayservice.yaml").read_text())["spec"]
-    served = yaml.safe_load(spec["serveConfigV2"])
-    assert served == yaml.safe_load((CLUSTER / "serve" / "qwen3.yaml").read_text())
-    groups = [spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]]
-    for group in groups:
-        [container] = group["template"]["spec"]["containers"]
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert ports["serve"] == served["http_options"]["port"]
-        assert ports["serve-grpc"] == served["grpc_options"]["port"]
-    assert all("nvidia.com/gpu" in group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups[1:])
-    assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
-
-
-def test_ray_up_file_keeps_rays_schema() -> None:
-    """Guards the file for `ray up` against keys that Ray does not know."""
-    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    values = yaml.safe_load((CLUSTER / "ray-up" / "aws.yaml").read_text())
-    jsonschema.validate(values, schema)
-    assert values["head_node_type"] in values["available_node_types"]
 
 
 def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:

@@ -479,3 +479,11 @@ def test_routers_are_told_the_limits_of_all_models() -> None:
 def test_logs_are_as_the_application_says() -> None:
     """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
     assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))
+
+
+def test_new_routers_start_before_old_ones_go() -> None:
+    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody for half a minute."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
+    surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
+    assert surges == [0, 0, 50, 100]

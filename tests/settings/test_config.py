@@ -482,7 +482,7 @@ def test_logs_are_as_the_application_says() -> None:
 
 
 def test_new_routers_start_before_old_ones_go() -> None:
-    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody for half a minute."""
+    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody."""
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]

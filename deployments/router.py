@@ -255,8 +255,7 @@ class Router:
 
     async def _count_drafters(self) -> None:
         """Say in the metrics whether lower tiers have started."""
-        num_drafters = await self._tiers.num_drafters(LOWER_START_S)
-        if num_drafters is not None:
+        if (num_drafters := await self._tiers.num_drafters(LOWER_START_S)) is not None:
             self.admission.metrics.started(num_drafters)
 
     # requests
@@ -287,8 +286,7 @@ class Router:
                         yield chunk
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
-                told = "Request %s goes on from token %d on another full replica: %s"
-                log.info(told, request.id, answer.num_tokens, failure, extra={"request_id": request.id})
+                log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
     async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:

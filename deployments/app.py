@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     **HUGE_PAGES,
 }
-QUIET = {"enable_access_log": False}
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
@@ -37,13 +36,19 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
-    from cascade.settings.check import verify
-    from deployments.router import Router
-    from deployments.tier import TierReplica
+    from cascade.settings.check import limits, verify
 
     config = parse(args)
     if config.verify:
         verify(config)
+    return bind(config, limits(config))
+
+
+def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Application:
+    """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`."""
+    from deployments.router import Router
+    from deployments.tier import TierReplica
+
     handles: dict[str, Any] = {}
     tls = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
@@ -51,8 +56,8 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **tls)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = _deployment(serve.ingress()(Router), {"name": "router", "logging_config": QUIET, **router}, "router")
-    return deployment.bind(config.model_dump(mode="json"), handles)
+    deployment = _deployment(serve.ingress()(Router), {"name": "router", **router}, "router")
+    return deployment.bind(config.model_dump(mode="json"), handles, dict(limits))
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
@@ -109,7 +114,7 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
                     f"placement_group_config of tier {tier.name} has the key {key!r}: it takes {', '.join(known)}"
                 )
             options[known[key]] = value
-    return {"name": tier.name, "logging_config": QUIET, "ray_actor_options": actor, **options}
+    return {"name": tier.name, "ray_actor_options": actor, **options}
 
 
 def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deployment:

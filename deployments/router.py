@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ray.serve.grpc_util import RayServegRPCContext
@@ -22,6 +23,7 @@ from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.page import joined
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
@@ -39,9 +41,11 @@ from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
-from deployments.links.replica_status import ReplicaStatus, ask
+from deployments.links.lessor import lessor
+from deployments.links.replica_status import Tiers
+from deployments.links.siblings import Siblings
 from deployments.links.tls import check
-from deployments.tier import lessor
+from deployments.logs import join_serves
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -49,20 +53,25 @@ log = logging.getLogger(__name__)
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
 FULL_LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
 HELD_PLACES = 16  # a full replica that takes fewer sessions has none to spare for a lease that is held for the next request
-DESCRIBE_TIMEOUT_S = 5.0
+DESCRIBE_TIMEOUT_S = 2.0
 OBSERVE_TIMEOUT_S = 1.0
 OBSERVE_S = 5.0  # how old the tiers' figures in the metrics may become
-LOWER_START_S = 60.0  # the router starts without tiers that are not ready so long after the full one
+LOWER_START_S = 60.0  # tiers that are not ready so long after the full one count as absent
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
+LINGER_S = 0.1  # what has come through a door before it closed is still admitted
 CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
 
 
 class Router:
-    """Serves `cascade.v1.Cascade`; ``handles`` are those of all tiers, bottom to top."""
+    """Serves `cascade.v1.Cascade`; ``handles`` are those of all tiers, bottom to top, ``limits`` those of their models."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Mapping[str, Any], handles: Mapping[str, DeploymentHandle]
+        self,
+        config: Mapping[str, Any],
+        handles: Mapping[str, DeploymentHandle],
+        limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
+        join_serves()
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
@@ -74,12 +83,13 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
-        tiers = await self._wait_for_tiers()
-        self.max_model_len = min(self._config.max_model_len or 2**31, *(tier["context_len"] for tier in tiers))
+        self._tiers = Tiers(self._config, handles, limits)
+        await self._tiers.start()
+        self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))
         self._capabilities = Capabilities(
             self._config.chain_names,
             drafters=self._config.drafters,
-            vocab_size=min(tier["vocab_size"] for tier in tiers),
+            vocab_size=self._tiers.limit("vocab_size"),
             context_len=self.max_model_len,
             end_ids=self.tokenizer.end_ids,
             adapters=tuple(engine.lora_modules),
@@ -90,9 +100,8 @@ class Router:
         )
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
-        if len(self._handles) > 1:
-            self.admission.metrics.started(len(tiers) - 1)
-        self._replica_status, self._observe_at = ReplicaStatus(), 0.0
+        self._siblings, self._observe_at = Siblings(), 0.0
+        self._counting = asyncio.create_task(self._count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
         self._api = Api(self).application()
@@ -154,18 +163,23 @@ class Router:
                 return turn.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
-        """End requests of the same key."""
+        """End requests of the same key, at whatever router they are."""
         with reported(grpc_context, self.admission.metrics.refused):
             refuse_unknown(request, "the request")
-            account = self.admission.access.account(metadata(grpc_context).get("authorization"))
-            return pb.AbortResponse(aborted=self.admission.abort(account, request.request_id))
+            key = self.admission.access.account(metadata(grpc_context).get("authorization")).name
+            here = self.admission.abort(key, request.request_id)
+            elsewhere = await self._siblings.ask("abort_for", key, request.request_id)
+            return pb.AbortResponse(aborted=here + sum(elsewhere))
+
+    async def abort_for(self, router: str, key: str, request_id: str) -> int | None:
+        """Another router asks to end requests of a key."""
+        return None if router == self._siblings.me else self.admission.abort(key, request_id)
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
         with reported(grpc_context, self.admission.metrics.refused):
             self.admission.access.account(metadata(grpc_context).get("authorization"))
-            replicas = await self._replica_status.replicas()
-            states = await asyncio.gather(*(ask(handle, DESCRIBE_TIMEOUT_S) for handle in self._handles.values()))
+            states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             response = pb.DescribeResponse(
                 max_model_len=self.max_model_len,
                 window=self._config.window,
@@ -173,44 +187,54 @@ class Router:
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
             )
-            for tier, state in zip(self._config.tiers, states, strict=True):
-                state = state or {"name": tier.name, "model": tier.model_loading_config.model_id}
+            for tier in self._config.tiers:
+                replicas, said = states[tier.name]
+                state = said or {"name": tier.name, "model": tier.model_loading_config.model_id}
                 known = {name: state[name] for name in pb.Tier.DESCRIPTOR.fields_by_name if name in state}
-                response.tiers.add(replicas=replicas.get(tier.name, 0), **known)
+                response.tiers.add(replicas=replicas, **known)
             return response
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP API, for Ray Serve's proxies."""
         return self._api
 
-    async def observe(self) -> None:
-        """Bring up to date what the metrics say of the tiers, if that is old.
+    async def metrics(self) -> bytes:
+        """What all routers count, and what the tiers say."""
+        await self._observe()
+        here = self.admission.metrics.text()
+        elsewhere = await self._siblings.pages()
+        return joined({self._siblings.me: here.decode()} | elsewhere) if elsewhere else here
 
-        Tiers without a replica are not asked: Serve would start one for the question.
-        """
+    async def metrics_for(self, router: str) -> tuple[str, str] | None:
+        """Another router asks for what this one counts: its name, and its page."""
+        return None if router == (me := self._siblings.me) else (me, self.admission.metrics.text().decode())
+
+    async def _observe(self) -> None:
+        """Bring up to date what the metrics say of the tiers, if that is old."""
         if time.monotonic() < self._observe_at:
             return
         self._observe_at = time.monotonic() + OBSERVE_S
         try:
-            replicas = await self._replica_status.replicas()
+            states = await self._tiers.states(OBSERVE_TIMEOUT_S)
         except Unavailable:  # as it was then
             return
-        running = [name for name in self.names if replicas.get(name)]
-        states = await asyncio.gather(*(ask(self._handles[name], OBSERVE_TIMEOUT_S) for name in running))
-        said = dict(zip(running, states, strict=True))
-        for name in self.names:
-            self.admission.metrics.tier(name, replicas.get(name, 0), said.get(name))
+        for name, (replicas, said) in states.items():
+            self.admission.metrics.tier(name, replicas, said)
 
     async def drain(self) -> None:
-        """Take no more requests, and let those that are there end."""
-        if self._grpc is not None:
-            await self._grpc.leave()
+        """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
+        if self._grpc is not None:
+            await self._grpc.leave(timeout_s + CLOSE_GRACE_S)
+        if self._http is not None:
+            await self._http.leave()
+            await asyncio.sleep(LINGER_S)
         if not await self.admission.places.drained(timeout_s):
             log.warning("Requests that did not end within %g s are aborted", timeout_s)
             self.admission.abort_all()
 
     async def __del__(self) -> None:
+        self._counting.cancel()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
@@ -230,11 +254,10 @@ class Router:
         """Of the tiers, bottom to top."""
         return self._config.names
 
-    async def _wait_for_tiers(self) -> list[dict[str, Any]]:
-        """What the tiers say of themselves: the full one however long it takes to start, the others if they are ready soon."""
-        *lower, full = self._handles.values()
-        state = await full.describe.remote()
-        return [state, *filter(None, await asyncio.gather(*(ask(handle, LOWER_START_S) for handle in lower)))]
+    async def _count_drafters(self) -> None:
+        """Say in the metrics whether lower tiers have started."""
+        if (num_drafters := await self._tiers.num_drafters(LOWER_START_S)) is not None:
+            self.admission.metrics.started(num_drafters)
 
     # requests
 
@@ -264,7 +287,7 @@ class Router:
                         yield chunk
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
-                log.info("A request goes on from token %d on another full replica: %s", answer.num_tokens, failure)
+                log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
     async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:

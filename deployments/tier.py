@@ -23,10 +23,11 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lessor
+from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
+from deployments.logs import join_serves
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class TierReplica:
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
     ) -> None:
+        join_serves()
         self._config = TierConfig.model_validate(config)
         tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
         if tls is not None:
@@ -108,19 +110,14 @@ class TierReplica:
         if self._ranks is not None:
             self._ranks.check()
         if not self._tier.healthy or not self._model.healthy:
-            raise RuntimeError(f"the loop of tier {self._config.name} has stopped or its passes fail")
+            raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
     async def __del__(self) -> None:
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(self._tier.close)
-        await asyncio.to_thread(self._model.close)
-
-
-def lessor(handle: DeploymentHandle) -> Lessor:
-    """Takes leases on the replicas behind ``handle``."""
-    streaming = handle.options(stream=True)
-    return lambda session: streaming.lease.remote(session)
+        if not self._tier.hangs:  # else its device answers nobody
+            await asyncio.to_thread(self._model.close)
 
 
 async def _apart(work: Callable[[], T]) -> T:

@@ -4,30 +4,37 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from cascade.client.connection import is_near
 from cascade.errors import Unavailable
 
 PREFIX = "cascade_"
+ROUTER = "router"  # the label by which samples of several routers differ
 TIMEOUT_S = 5.0
 Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order."""
+    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order.
+
+    Those of several routers are added.
+    """
 
     samples: dict[tuple[str, Labels], float]
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read Prometheus' text format; raises `ValueError`."""
-        samples = {}
+        samples: dict[tuple[str, Labels], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                key = (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items())))
-                samples[key] = sample.value
+                labels = sorted(pair for pair in sample.labels.items() if pair[0] != ROUTER)
+                key = (sample.name.removeprefix(PREFIX), tuple(labels))
+                samples[key] = samples.get(key, 0.0) + sample.value
         return cls(samples)
 
     @property
@@ -62,7 +69,9 @@ def scrape(url: str) -> Scrape:
     try:
         if not url.startswith(("http://", "https://")):  # urllib would read files too
             raise ValueError("it must begin with http:// or https://")
-        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
+        direct = [urllib.request.ProxyHandler({})] if is_near(urlsplit(url).netloc) else []
+        opener = urllib.request.build_opener(*direct)
+        with opener.open(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

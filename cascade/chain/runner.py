@@ -10,6 +10,7 @@ from cascade.chain.loop import Result
 from cascade.chain.profile import FIRST_PASS_S, Profile
 from cascade.chain.scheduler import Batch
 from cascade.chain.slot import Slot
+from cascade.chain.watchdog import Watchdog
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS
@@ -47,6 +48,7 @@ class Runner:
         self._model = model
         self._most_tokens = max_tokens
         self._profile = profile
+        self.watchdog = Watchdog()
         self._broken = 0  # failures one after another
 
     @property
@@ -87,6 +89,8 @@ class Runner:
     def _score(self, batch: Batch[Any]) -> list[Result] | None:
         """One pass, None if it fails for another reason than the fault of its only row."""
         rows = [row_of(slot, work) for slot, work in batch]
+        works = [work for _, work in batch]
+        self.watchdog.begin(self._profile.predict(sum(map(len, works)), sum(work.start for work in works)))
         begin = time.monotonic()
         try:
             scored = self._model.run(rows)
@@ -105,6 +109,7 @@ class Runner:
     def _scores_canary(self) -> bool:
         """Whether the model still scores a row that nothing can be wrong with."""
         cache = self._model.new_cache()
+        self.watchdog.begin(self._profile.predict(1))
         try:
             self._model.run([Row(cache, 0, (0,), 1, CANARY)])
         except Exception:

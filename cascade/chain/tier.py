@@ -23,6 +23,8 @@ from cascade.scorer import Drafter, Scorer
 
 log = logging.getLogger(__name__)
 
+JOIN_S = 0.5  # between two looks at a loop that is to end
+
 
 class Tier:
     """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
@@ -90,15 +92,25 @@ class Tier:
         self._inbox.put(up)
 
     def close(self) -> None:
-        """Stop, close all sessions here and below, free everything. Sessions opened later fail at once."""
+        """Stop, close all sessions here and below, free everything. Sessions opened later fail at once.
+
+        A loop that hangs is left behind.
+        """
         self._inbox.put(None)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is threading.current_thread():
+            return
+        while self._thread.is_alive() and not self.hangs:
+            self._thread.join(JOIN_S)
 
     @property
     def healthy(self) -> bool:
         """The loop runs and its model works."""
-        return self._thread.is_alive() and self._runner.healthy
+        return self._thread.is_alive() and self._runner.healthy and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """The loop has been in one step, such as a pass, for far longer than that takes."""
+        return self._runner.watchdog.hangs
 
     @property
     def num_sessions(self) -> int:
@@ -112,18 +124,22 @@ class Tier:
     # the loop
 
     def _serve(self) -> None:
-        loop, runner = self._loop, self._runner
+        loop, runner, watchdog = self._loop, self._runner, self._runner.watchdog
         try:
             wake_at: float | None = None
             while self._receive(wake_at):
+                watchdog.begin()
                 batch, wake_at = loop.schedule(runner.max_tokens, time.monotonic())
                 self._flush()
                 if batch:
                     results = runner.run(batch)
+                    watchdog.begin()
                     loop.advance(batch, results, time.monotonic())
                     self._flush()
                     wake_at = 0.0
+                watchdog.rest()
         finally:
+            watchdog.rest()
             loop.fail_all(f"tier {self.name} stopped")
             self.kv_admission.block_manager.clear()
             self._flush()

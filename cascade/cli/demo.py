@@ -1,5 +1,6 @@
 """`cascade demo`: the embedded models, served, and compared with the full one alone."""
 
+import secrets
 from dataclasses import replace
 
 import click
@@ -25,7 +26,8 @@ def demo(prompt: str, max_tokens: int, temperature: float | None, port: int | No
     from cascade.client import Client
 
     params = SamplingParams(max_tokens=max_tokens, temperature=SAMPLED if temperature is None else temperature, seed=1)
-    with started(None, port=port or 0, http_port=0) as server, Client(server.address) as client:
+    name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
+    with started(None, port=port or 0, http_port=0, name=name) as server, Client(server.address) as client:
         show_stream(client.stream, prompt, params, Speculation(tiers=server.names[:-1]), server.names)
         for compared in (0.0, SAMPLED) if temperature is None else (temperature,):
             compare(client.stream, replace(params, temperature=compared), server.names, rounds=1)

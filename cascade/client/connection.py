@@ -1,6 +1,9 @@
 """Where a client's requests go: the address, what every call carries, and the library's errors in place of gRPC's."""
 
 import contextlib
+import ipaddress
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +27,12 @@ from cascade.v1 import serving_pb2_grpc
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
+NEAR_DOMAINS = (".localhost", ".local", ".internal")
+DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
 UNREACHED = ("failed to connect", "errors resolving", "DNS resolution failed")  # how gRPC's sentences begin
+# What reaches a server in the moment in which it closes is cancelled by gRPC before anybody has seen it.
+RETRIES = {"maxAttempts": 3, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 4}
+SERVICE = {"methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}]}
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text are more than gRPC's 4 MiB
     # A call to a host that has vanished ends within seven minutes, not never. Servers break off connections that ping more
@@ -32,6 +40,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
+    ("grpc.service_config", json.dumps(SERVICE)),
 )
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
@@ -63,10 +72,12 @@ class Connection:
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
         target, credentials = _target(address, authority)
+        direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own name, meant for it
+        options = (*CHANNEL_OPTIONS, DIRECT) if direct else CHANNEL_OPTIONS
         if credentials is None:
-            self._channel = self._channels.insecure_channel(target, CHANNEL_OPTIONS)
+            self._channel = self._channels.insecure_channel(target, options)
         else:
-            self._channel = self._channels.secure_channel(target, credentials, CHANNEL_OPTIONS)
+            self._channel = self._channels.secure_channel(target, credentials, options)
         self._stub = serving_pb2_grpc.CascadeStub(self._channel)
 
     def _begin(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -113,6 +124,16 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
     except OSError as error:
         raise ConfigError(f"authority is {authority!r}, which cannot be read: {error.strerror or error}") from None
     return address.removeprefix(SECURE), grpc.ssl_channel_credentials(roots)
+
+
+def is_near(target: str) -> bool:
+    """Whether a HOST:PORT is of this machine or its network, which no proxy for the web should stand before."""
+    place = target.rpartition("/")[2]
+    host = (place if place.endswith("]") or ":" not in place else place.rpartition(":")[0]).strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return "." not in host or host.endswith(NEAR_DOMAINS)
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -1,12 +1,14 @@
 """Whether the tiers of a configuration belong together and fit on their devices, told before any weight is loaded."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
-from cascade.engine.checkpoint import Anatomy, anatomy, rank_problem, read_config
+from cascade.engine.checkpoint import Anatomy, anatomy, context_len, rank_problem, read_config
 from cascade.engine.devices import ACCELERATORS, GIB, default_device, free_bytes
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, ModelError
@@ -100,6 +102,21 @@ def verify(config: CascadeConfig) -> None:
             raise ConfigError(
                 f"Tier {tier.name} has {text.vocab_size} token ids and the tokenizer {num_ids}: choose models of one family"
             )
+
+
+def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
+    """Positions and token ids that each tier takes, by its name; without those whose configuration is not to be had here.
+
+    If nothing is to be verified, the hub is not asked.
+    """
+    found = {}
+    for tier in config.tiers:
+        if not (config.verify or Path(tier.model_loading_config.source).is_dir()):
+            continue
+        with contextlib.suppress(ConfigError):
+            read = _config(tier)
+            found[tier.name] = {"context_len": context_len(read), "vocab_size": int(read.get_text_config().vocab_size)}
+    return found
 
 
 def _need(tier: TierConfig) -> Need:

@@ -157,6 +157,7 @@ class DeploymentConfig(Section):
     health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
     graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 0  # replicas that start before old ones go, where there is room
 
 
 class TierConfig(Section):
@@ -180,6 +181,8 @@ class RouterDeploymentConfig(DeploymentConfig):
     """The same for the router, which refuses what it cannot take."""
 
     max_queued_requests: Annotated[int, Field(ge=-1)] = 256
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # for what it writes to end; behind it Serve kills it
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 100  # takes no GPU
 
 
 class KeyLimits(Section):
@@ -196,6 +199,7 @@ class AccessConfig(Section):
     keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "CASCADE_API_KEYS"  # open to all if neither is set
     limits: dict[str, KeyLimits] = Field(default_factory=dict)  # by the name of the key
     default_limits: KeyLimits = KeyLimits()  # of keys that are not named there
+    log: bool = True  # one line for each request that is over, without its words
 
 
 class RequestLimits(Section):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -17,6 +18,7 @@ from deployments.admission.metrics import RouterMetrics
 from deployments.admission.status import status_of
 
 T = TypeVar("T")
+access = logging.getLogger("deployments.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LATE = "The request's deadline passed before its text was complete"
@@ -154,6 +156,28 @@ class ActiveRequest:
     account: Account
     lifetime: Lifetime
     since: float = field(default_factory=time.monotonic)  # when it arrived
+    outcomes: list[str] = field(default_factory=list)  # of its answers that are over
+    num_read: int = 0  # tokens of prompts
+    num_written: int = 0
+
+    def ended(self, outcome: str, num_read: int, num_written: int) -> None:
+        """One of its answers is over."""
+        self.outcomes.append(outcome)
+        self.num_read += num_read
+        self.num_written += num_written
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """What the log says of it: nothing that anybody wrote."""
+        return {
+            "request_id": self.id,
+            "key": self.account.name,
+            "outcomes": ",".join(sorted(set(self.outcomes))) or "none",
+            "answers": len(self.outcomes),
+            "prompt_tokens": self.num_read,
+            "output_tokens": self.num_written,
+            "seconds": round(time.monotonic() - self.since, 3),
+        }
 
 
 class Admission:
@@ -164,6 +188,7 @@ class Admission:
         self.access = Access.load(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
         self.metrics = RouterMetrics(self.places, config.names)
+        self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
 
     @contextlib.contextmanager
@@ -179,6 +204,9 @@ class Admission:
                 yield request
             finally:
                 self._active.discard(request)
+                if self._logs:
+                    summary = request.summary
+                    access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def check_length(self, num_chars: int) -> None:
         """Raise `TooLarge` if a prompt has more characters than are tokenized."""
@@ -186,9 +214,9 @@ class Admission:
         if num_chars > most:
             raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
-    def abort(self, account: Account, id: str) -> int:
-        """End the requests of ``account`` with this id; how many there were."""
-        found = [request for request in self._active if request.id == id and request.account is account]
+    def abort(self, key: str, id: str) -> int:
+        """End the requests with this id of the key of this name; how many there were."""
+        found = [request for request in self._active if request.id == id and request.account.name == key]
         for request in found:
             request.lifetime.abort()
         return len(found)
@@ -227,3 +255,4 @@ class Admission:
             raise
         finally:
             self.metrics.ended(outcome, opening.prompt_len, num_tokens)
+            request.ended(outcome, opening.prompt_len, num_tokens)

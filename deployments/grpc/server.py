@@ -44,6 +44,7 @@ class GrpcServer:
 
     def __init__(self, service: Service, listen: ListenConfig, limits: RequestLimits) -> None:
         self._listen = listen
+        self._leaving: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         most = limits.max_body_bytes
         self._server = grpc.aio.server(
@@ -76,13 +77,16 @@ class GrpcServer:
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
-    async def leave(self) -> None:
-        """Tell whoever asks for its health that it will close."""
+    async def leave(self, grace_s: float) -> None:
+        """Stop listening, and send clients that are connected elsewhere; what is being answered has ``grace_s`` to end."""
         await self._health.enter_graceful_shutdown()
+        self._leaving = asyncio.create_task(self._server.stop(grace_s))
 
     async def close(self, grace_s: float) -> None:
-        """Stop listening; what is still being answered has ``grace_s`` to end."""
+        """`leave` if it has not, and return when all is answered, or after ``grace_s`` if that is sooner."""
         await self._server.stop(grace_s)
+        if self._leaving is not None:
+            await self._leaving
 
 
 class Parsing(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -104,7 +104,7 @@ class Backend(Protocol):
 
     async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open: ...
 
-    async def observe(self) -> None: ...
+    async def metrics(self) -> bytes: ...
 
     def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
 
@@ -153,8 +153,7 @@ class Api:
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
-        await self._backend.observe()
-        return Response(self._admission.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
         """What is served."""

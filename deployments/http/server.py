@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cascade.settings.config import ListenConfig, RequestLimits
 
 BACKLOG = 2048
+TICK_S = 0.02  # between two looks whether Uvicorn has stopped listening
 
 
 class HttpServer:
@@ -44,6 +45,12 @@ class HttpServer:
         """Listen; raises `OSError` if the port cannot be had."""
         listening = listener(self._listen.host, self._listen.http_port, self._read_timeout_s)
         self._serving = asyncio.create_task(self._server.serve([listening]))
+
+    async def leave(self) -> None:
+        """Stop listening, and close connections on which nothing is being answered; the others close behind their answer."""
+        self._server.should_exit = True
+        while any(server.is_serving() for server in self._server.servers):
+            await asyncio.sleep(TICK_S)
 
     async def close(self, grace_s: float) -> None:
         """Stop listening; what is still being answered has ``grace_s`` and a second to end."""

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access
-from deployments.app import ENVIRONMENT, build, forked, parse, shortage
+from deployments.app import ENVIRONMENT, bind, build, forked, parse, shortage
 from deployments.launch.fork_server import ForkServer
 from deployments.links.tls import check, check_door
 
@@ -36,6 +37,7 @@ PORTS = range(20_000, 32_000)  # above those of Ray's workers
 DEFAULT_PORT = 9000
 DEFAULT_HTTP_PORT = 8000
 CONNECT_S = 10.0
+QUIET = {"enable_access_log": False}  # which would have a line for each lease
 LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
 
 
@@ -43,7 +45,7 @@ class Server:
     """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top,
     ``names`` those of drafters inside them, too."""
 
-    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool) -> None:
+    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool, name: str = APPLICATION) -> None:
         self.config = config
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host)
         self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
@@ -53,6 +55,8 @@ class Server:
         self.model = config.tiers[-1].model_loading_config.model_id
         self._listen = listen
         self._owns_ray = owns_ray
+        self._name = name
+        self._deployed = False
         self._fork_server: ForkServer | None = None
 
     @classmethod
@@ -63,23 +67,24 @@ class Server:
         host: str | None = None,
         port: int | None = None,
         http_port: int | None = None,
+        name: str = APPLICATION,
         tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
         """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
         ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. ``tell`` hears what is being done.
+        Ray on this machine. ``name`` is the application's, which nothing on the cluster may have. ``tell`` hears what is done.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
-        server = cls(at_door(parsed, listen), listen, owns_ray=not (ray.is_initialized() or _cluster()))
+        server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
             server._start(tell)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
-            cause = _cause(error)
+            cause = _cause(error, name)
             server.stop()
             raise ModelError(f"The tiers did not start: {cause}") from error
         except BaseException:
@@ -100,7 +105,9 @@ class Server:
             tell("Starting Ray")
             _start_ray()
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
-            application = build(at_door(config.model_copy(update={"verify": False}), self._listen, _node()))
+            from cascade.settings.check import limits  # with PyTorch
+
+            application = bind(at_door(config, self._listen, _node()), limits(config))
         self._check_room()
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
@@ -112,7 +119,23 @@ class Server:
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        serve.run(application, name=APPLICATION, route_prefix="/")
+        self._check_name()
+        self._deployed = True
+        route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
+        try:
+            serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
+        except RayServeException as error:  # such as another application at the same route
+            raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
+
+    def _check_name(self) -> None:
+        """Raise `ConfigError` if it would take the place of another application: Serve would replace that without a word."""
+        if self._owns_ray:
+            return
+        if self._name in serve.status().applications:
+            raise ConfigError(
+                f"The cluster runs an application named {self._name!r} already: choose another --name, "
+                f"or end that one (serve.delete({self._name!r}))"
+            )
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
@@ -143,8 +166,9 @@ class Server:
         if not ray.is_initialized():
             return
         try:
-            with contextlib.suppress(RayServeException):  # Serve did not start
-                serve.delete(APPLICATION)
+            if self._deployed:  # else whatever has the name is somebody else's
+                with contextlib.suppress(RayServeException, TimeoutError):  # Serve did not start; or it takes long, and goes on
+                    serve.delete(self._name)
         finally:
             if self._owns_ray:
                 ray.shutdown()  # not `serve.shutdown` before: Ray complains of the controller that it kills
@@ -202,11 +226,11 @@ def _check_files(config: CascadeConfig) -> None:
         check_door(config.router.listen.tls)
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: Exception, application: str) -> str:
     """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
     text = str(error)
     with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
-        states = serve.status().applications[APPLICATION].deployments.items()
+        states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
@@ -261,6 +285,16 @@ def _join(address: str, options: Mapping[str, Any]) -> None:
         ) from None
 
 
+def _keep_token() -> None:
+    """Give Ray a token for this process and its own, unless the user has one.
+
+    Ray would write one to the user's folder, and from then on clusters that know nothing of it refuse this machine.
+    """
+    chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not chosen and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def _start_ray() -> None:
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
@@ -271,6 +305,7 @@ def _start_ray() -> None:
         _check_cluster(address)
         _join(address, options)
         return
+    _keep_token()
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(**options)

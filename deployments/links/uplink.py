@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from cascade.chain.tier import Tier
+from cascade.errors import Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
@@ -21,6 +22,8 @@ from deployments.links.tls import server_credentials
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0  # a lease ends if its session has not been opened by then
+WATCH_S = 0.5  # between two looks whether the tier hangs
+REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -33,6 +36,7 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
     ("grpc.min_reconnect_backoff_ms", 3000),  # also how long a connection may take to come about
+    ("grpc.enable_http_proxy", 0),  # whatever http_proxy says: replicas reach each other
 ]
 
 
@@ -132,8 +136,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def lease(self, session: str) -> AsyncIterator[str]:
         """Yield the ticket for the link of ``session``, address and secret, then stay until the session is over.
 
-        A caller that drops the lease closes the session.
+        A caller that drops the lease closes the session. A replica that hangs gives none.
         """
+        if self._tier.hangs:
+            await asyncio.sleep(REFUSAL_S)
+            raise Unavailable(f"This replica of {self._tier.name} hangs")
         self.leases.add(session)
         try:
             yield f"{self.address} {self.secret}"
@@ -153,7 +160,8 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         mailbox = Mailbox(asyncio.get_running_loop())
         sessions: set[str] = set()
         try:
-            await race(self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions))
+            ends = self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions), self._hang()
+            await race(*ends)
         except ValueError as error:
             log.warning("A link was broken off: %s", error)
         finally:
@@ -174,6 +182,12 @@ class LinkServer(link_pb2_grpc.LinkServicer):
                 if isinstance(message, Failed):
                     self._end(message.session, sessions)
             await context.write(encode(messages))
+
+    async def _hang(self) -> None:
+        """Return when the tier hangs: whoever is above does better with another replica."""
+        while not self._tier.hangs:
+            await asyncio.sleep(WATCH_S)
+        log.error("A pass of tier %s does not end: its sessions go on elsewhere", self._tier.name)
 
     def _admit(self, message: Message, mailbox: Mailbox, sessions: set[str]) -> bool:
         """Whether the message may reach the tier: its session must have a lease and have been opened over this link."""

@@ -1,5 +1,8 @@
 """Starting and stopping a server, without Ray: what it does to a cluster that is not its own."""
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +29,16 @@ class Ray:
     def __init__(self, initialized: bool) -> None:
         self.initialized = initialized
         self.calls: list[str] = []
+        self.applications: list[str] = []
 
     def is_initialized(self) -> bool:
         return self.initialized
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 2.0}
+
+    def status(self) -> Any:
+        return SimpleNamespace(applications=dict.fromkeys(self.applications))
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> None:
@@ -60,11 +67,44 @@ def test_joined_clusters_keep_their_applications(
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
     monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()
     assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])
+
+
+def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards another's application of the same name on a joined cluster: it was replaced, and deleted at the end."""
+    fake = Ray(False)
+    fake.applications = ["cascade"]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "serve", fake)
+    monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
+    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
+    with pytest.raises(ConfigError, match="runs an application named 'cascade' already: choose another --name"):
+        Server.start(port=0)
+    assert fake.calls == ["init", "start"]
+    with Server.start(port=0, name="another"):
+        assert fake.calls[2:] == ["start", "run"]
+    assert fake.calls[-1] == "delete"
+
+
+def test_demos_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a cluster that `cascade demo` joins: its application never has the name of one that is served there."""
+    names: list[str] = []
+
+    def start(*args: Any, name: str, **options: Any) -> None:
+        names.append(name)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(Server, "start", start)
+    for _ in range(2):
+        CliRunner().invoke(main, ["demo"])
+    assert len({*names, "cascade"}) == 3
 
 
 def asking(**full: Any) -> CascadeConfig:
@@ -123,6 +163,7 @@ def test_servers_do_not_wait_for_what_cannot_come(
     monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(module, "serve", fake)
     monkeypatch.setattr(module, "build", lambda config: None)
+    monkeypatch.setattr(module, "bind", lambda config, limits: None)
     monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
     if address:
@@ -131,7 +172,7 @@ def test_servers_do_not_wait_for_what_cannot_come(
         return
     with pytest.raises(ConfigError, match="The tiers ask for 2 GPU"):
         Server.start(config, port=0)
-    assert fake.calls == ["init", "delete", "shutdown"]
+    assert fake.calls == ["init", "shutdown"]
 
 
 def test_failed_replicas_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +218,22 @@ def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
         Server.start(port=0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("", ""), ("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "/a/file")])
+def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str) -> None:
+    """Guards the user's machine: Ray wrote ~/.ray/auth_token, after which `ray start --head` refused workers without it."""
+    monkeypatch.setattr(module, "ray", Ray(False))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as undone:
+        undone.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
+        undone.delenv("RAY_AUTH_TOKEN")
+        module._start_ray()
+        assert ("RAY_AUTH_TOKEN" in os.environ) is (not name)  # else Ray makes a file, or the user has said what to do
 
 
 def test_an_empty_host_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cascade import CascadeError, ConfigError, InvalidRequest, ModelError, Overloaded, Unavailable
 from cascade.client import AsyncClient, Client
-from cascade.client.connection import CHANNEL_OPTIONS
+from cascade.client.connection import CHANNEL_OPTIONS, is_near
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from tests.client.canned import PATIENCE_S, Canned
 from tests.links.test_link import Relay
@@ -181,3 +181,38 @@ async def test_cancelled_task_ends_the_request(async_client: AsyncClient, server
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
+
+
+async def test_proxies_for_the_web_are_not_for_near_servers(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards clients where http_proxy is set, as in many companies: a server on the same machine was asked for at the proxy."""
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with Client(server.address, timeout_s=PATIENCE_S) as client:
+        assert client.generate("p").text == "abc"
+    async with AsyncClient(server.address, timeout_s=PATIENCE_S) as asking:
+        assert (await asking.generate("p")).text == "abc"
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")  # which is meant for us
+    with Client(server.address, timeout_s=5) as client, pytest.raises(CascadeError):
+        client.generate("p")
+
+
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [
+        ("127.0.0.1:9000", True),
+        ("[::1]:9000", True),
+        ("10.1.2.3:9000", True),
+        ("dns:///192.168.0.7:9000", True),
+        ("localhost:9000", True),
+        ("cascade-serve-svc", True),
+        ("head.local:9000", True),
+        ("8.8.8.8:9000", False),
+        ("[2001:4860:4860::8888]:443", False),
+        ("models.example.com:443", False),
+    ],
+)
+def test_near_servers_are_known(target: str, near: bool) -> None:
+    """Guards the choice above: addresses of this machine and of private networks, names without a public domain."""
+    assert is_near(target) is near

@@ -14,16 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer
+from cascade.chain import watchdog
 from cascade.chain.tier import Tier
 from cascade.draft import Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
+from cascade.errors import Unavailable
 from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
 from cascade.params import MAX_SEED, SamplingParams, Structured
+from cascade.scorer import Row, Scored
 from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
+from deployments.links import uplink
 from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import Lease, Lessor
@@ -284,6 +288,46 @@ async def test_dead_full_replica_is_replaced(net: Net) -> None:
     assert net.failures
     assert all(failure.reason for failure in net.failures)
     await net.settle()
+
+
+class Hanging(CountingModel):
+    """Passes wait for `works`, as on a device that no longer answers."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options)
+        self.works = threading.Event()
+        self.works.set()
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        self.works.wait()
+        return super().run(rows)
+
+
+async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests, and health, against a pass that does not end: the replica was healthy, its requests ended with 503."""
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+    monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
+    model = Hanging(pass_s=0.004)
+    old = empty.nodes["full"] = Node(2, model, {})
+    await old.start()
+    request = opening(6, 1.0, 100)
+    running = asyncio.create_task(empty.text(request))
+    await until(lambda: old.tier.stats.own_tokens > 20)
+    assert old.tier.healthy
+    model.works.clear()
+    await until(lambda: not old.tier.healthy)
+    with pytest.raises(Unavailable, match="hangs"):
+        await anext(old.server.lease("late"))
+    await empty.add("full")
+    text, _ = await running
+    assert text == full_text(ToyModel(), request)
+    old.tier.close()  # which does not wait for it
+    model.works.set()
+    await until(lambda: not old.tier._thread.is_alive())
+    assert not old.tier.hangs
+    await old.stop()
+    await empty.settle()
+    assert old.occupied == (0, 0, 0, 0, 0)
 
 
 async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:
@@ -646,6 +690,20 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit:
         assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), good)
         await peer.say(Close("good"))
         await net.settle()
+
+
+async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards nodes with http_proxy in their environment: gRPC asked the proxy for every replica, and no link came about."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    request = opening(23, 0.0, 20)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert net.failures == []
+    assert drafted(answer)["medium"] > 0
+    await net.settle()
 
 
 class Rogue(link_pb2_grpc.LinkServicer):

@@ -13,9 +13,10 @@ from tests.conftest import Cluster
 
 @pytest.fixture(scope="package")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Three tiers, of whose full one there are two replicas."""
+    """Three tiers, of whose full one there are two replicas, behind two routers that share their ports."""
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    values["router"]["deployment_config"]["num_replicas"] = 2
     values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
     with Server.start(forked(CascadeConfig.parse(values), cluster.py_executable), port=0) as server:
         yield server

@@ -6,10 +6,15 @@ from typing import Any
 
 import grpc
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.serve._private import proxy
+from ray.serve._private.grpc_util import get_grpc_response_status
+from ray.serve._private.http_util import get_http_response_status
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.grpc import ingress
 
+GONE = "The router that wrote the answer is gone: ask again"
 METHOD = "/cascade.v1.Cascade/Generate"
 
 
@@ -37,9 +42,9 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ray's class as the proxies have it, put back behind the test; private, so this guards against new versions of Ray."""
     monkeypatch.setattr(proxy, "ProxyResponseGenerator", proxy.ProxyResponseGenerator)
     monkeypatch.setattr("ray.serve._private.proxy_response_generator.DeploymentResponseGenerator", Response)
-    ingress.heed_cancels()
-    ingress.heed_cancels()
-    assert proxy.ProxyResponseGenerator.__mro__.count(ingress._Ending) == 1
+    ingress.attend()
+    ingress.attend()
+    assert proxy.ProxyResponseGenerator.__mro__.count(ingress._Attended) == 1
     return proxy.ProxyResponseGenerator
 
 
@@ -84,3 +89,18 @@ async def test_finished_requests_are_not_cancelled(generator: Any, monkeypatch: 
     assert await asyncio.create_task(call()) == []
     await asyncio.sleep(0)
     assert not response.cancelled()
+
+
+async def test_routers_that_are_gone_are_told_plainly(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards clients of a router that was killed, or ran out of time to end: they were told of dead actors."""
+
+    async def die(self: Response) -> bytes:
+        raise ActorDiedError
+
+    monkeypatch.setattr(Response, "__anext__", die)
+    with pytest.raises(DeploymentUnavailableError) as caught:
+        await asyncio.create_task(anext(generator(Response())))
+    grpc_status = get_grpc_response_status(caught.value, None, "a-request")
+    assert (grpc_status.code, grpc_status.message) == (grpc.StatusCode.UNAVAILABLE, GONE)
+    http_status = get_http_response_status(caught.value, None, "a-request")
+    assert (http_status.code, http_status.message) == (503, GONE)

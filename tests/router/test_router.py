@@ -37,6 +37,7 @@ class Handle:
 
     def __init__(self, net: Net, name: str) -> None:
         self._net, self._name = net, name
+        self.num_asked = 0
         self.describe = Method(self._describe)
         self.lease = Method(self._lease)
 
@@ -44,6 +45,7 @@ class Handle:
         return self
 
     def _describe(self) -> "asyncio.Task[dict[str, Any]]":
+        self.num_asked += 1
         return asyncio.create_task(self._state())
 
     async def _state(self) -> dict[str, Any]:
@@ -143,6 +145,34 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
             ("medium", 0, 0),
             ("full", 1, alone.vocab_size),
         ]
+
+
+async def test_sleeping_tiers_are_not_woken(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tiers that are scaled to zero: a router's start, Describe and the metrics woke them, and waited for them."""
+    values = config()
+    for tier in values["tiers"]:
+        tier["deployment_config"]["autoscaling_config"] = {"min_replicas": 0, "max_replicas": 2}
+    monkeypatch.setattr(replica_status, "count_replicas", dict)
+    handles: Any = {name: Handle(net, name) for name in ("tiny", "medium", "full")}
+    limits = {name: {"context_len": length, "vocab_size": 32} for name, length in (("tiny", 64), ("full", 128))}
+    router = Stoppable.__new__(Stoppable)
+    await Router.__init__(router, values, handles, limits)
+    described = await router.Describe(pb.DescribeRequest(), Context())
+    assert described.max_model_len == 64  # whoever runs
+    assert [(tier.name, tier.replicas) for tier in described.tiers] == [("tiny", 0), ("medium", 0), ("full", 0)]
+    await router.metrics()
+    await Router.__del__(router)
+    assert [handle.num_asked for handle in handles.values()] == [0, 0, 0]
+
+
+async def test_limits_do_not_depend_on_who_answers(net: Net) -> None:
+    """Guards the longest text: it was that of the tiers that happened to be up when the router started."""
+    handles: Any = {name: Handle(net, name) for name in ("tiny", "medium", "full")}
+    for limits, expected in (({}, 4096), ({"tiny": {"context_len": 64, "vocab_size": 32}}, 64)):
+        router = Stoppable.__new__(Stoppable)
+        await Router.__init__(router, config(), handles, limits)
+        assert router.max_model_len == expected
+        await Router.__del__(router)
 
 
 @pytest.mark.parametrize(("places", "num_leases"), [(16, 2), (15, 1)])

@@ -1,6 +1,8 @@
 """The served system: three tiers in Ray Serve, gRPC in between and in front, on the embedded family."""
 
+import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -15,6 +17,7 @@ from openai import OpenAI
 from ray import serve
 
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
+from cascade.bench.scrape import scrape
 from cascade.client import AsyncClient, Client
 from cascade.client.exchange import encode_request
 from cascade.client.responses import CompletionBuilder
@@ -261,6 +264,28 @@ def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
     for tier in info.tiers:
         assert f'cascade_pass_seconds{{tier="{tier.name}",tokens="1"}}' in metrics
     assert info.tiers[0].parameters < info.tiers[1].parameters < info.tiers[2].parameters
+
+
+def test_any_router_aborts_and_counts_for_all(server: Server, client: Client) -> None:
+    """Guards two routers behind one port: Abort reached the requests of one of them, 0 of 8, and metrics were one's alone."""
+    sampling = pb.Sampling(max_tokens=900, seed=1, ignore_eos=True)
+    own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(server.address, options=own)) for _ in range(9)]
+        *stubs, aborting = map(serving_pb2_grpc.CascadeStub, channels)
+        request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
+        calls = [stub.Generate(request, metadata=(("request_id", "ours"),)) for stub in stubs]
+        for call in calls:
+            next(call)
+        assert aborting.Abort(pb.AbortRequest(request_id="ours"), timeout=LONG_S).aborted == 8
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.ABORTED
+    wait_until(lambda: scrape(server.url).total("answers_total") >= 8)
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        routers = set(re.findall(r'cascade_running\{router="(\w+)"\}', answer.read().decode()))
+    assert len(routers) == 2
 
 
 def test_token_ids_and_async_client(server: Server, client: Client, reference: Cascade) -> None:

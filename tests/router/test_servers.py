@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cascade.client import Client
-from cascade.errors import Aborted, DeadlineExceeded, Overloaded, Unauthenticated
+from cascade.errors import Aborted, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
@@ -187,6 +188,18 @@ def test_prompts_and_keys_are_not_logged(small: House, alice: Client, caplog: py
         assert words not in caplog.text
 
 
+def test_requests_are_logged(small: House, alice: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards operators: each request has one line with its name, whose it is and how it ended; fields for JSON."""
+    with caplog.at_level(logging.INFO, "deployments.access"):
+        asked = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "n": 2}
+        ask(small, "/v1/completions", asked, Authorization=f"Bearer {ALICE}", X_Request_Id="my-request")
+        small.settle()
+    [record] = [record for record in caplog.records if record.name == "deployments.access"]
+    said = "request_id=my-request key=alice outcomes=length answers=2 prompt_tokens=14 output_tokens=60 seconds="
+    assert record.getMessage().startswith(said)
+    assert vars(record)["request_id"] == "my-request"
+
+
 def test_health_and_reflection(small: House) -> None:
     """Guards probes and grpcurl: the standard services are there, open to all."""
     with grpc.insecure_channel(small.grpc) as channel:
@@ -234,26 +247,52 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
             served.settle()
 
 
-def test_drain_lets_answers_end_and_nobody_in() -> None:
-    """Guards rolling updates: what is being written is finished, what comes is told to go elsewhere, probes are told."""
-    with house(pass_s=0.005) as served, Client(served.grpc) as client:
+def test_drain_closes_the_doors_and_lets_answers_end() -> None:
+    """Guards rolling updates: what is being written is finished, and nobody comes in, on old connections neither."""
+    with house(pass_s=0.005) as served, Client(served.grpc) as client, grpc.insecure_channel(served.grpc) as channel:
         params = SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
         expected = client.generate(PROMPT, params).text
+        host, port = served.url.removeprefix("http://").split(":")
+        idle = socket.create_connection((host, int(port)), timeout=20)
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
         stream = client.stream(PROMPT, params)
         pieces = [next(stream)]
         drained = threading.Thread(target=lambda: served.call(served.router.drain()))
         drained.start()
         wait_until(lambda: served.router.admission.places.closed)
-        status, _, answer = ask(served, "/v1/completions", {"prompt": "x"})
-        assert (status, answer["error"]["code"]) == (503, "unavailable")
-        assert ask(served, "/health")[0] == 503
-        with grpc.insecure_channel(served.grpc) as channel:
-            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert idle.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=20)
+        with Client(served.grpc) as late, pytest.raises(Unavailable, match="No server answers"):
+            late.generate(PROMPT, params)
         pieces += stream
         assert "".join(piece.text for piece in pieces) == expected
-        drained.join(30)
+        drained.join(30)  # whoever watches its health does not keep it
         assert not drained.is_alive()
+        idle.close()
+
+
+def test_clients_of_a_router_that_drains_go_to_another() -> None:
+    """Guards two routers behind one port: while one drained, all calls on kept connections and half of the new ones failed."""
+    params, over = SamplingParams(max_tokens=4, seed=1), threading.Event()
+    with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:  # type: ignore[union-attr]
+
+        def keep_asking(_: int) -> int:
+            with Client(one.grpc, timeout_s=20) as client:
+                return sum(len(client.generate(PROMPT, params).token_ids) > 0 for _ in iter(over.is_set, True))
+
+        with ThreadPoolExecutor(4) as threads:
+            counts = threads.map(keep_asking, range(4))
+            busiest = one.router.admission.places
+            wait_until(lambda: busiest.num_admitted > 0 or other.router.admission.places.num_admitted > 0)
+            one.call(one.router.drain())
+            for _ in range(8):
+                assert ask(one, "/health")[0] == 200
+            over.set()
+            assert all(counts)
+        other.settle()
 
 
 def test_routers_of_a_machine_share_the_doors() -> None:

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import ray
 import yaml
 from click.testing import CliRunner
 from pydantic import ValidationError
@@ -463,29 +461,6 @@ def test_demo_file_is_the_demo() -> None:
     assert CascadeConfig.parse(application.args) == CascadeConfig.demo()
 
 
-def test_kuberay_serves_the_qwen3_file() -> None:
-    """Guards the RayService: its application is that of cluster/serve, and its gRPC port is one of the service."""
-    spec = yaml.safe_load((CLUSTER / "kuberay" / "rayservice.yaml").read_text())["spec"]
-    served = yaml.safe_load(spec["serveConfigV2"])
-    assert served == yaml.safe_load((CLUSTER / "serve" / "qwen3.yaml").read_text())
-    groups = [spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]]
-    for group in groups:
-        [container] = group["template"]["spec"]["containers"]
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert ports["serve"] == served["http_options"]["port"]
-        assert ports["serve-grpc"] == served["grpc_options"]["port"]
-    assert all("nvidia.com/gpu" in group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups[1:])
-    assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
-
-
-def test_ray_up_file_keeps_rays_schema() -> None:
-    """Guards the file for `ray up` against keys that Ray does not know."""
-    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    values = yaml.safe_load((CLUSTER / "ray-up" / "aws.yaml").read_text())
-    jsonschema.validate(values, schema)
-    assert values["head_node_type"] in values["available_node_types"]
-
-
 def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
     """Guards tiers that share a GPU: each would have taken nine tenths of it."""
 
@@ -499,3 +474,24 @@ def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
 
     assert [share(num_gpus) for num_gpus in (None, 0, 1, 2, 0.3)] == [0.9, 0.9, 0.9, 0.9, 0.27]
     assert share(0.3, gpu_memory_utilization=0.5) == 0.5
+
+
+def test_routers_are_told_the_limits_of_all_models() -> None:
+    """Guards the longest text against depending on which tiers answer: it is known when the application is built."""
+    *_, limits = build(None)._bound_deployment.init_args
+    assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in family.NAMES}
+    *_, limits = build({"tiers": [tier()], "verify": False})._bound_deployment.init_args
+    assert limits == {}
+
+
+def test_logs_are_as_the_application_says() -> None:
+    """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
+    assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))
+
+
+def test_new_routers_start_before_old_ones_go() -> None:
+    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
+    surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
+    assert surges == [0, 0, 50, 100]

@@ -1,0 +1,34 @@
+"""Counters of all routers on one page, as Prometheus reads it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+LABEL = "router"
+OF_TIERS = ("cascade_replicas", "cascade_pass_seconds", "cascade_context_seconds", "cascade_tiers")  # all routers say the same
+
+
+def joined(pages: Mapping[str, str]) -> bytes:
+    """``pages`` by router as one, on which each sample names its router; what is said of tiers is that of the first."""
+    families: dict[str, Metric] = {}
+    first = next(iter(pages))
+    for router, page in pages.items():
+        for family in text_string_to_metric_families(page):
+            kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            if family.name not in OF_TIERS:
+                kept.samples += [sample._replace(labels={**sample.labels, LABEL: router}) for sample in family.samples]
+            elif router == first:
+                kept.samples += family.samples
+    return generate_latest(_Families(families))
+
+
+@dataclass
+class _Families(CollectorRegistry):
+    """What was counted elsewhere."""
+
+    families: Mapping[str, Metric]
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self.families.values())

@@ -1,0 +1,60 @@
+"""The other routers of the application: clients of one port reach any of them, and some questions are for all."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 2.0
+PAGES_S = 1.0
+AGAIN_S = 0.05  # between two tries while Serve has not told yet which routers there are
+
+
+class Siblings:
+    """Asks all routers of this one's deployment; outside of Ray Serve there are none."""
+
+    def __init__(self) -> None:
+        self._handle: DeploymentHandle | None = None
+        self._pages: dict[str, str] = {}
+        self._pages_until = 0.0
+        try:
+            context = serve.get_replica_context()
+        except RayServeException:
+            self.me, self._place = "", None
+        else:
+            self.me, self._place = context.replica_tag, (context.deployment, context.app_name)
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """What ``method`` of each other router returns, which is told first who asks; without those that do not answer."""
+        if self._place is None:
+            return []
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                if self._handle is None:  # Serve's controller is asked, which may take a while
+                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._place)
+                answers = await self._answers(self._handle, method, args)
+        except Exception as error:  # whatever Ray raises, or the time is over
+            log.warning("The other routers cannot be asked: %s", error or type(error).__name__)
+            return []
+        return [answer for answer in answers if answer is not None and not isinstance(answer, BaseException)]
+
+    async def pages(self) -> dict[str, str]:
+        """What the other routers count, by their names, a second old at most."""
+        if time.monotonic() >= self._pages_until:
+            self._pages_until = time.monotonic() + PAGES_S
+            self._pages = dict(await self.ask("metrics_for"))
+        return self._pages
+
+    async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
+        while True:
+            try:
+                answers: list[Any] = await handle.broadcast(method, self.me, *args).results_async(return_exceptions=True)
+                return answers
+            except RayServeException:  # none is known yet
+                await asyncio.sleep(AGAIN_S)

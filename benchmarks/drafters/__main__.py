@@ -44,8 +44,8 @@ TOKENS = 96
 LOADS = (1, 16)
 LOWER = family.NAMES[:-1]
 ALONE, AUTO = Mode("alone", Speculation("off")), Mode("auto", Speculation())
-CHAINS = [(kind,) for kind in KINDS] + [(name,) for name in LOWER] + [LOWER]
-CHAINS += [("suffix", *chain) for chain in CHAINS if {*chain} <= {*LOWER}]
+CHAINS = [(kind,) for kind in (*KINDS, family.HEAD)] + [(name,) for name in LOWER] + [LOWER]
+CHAINS += [("suffix", *chain) for chain in CHAINS if {*chain} <= {family.HEAD, *LOWER}]
 MODES = (ALONE, AUTO, *(Mode(" + ".join(chain), Speculation(tiers=chain)) for chain in CHAINS))
 console = Console(stderr=True, highlight=False)
 
@@ -70,6 +70,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(quick: bool) -> dict[str, list[Cell]]:
     """All cells, by temperature."""
     inside = [DrafterSpec(kind) if kind != "corpus" else corpus() for kind in KINDS]
+    inside.append(DrafterSpec(family.HEAD, family.head()))
     prompts, loads = (BUILT_IN[:2], LOADS[:1]) if quick else (BUILT_IN, LOADS)
     with ExitStack() as stack, Progress(console=console, transient=True) as progress:
         every = stack.enter_context(Cascade.demo(drafter=inside))

@@ -13,6 +13,15 @@ NAMES = ("tiny", "medium", "full")
 """The shipped models, bottom to top."""
 
 
+HEAD = "eagle3"
+"""The shipped drafter that reads the full model."""
+
+
 def paths() -> list[str]:
     """Folders of the shipped models, bottom to top."""
     return [str(WEIGHTS / name) for name in NAMES]
+
+
+def head() -> str:
+    """Folder of the shipped drafter that reads the full model, as EAGLE-3 heads are published."""
+    return str(WEIGHTS / HEAD)

@@ -28,7 +28,7 @@ from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 MAX_PROMPTS = 4096  # of one request, whatever a server's limits
 MAX_ANSWERS = 1024  # for each prompt
 KINDS_OF_VALUES = ("constrained-", "literal[")  # begin the names that pydantic adds to the places of values of several kinds
-EMBEDDED = "embedded:"  # model_source of the embedded family, such as embedded:tiny
+EMBEDDED = "embedded:"  # begins sources of the embedded family, such as embedded:tiny
 MAX_TIERS = 5
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
@@ -52,7 +52,7 @@ class ModelLoadingConfig(Section):
     def source(self) -> str:
         """What `from_pretrained` takes."""
         source = self.model_source or self.model_id
-        return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+        return resolved(source)
 
     @field_validator("model_id", "model_source")
     @classmethod
@@ -62,22 +62,33 @@ class ModelLoadingConfig(Section):
         return source
 
 
+def resolved(source: str) -> str:
+    """A path or hub id; that of the embedded family if it is meant."""
+    return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+
+
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
     kind: Literal["auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3"] = "auto"
-    source: Annotated[str, Field(min_length=1)] | None = None  # of a corpus a text file, of a head a path or hub id
+    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3
+    source: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
             try:
-                DrafterSpec(self.kind, self.source or "")
+                self.spec  # noqa: B018  # finds out
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         elif self.source:
             raise ValueError("a source needs its kind beside it; 'head' finds out which one it is")
         return self
+
+    @property
+    def spec(self) -> DrafterSpec:
+        """The drafter, if it is not "auto"."""
+        return DrafterSpec(self.kind, resolved(self.source or ""))
 
 
 def _listed(chosen: Any) -> Any:
@@ -124,7 +135,7 @@ class EngineKwargs(Section):
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:
         """What guesses inside the tier."""
-        return specs(AUTO if one.kind == AUTO else DrafterSpec(one.kind, one.source or "") for one in self.drafter)
+        return specs(AUTO if one.kind == AUTO else one.spec for one in self.drafter)
 
     @model_validator(mode="after")
     def _shared_plainly(self) -> Self:

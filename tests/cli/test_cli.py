@@ -16,10 +16,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cascade import Cascade, SamplingParams, Structured
+from cascade import Cascade, SamplingParams, Structured, family
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
+from cascade.engine.model import Model
 from cascade.settings.config import CascadeConfig
 from cascade.simulation import forecast
 from tests.cases import rare
@@ -37,13 +38,40 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["serve"], ["demo"], ["generate"], ["bench"], ["top"], ["simulate"], ["family", "train"], ["family", "judge"]],
+    [
+        [],
+        ["serve"],
+        ["demo"],
+        ["generate"],
+        ["bench"],
+        ["top"],
+        ["simulate"],
+        ["drafter", "train"],
+        ["family", "train"],
+        ["family", "judge"],
+    ],
 )
 def test_help_teaches(command: list[str]) -> None:
     """Guards every command's help against breaking."""
     code, output = run(*command, "--help")
     assert code == 0
     assert "Usage" in output
+
+
+def test_a_drafter_is_trained_for_a_model(tmp_path: Path) -> None:
+    """Guards a whole way: from a model and text to a drafter that the model loads, and what is said of wrong input."""
+    text, out = tmp_path / "text.py", tmp_path / "drafter"
+    text.write_text("def add(a, b):\n    return a + b\n" * 60)
+    tiny = family.paths()[0]
+    shape = ("--steps", "3", "--batch-size", "2", "--context", "24", "--vocab-size", "64")
+    code, output = run("drafter", "train", "--model", tiny, "--data", str(text), "--out", str(out), *shape)
+    assert code == 0, output
+    assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == "eagle3"
+    for wrong, words in (({"--data": "nowhere.txt"}, "cannot be read"), ({"--context": "5000"}, "give more than the")):
+        asked = {"--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3", **wrong}
+        code, output = run("drafter", "train", *(part for pair in asked.items() for part in pair))
+        assert code == 1
+        assert words in " ".join(output.split())
 
 
 def test_generate_prints_the_text() -> None:

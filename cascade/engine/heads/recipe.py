@@ -1,0 +1,76 @@
+"""A drafter for a model, from nothing but the model and texts like those that it will write."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascade.engine.checkpoint import context_len
+from cascade.engine.heads.training import Schedule, Shape, train_eagle3
+from cascade.engine.loading import load
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long a drafter is trained, and on how much at once."""
+
+    steps: int = 1000
+    batch_size: int = 8
+    context: int = 128  # tokens of a row
+    vocab_size: int = 32_768  # tokens that it knows at most, the most frequent ones of the texts
+
+
+def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
+    """Train an EAGLE-3 head for the model at ``source``, a path or hub id, and write it to ``out``.
+
+    Goes on where it was interrupted. Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
+    are too short or cannot be read, `ModelError` if the model cannot be loaded.
+    """
+    network = load(source, device=device).requires_grad_(False)
+    tokens = _tokens(Tokenizer.from_pretrained(source), files)
+    context = min(plan.context, context_len(network.config))
+    if len(tokens) <= context:
+        raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
+    shape = _shape(network.config.get_text_config(), tokens, plan.vocab_size)
+    return train_eagle3(network, _batches(tokens, plan.batch_size, context), shape, Schedule(plan.steps), out)
+
+
+def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
+    """Of all texts, one behind the other."""
+    tokens: list[int] = []
+    for path in files:
+        try:
+            tokens += tokenizer.encode_part(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _shape(text: Any, tokens: Tensor, vocab_size: int) -> Shape:
+    """A layer like the model's own, over a low, a middle and a high hidden state."""
+    layers = text.num_hidden_layers
+    counts = torch.bincount(tokens, minlength=text.vocab_size)
+    known = counts.argsort(descending=True, stable=True)[: min(vocab_size, int((counts > 0).sum()))]
+    return Shape(
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        intermediate_size=text.intermediate_size,
+        reads=tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)})) if layers > 4 else (1, layers),
+        tokens=tuple(sorted(known.tolist())),
+    )
+
+
+def _batches(tokens: Tensor, rows: int, length: int) -> Callable[[int], Tensor]:
+    """Rows of a step, the same ones each time that it is asked for."""
+
+    def batch(step: int) -> Tensor:
+        starts = np.random.default_rng(step).integers(0, len(tokens) - length, rows)
+        return torch.stack([tokens[start : start + length] for start in starts])
+
+    return batch

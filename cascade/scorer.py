@@ -33,7 +33,7 @@ def room(positions: int, capacity: int) -> int:
 
 
 class Store(Protocol):
-    """Keys and values of one session at one tier; see `cascade.engine.kv.Cache`."""
+    """Keys and values of one session at one tier; see `cascade.engine.contiguous_cache.Cache`."""
 
     @property
     def block(self) -> int:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, placement
 from cascade.drafters import DrafterSpec
-from cascade.engine.kv import Cache
+from cascade.engine.contiguous_cache import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
@@ -350,10 +350,26 @@ def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
         assert completion.stats.undrafted is None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperature: float) -> None:
+    """Guards drafters that read the model, from their files to the answer: the text is the model's, in half of the passes."""
+    params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, ignore_eos=True)
+    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    with Cascade.demo(drafter=["lookup", DrafterSpec("head", family.head())], processes=False) as reading:
+        assert reading.names == ("lookup", "eagle3", "tiny", "medium", "full"), "its files say what it is"
+        for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
+            assert complete(reading, PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
+        completion = complete(reading, PROMPT, params, Speculation(tiers=("eagle3",)))
+        assert completion.stats.tokens_per_full_pass > 1.5
+        assert {edge.drafter for edge in completion.stats.edges} <= {"", "eagle3"}
+        off = complete(reading, PROMPT, params, Speculation("off"))
+        assert (off.token_ids, {edge.drafter for edge in off.stats.edges}) == (expected, {""})
+
+
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, corpus"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, corpus, head"),
         (["lookup", "lookup"], "names 'lookup' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
     ],

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cascade.engine import kv
+from cascade.engine.contiguous_cache import Cache
 from cascade.engine.kernels import PAGE, Kernel, find_kernel, gather_attention, window_size_of
-from cascade.engine.kv import ATTENTION, Cache, Pass, Span, Survey
+from cascade.engine.kv import ATTENTION, Pass, Span, Survey
 from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
 from cascade.native.attention import Kind, Spans
 from cascade.native.attention import attend as attend_spans

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Contiguous
 from cascade.engine.checkpoint import rank_problem, reason
-from cascade.engine.kv import Cache, Fork
+from cascade.engine.contiguous_cache import Cache, Fork
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.sharing import sharing_problem

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured, family
 from cascade.engine import grammar as module
+from cascade.engine.contiguous_cache import Cache
 from cascade.engine.grammar import Grammars, Matcher
-from cascade.engine.kv import Cache
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row, Scored

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cascade import ModelError, family
 from cascade.engine.attention import Contiguous
-from cascade.engine.kv import Cache, Fork
+from cascade.engine.contiguous_cache import Cache, Fork
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.parallel import PARAMS, Book, LeadingModel, RankCache, check_ranks, mirror

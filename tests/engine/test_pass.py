@@ -23,8 +23,9 @@ from transformers.masking_utils import (
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
+from cascade.engine.contiguous_cache import Cache
 from cascade.engine.kernels import takes
-from cascade.engine.kv import Cache, Pass, Span, attend, window_of_mask
+from cascade.engine.kv import Pass, Span, attend, window_of_mask
 from cascade.engine.lean import fatten
 from cascade.engine.model import Model
 from cascade.scorer import BLOCK, TILE, Row, Scored

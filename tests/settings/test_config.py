@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cascade import family
 from cascade.cli.main import main
+from cascade.drafters import DrafterSpec
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
@@ -62,6 +63,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     "file without a corpus": (
         one(engine_kwargs={"drafter": {"kind": "suffix", "source": "f"}}),
         r"'suffix' reads no file: remove it",
+    ),
+    "two heads": (
+        one(engine_kwargs={"drafter": [{"kind": "eagle3", "source": "a/b"}, {"kind": "medusa", "source": "c/d"}]}),
+        r"drafter names eagle3 and medusa: a model has one drafter that reads it",
+    ),
+    "head without weights": (
+        one(engine_kwargs={"drafter": "head"}),
+        r"'head' needs a source: the path or hub id",
+    ),
+    "head of ranks": (
+        one(engine_kwargs={"drafter": {"kind": "head", "source": "a/b"}, "tensor_parallel_size": 2}),
+        r"reads a whole model without adapters, and tensor_parallel_size is 2: remove one of the two",
     ),
     "file without a kind": (one(engine_kwargs={"drafter": {"source": "f"}}), r"a source needs its kind beside it"),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
@@ -495,3 +508,20 @@ def test_new_routers_start_before_old_ones_go() -> None:
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
     assert surges == [0, 0, 50, 100]
+
+
+def test_drafters_are_named_in_many_ways() -> None:
+    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the embedded one."""
+
+    def named(drafter: Any) -> tuple[DrafterSpec, ...]:
+        return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
+
+    assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
+    assert named([]) == named(None) == ()
+    head = {"kind": "eagle3", "source": "embedded:eagle3"}
+    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
+    assert config.drafters == ("suffix", "eagle3")
+    assert config.chain_names == ("suffix", "eagle3", "a", "b")
+    again = [one.model_dump(mode="json") for one in config.tiers]
+    assert CascadeConfig.parse({"tiers": again}) == config

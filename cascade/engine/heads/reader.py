@@ -19,8 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cascade.draft import Draft
 from cascade.engine.attention import Attention, Paged
+from cascade.engine.contiguous_cache import Fork
 from cascade.engine.heads.head import Head, Part, Text
-from cascade.engine.kv import Fork, Span, Survey
+from cascade.engine.kv import Span, Survey
 from cascade.engine.paged_cache import PagedCache
 from cascade.errors import ModelError
 from cascade.native.cache import BlockedFork

@@ -5,7 +5,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -29,7 +28,7 @@ from cascade.engine.packed_linear import mixes, pack, watch
 from cascade.engine.quantization import nbytes
 from cascade.engine.sampling import own_tokens, own_tokens_and_next, runner_ups
 from cascade.engine.threads import Threads
-from cascade.engine.trees import Tree
+from cascade.engine.trees import run_trees
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Row, Scored
@@ -189,31 +188,10 @@ class Model:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        trees = any(row.draft.parents for row in rows)
         with self.threads.use(sum(len(row.fed) for row in rows)):
-            scored = self._run_trees(rows) if any(row.draft.parents for row in rows) else self._pass(rows)
+            scored = run_trees(rows, self._pass, shares_pass=self._attention.shares_pass) if trees else self._pass(rows)
             return scored if self.reader is None else self.reader.draft(rows, scored)
-
-    @torch.inference_mode()
-    def _run_trees(self, rows: Sequence[Row]) -> list[Scored]:
-        """The same, with a row for each branch; log-probabilities are those of the line that own tokens follow."""
-        shares_pass = self._attention.shares_pass
-        trees = [Tree(row, shares_pass=shares_pass) for row in rows]
-        if not shares_pass:
-            for row in rows:  # before forks have what memory is left
-                row.cache.prepare(row.start, row.start + len(row.fed))
-        told: list[tuple[Tensor, Sequence[Row], list[Sequence[int]]]] = []
-        try:
-            lines = [line.row for tree in trees for line in tree.grow()]
-            with self.threads.use(sum(len(line.fed) for line in lines)):
-                said = iter(self._pass(lines, lambda *what: told.append(what)))
-            scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
-        finally:
-            for tree in trees:
-                tree.free()
-        taken = [place == tree.taken for tree in trees for place in range(len(tree.lines))]
-        for logits, told_rows, own in told:
-            report(logits, told_rows, [one if follows else () for one, follows in zip(own, taken, strict=True)])
-        return scored
 
     def _counted(self, num_threads: int | None) -> Threads:
         """How many threads passes get."""

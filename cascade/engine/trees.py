@@ -10,12 +10,16 @@ lies between its fork and its first node:
   block of a fork is its own, and what is before the row is there already.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from cascade.draft import Draft
+from cascade.engine.logits_processors import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
@@ -131,3 +135,28 @@ class Tree:
         self.taken = next(place for place, line in enumerate(self.lines) if last in line.nodes)
         if self.taken:
             self._row.cache.join(self._forks.pop(self.taken))
+
+
+@torch.inference_mode()
+def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_pass: bool) -> list[Scored]:
+    """What ``run`` says of rows whose drafts are lines, of trees: with a row for each branch.
+
+    ``run`` takes a function like `report`, too. Log-probabilities are those of the line that own tokens follow. With
+    ``shares_pass`` branches are rows of the same pass as what they branch from.
+    """
+    trees = [Tree(row, shares_pass=shares_pass) for row in rows]
+    if not shares_pass:
+        for row in rows:  # before forks have what memory is left
+            row.cache.prepare(row.start, row.start + len(row.fed))
+    told: list[tuple[Tensor, Sequence[Row], list[Sequence[int]]]] = []
+    try:
+        lines = [line.row for tree in trees for line in tree.grow()]
+        said = iter(run(lines, lambda *what: told.append(what)))
+        scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
+    finally:
+        for tree in trees:
+            tree.free()
+    taken = [place == tree.taken for tree in trees for place in range(len(tree.lines))]
+    for logits, told_rows, own in told:
+        report(logits, told_rows, [one if follows else () for one, follows in zip(own, taken, strict=True)])
+    return scored

@@ -5,17 +5,20 @@ import contextlib
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias, overload
 
 from cascade.answer import Answer, Capabilities, Chunk, Completion
 from cascade.chain.local_links import join
 from cascade.chain.planner import Policy
+from cascade.chain.profile import glance
 from cascade.chain.tier import Tier
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
+from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Proposal
@@ -95,6 +98,7 @@ class Cascade:
                 level,
                 model,
                 policy=policy,
+                profile=apart(partial(glance, model)),
                 new_state=state_maker(grammars.matcher),
                 drafters=[*make(inner, kinds, tokenizer.encode_part), *(reading if model is models[-1] else [])],
             )

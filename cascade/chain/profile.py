@@ -14,6 +14,7 @@ SCORED = 16  # of them at most, own tokens are wanted; the others are a prompt's
 CONTEXT = 512  # positions before those of a pass, where time is taken a second time
 BUDGET_S = 0.6  # for all of it
 ROUNDS = 5
+GLANCE_TOKENS, GLANCE_S = 64, 0.15  # of a program that has just been started, and is waited for
 RATE = 0.05  # weight of the latest pass in the grid
 SMOOTHING = 0.1  # weight of the latest pass in mean costs
 CHUNK = 32  # positions to catch up with that make a session one that reads
@@ -114,6 +115,11 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = BUDG
             best[tokens, 1] = min(best.get((tokens, 1), float("inf")), _time(model, tokens, 1))
         best[1, context] = min(best.get((1, context), float("inf")), _time(model, 1, context))
     return _fit(best, context)
+
+
+def glance(model: Scorer) -> Profile:
+    """Time the sizes that guesses make of a pass, quickly: without that a tier believes its guesses to cost nothing."""
+    return measure(model, max_tokens=GLANCE_TOKENS, budget_s=GLANCE_S)
 
 
 def _fit(best: dict[tuple[int, int], float], context: int) -> Profile:

@@ -19,6 +19,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any, TypeAlias
 
 from cascade.chain.planner import Policy
+from cascade.chain.profile import Profile, glance
 from cascade.chain.runner import TierStats
 from cascade.chain.tier import Tier
 from cascade.drafters import DrafterSpec, make
@@ -114,10 +115,11 @@ def _load(control: Connection) -> "Served | None":
         tokenizer = Tokenizer.from_pretrained(spec.tokenizer, trust_remote_code=spec.options["trust_remote_code"])
         _wait_for_turn(control)
         model = apart(partial(Model, network))
+        profile = apart(partial(glance, model))
     except Exception as error:
         control.send(_portable(error, spec))
         return None
-    served = Served(spec, model, tokenizer)
+    served = Served(spec, model, tokenizer, profile)
     control.send(Facts(model.vocab_size, model.context_len))
     return served
 
@@ -143,10 +145,11 @@ def _portable(error: Exception, spec: TierSpec) -> Exception:
 class Served:
     """A tier and its links."""
 
-    def __init__(self, spec: TierSpec, model: Model, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: TierSpec, model: Model, tokenizer: Tokenizer, profile: Profile) -> None:
         new_state = state_maker(Grammars(tokenizer).matcher)
         drafters = make(spec.drafters, [one.kind for one in spec.drafters], tokenizer.encode_part)
-        self._tier = Tier(spec.name, spec.level, model, policy=spec.policy, new_state=new_state, drafters=drafters)
+        options: dict[str, Any] = {"policy": spec.policy, "profile": profile, "new_state": new_state, "drafters": drafters}
+        self._tier = Tier(spec.name, spec.level, model, **options)
         self._below = Downlink(self._tier.post)
         self._tier.below = None if spec.bottom else self._below
         self._tier.start()

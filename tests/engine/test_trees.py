@@ -388,7 +388,7 @@ def test_nodes_have_the_bits_of_their_paths(attention: str, parents: tuple[int, 
 
 def test_lines_are_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the common pass: rows whose drafts are lines are scored as they are."""
-    monkeypatch.setattr("cascade.engine.model.Tree", None)
+    monkeypatch.setattr("cascade.engine.model.run_trees", None)
     model = model_of("llama", "native")
     line = Draft((5, 6, 7), bytes(3), b"", (-1, 0, 1))
     [scored] = model.run([Row(model.new_cache(), 0, [1, 2], 1, GREEDY, draft=line)])

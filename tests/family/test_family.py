@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cascade.engine.sampling import gumbel
-from cascade.family import NAMES, WEIGHTS, corpus, paths
+from cascade.family import HEAD, NAMES, WEIGHTS, corpus, paths
 from cascade.family.evaluate import as_rows, compare, coupled_acceptance, load, loss
 from cascade.family.grow import grow
 from cascade.family.prune import prune
@@ -258,8 +258,11 @@ def test_shipped_folders_hold_what_is_needed_and_no_more() -> None:
     files = {p.relative_to(WEIGHTS).as_posix(): p for p in WEIGHTS.rglob("*") if p.is_file()}
     parts = ["config.json", "generation_config.json", "model.safetensors"]
     parts += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-    assert set(files) == {f"{name}/{part}" for name in NAMES for part in parts} | {"README.md", "results.json"}
-    assert sum(p.stat().st_size for name, p in files.items() if name.endswith(".safetensors")) <= 32e6
+    head = {f"{HEAD}/{part}" for part in ("config.json", "model.safetensors")}
+    assert set(files) == {f"{name}/{part}" for name in NAMES for part in parts} | head | {"README.md", "results.json"}
+    sizes = {name: path.stat().st_size for name, path in files.items() if name.endswith(".safetensors")}
+    assert sizes[f"{HEAD}/model.safetensors"] <= 6e6
+    assert sum(sizes.values()) <= 38e6
 
 
 def test_shipped_models_share_one_tokenizer() -> None:

@@ -1,6 +1,7 @@
 """Whether the cascade with all that it chooses itself is ever slower than its full model alone, with few requests and many.
 
-Alone and auto take turns. The first seconds of each load do not count: there the planner finds out what pays.
+Alone and auto take turns. The first seconds of each load do not count: there the planner finds out what pays. As many clients as
+there are requests at once each send one after another, so that those who are through early do not wait for the last.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ class Size:
     most: int = 3072  # tokens of all answers of a round
     warm_up_s: float = 3.0
     rounds_s: float = 8.0  # for those that count
-    rounds: int = 3  # at least
+    rounds: int = 2  # at least
+    in_turn: int = 3  # requests of a client in a round, one after another
     loads: tuple[int, ...] = LOADS
 
 
@@ -61,15 +63,18 @@ async def _load(ask: Ask, temperature: float, load: int, size: Size) -> dict[str
 
 
 async def _together(ask: Ask, mode: Mode, temperature: float, load: int, size: Size) -> list[Text]:
-    """All requests of a round at once, the same ones in every round."""
+    """All clients of a round at once, with the same requests in every round."""
     handling = Handling(cache_salt=f"{time.perf_counter_ns()}")  # so that no prompt is known to any mode
 
-    async def one(seed: int) -> Text:
-        tokens = min(size.tokens, size.most // load)
-        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-        return (await ask(PROMPTS[seed % len(PROMPTS)], params, mode.speculation, handling)).token_ids
+    async def client(number: int) -> list[Text]:
+        texts: list[Text] = []
+        for seed in range(number, load * size.in_turn, load):
+            tokens = min(size.tokens, size.most // load)
+            params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
+            texts.append((await ask(PROMPTS[seed % len(PROMPTS)], params, mode.speculation, handling)).token_ids)
+        return texts
 
-    return await asyncio.gather(*map(one, range(load)))
+    return [text for texts in await asyncio.gather(*map(client, range(load))) for text in texts]
 
 
 def figures(cells: Cells) -> dict[str, Any]:

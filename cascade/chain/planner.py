@@ -269,9 +269,12 @@ class _Plan:
         return eldest, round(REST * min(RAREST, records[best].rate / max(1e-9, records[eldest].hope)))
 
     def _fastest(self) -> Course:
-        """The best course by what is known; the one that was, unless another is clearly better."""
-        fastest = max(self.records, key=lambda course: self.records[course].rate)
-        return fastest if self.records[fastest].rate > BETTER * self.records[self.best].rate else self.best
+        """The best course by what is known; the one that was, unless another is clearly better, or alone is better at all."""
+        rates = {course: record.rate for course, record in self.records.items()}
+        fastest = max(rates, key=lambda course: rates[course])
+        if rates[fastest] > BETTER * rates[self.best]:
+            return fastest
+        return ALONE if rates[ALONE] > rates[self.best] else self.best
 
     def _use(self, course: Course) -> None:
         if course != self.course:

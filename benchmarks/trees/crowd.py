@@ -1,7 +1,7 @@
 """Whether the cascade with all that it chooses itself is ever slower than its full model alone, with few requests and many.
 
-Alone and auto take turns. The first seconds of each load do not count: there the planner finds out what pays. As many clients as
-there are requests at once each send one after another, so that those who are through early do not wait for the last.
+Alone and auto take turns. The first seconds of each load do not count: there the planner finds out what pays. As many clients
+as there are requests at once each send one after another, so that those who are through early do not wait for the last.
 """
 
 import asyncio

@@ -95,20 +95,25 @@ class Planner:
 
     def spared(self, allowed: Course, num_sessions: int) -> Spared:
         """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
-        load, plans = num_sessions.bit_length(), self._plans.get(allowed, {})
+        load, plans = _load(num_sessions), self._plans.get(allowed, {})
         if any(plan.best.tiers for less, plan in plans.items() if less < load):
             return "load"
         return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
 
     def _plan(self, allowed: Course, num_sessions: int) -> "_Plan":
         plans = self._plans.setdefault(allowed, {})
-        load = num_sessions.bit_length()
+        load = _load(num_sessions)
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
             plans[load] = _Plan(allowed, self._purse)
             if near is not None:
                 plans[load].borrow(plans[near])
         return plans[load]
+
+
+def _load(num_sessions: int) -> int:
+    """1, 2, 3 to 5, 6 to 11, 12 to 22, ...: the borders lie between powers of two, at which loads like to be held."""
+    return round(math.log2(max(1, num_sessions)))
 
 
 @dataclass(slots=True)

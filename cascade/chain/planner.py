@@ -24,6 +24,7 @@ RAREST = 8  # times so many where the other one is far from being the best
 DOUBT = 1.3  # a rate known from ``n`` rows may well be wrong by ``DOUBT / sqrt(n)`` of it
 AGED = 0.3  # weight of earlier trials beside a new one
 BETTER = 1.03  # times the rate of the course in use make another one the best
+CROWDED = 1.15  # the same from three sessions on: what begins and ends with each answer is not measured, and grows with them
 MEMORY = 0.99  # weight of a pass that is left after the next one
 HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
 SHARE = 0.03  # of a tier's time, which they may cost on top of that
@@ -105,7 +106,7 @@ class Planner:
         load = _load(num_sessions)
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
-            plans[load] = _Plan(allowed, self._purse)
+            plans[load] = _Plan(allowed, self._purse, BETTER if load < _load(3) else CROWDED)
             if near is not None:
                 plans[load].borrow(plans[near])
         return plans[load]
@@ -178,6 +179,7 @@ class _Plan:
 
     allowed: Course
     purse: _Purse
+    margin: float  # times the rate of the best course that make another one the best
     best: Course = ALONE  # known so far
     course: Course = ALONE  # in use: the best one, or one on trial
     num_trials: int = 0
@@ -277,7 +279,7 @@ class _Plan:
         """The best course by what is known; the one that was, unless another is clearly better, or alone is better at all."""
         rates = {course: record.rate for course, record in self.records.items()}
         fastest = max(rates, key=lambda course: rates[course])
-        if rates[fastest] > BETTER * rates[self.best]:
+        if rates[fastest] > self.margin * rates[self.best]:
             return fastest
         return ALONE if rates[ALONE] > rates[self.best] else self.best
 

@@ -181,7 +181,7 @@ def test_lower_tiers_work(cascade: Cascade) -> None:
 
 
 @pytest.fixture(scope="module")
-def identical() -> Iterator[Cascade]:
+def identical(cascade: Cascade) -> Iterator[Cascade]:  # which counts threads at its end, and so must be the last to go
     """The full model as every tier."""
     full = family.paths()[-1]
     models = [Model.from_pretrained(full, dtype="float32") for _ in range(3)]

@@ -1,7 +1,6 @@
 """LoRA adapters on the full tier, chosen by each request, and quantised tiers."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,12 @@ from deployments.grpc.requests import parse_sampling
 from deployments.links.codec import decode, encode
 from tests.architectures import VOCAB, build
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # peft's own
+]
 NAMES = ("", "red", "blue")
 PROMPT = (5, 9, 2, 44, 17)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Heads from files: what does not fit its model is refused in one sentence, and what was loaded wrongly is found out."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,7 @@ from tests.heads import Made, eagle, eagle3, make, medusa
 LAYERS = 6
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def spoiled(made: Made, problem: str) -> None:

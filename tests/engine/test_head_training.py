@@ -1,6 +1,5 @@
 """Heads that are trained here: they are written as published ones are, and know more than before."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 SHAPE = Shape(num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), tokens=tuple(range(0, VOCAB, 2)))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batch(step: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Heads in the pass of a model: what their papers say they guess, whatever happened to the stores before, and no other text."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -37,12 +37,7 @@ WAYS = ("native", "contiguous", "gathered", "varlen")
 STYLES = ("medusa", "medusa-vllm", "eagle", "eagle3", "eagle3-specforge", "eagle3-speculators")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def attention(way: str) -> Attention | None:

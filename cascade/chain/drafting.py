@@ -53,25 +53,28 @@ class Drafting(Generic[U]):
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
+        opening = slot.session.opening
+        slot.allowed = Course(opening.chain, bool(opening.chain and opening.draft_branches), bool(slot.guessers))
         self._plan(slot, num_sessions)
         self.draft(slot, now)
         slot.settling = 0
 
     def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
-        (chain, branches), session = slot.course, slot.session
+        (chain, branches, drafters), session = slot.course, slot.session
         if session.done or slot.using == slot.course:
             return None
         usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
-        if not chain:
+        if not chain and slot.using.tiers:
             self.leave(slot)
-        elif usable and slot.using != Course(usable, branches):
+        elif usable and slot.using[:2] != (usable, branches):
             self.leave(slot)
             opening = session.attach(usable[0], self._mint(), usable[1:], session.opening.draft_branches if branches else 0)
             session.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
             slot.using, slot.settling = Course(usable, branches), SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
+        slot.using = slot.using._replace(drafters=drafters)
         failed = (tier for tier in chain if not self._health.usable(tier, now))
         return min((self._health.retry_at[tier] for tier in failed), default=None)
 
@@ -107,7 +110,7 @@ class Drafting(Generic[U]):
             self._health.works(drafter)
             return None
         if message.fault:  # others may draft there, this one nowhere
-            slot.alone, slot.course = True, ALONE
+            slot.course = slot.allowed = slot.allowed._replace(tiers=(), branches=False)
         else:
             self._health.failed(message.tier or drafter, now)
         self.leave(slot)
@@ -118,10 +121,10 @@ class Drafting(Generic[U]):
         """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions."""
         totals: dict[tuple[Course, Course, bool], Seen] = {}
         for slot, work, num_new, seconds in rows:
-            allowed, settled = _allowed(slot), not slot.settling
+            settled = not slot.settling
             slot.settling -= not settled
-            if slot.session.opening.adaptive and allowed.tiers and len(work.tokens) - work.num_own < CHUNK:
-                seen = totals.setdefault((allowed, slot.course, settled), Seen(settled=settled))
+            if slot.planned and len(work.tokens) - work.num_own < CHUNK:
+                seen = totals.setdefault((slot.allowed, slot.course, settled), Seen(settled=settled))
                 seen.rows += 1
                 seen.tokens += num_new
                 seen.seconds += seconds
@@ -132,15 +135,8 @@ class Drafting(Generic[U]):
             self.draft(slot, now)
 
     def _plan(self, slot: Slot[U], num_sessions: int) -> None:
-        session, allowed = slot.session, _allowed(slot)
-        if slot.alone or not session.opening.adaptive or not allowed.tiers:
-            slot.course = ALONE if slot.alone else allowed
+        if not slot.planned:
+            slot.course = slot.allowed
             return
-        slot.course = self._planner.course(allowed, num_sessions)
-        session.spared = "" if slot.course.tiers else self._planner.spared(allowed, num_sessions)
-
-
-def _allowed(slot: Slot[U]) -> Course:
-    """All that its request allows."""
-    opening = slot.session.opening
-    return Course(opening.chain, bool(opening.chain and opening.draft_branches))
+        slot.course = self._planner.course(slot.allowed, num_sessions)
+        slot.session.spared = self._planner.spared(slot.allowed, num_sessions) if slot.course == ALONE else ""

@@ -238,7 +238,7 @@ class Loop(Generic[U]):
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess behind a text that is another one now."""
         session = slot.session
-        if slot.guessers and not session.stalled:
+        if slot.course.drafters and not session.stalled:
             text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)
             session.hint([Hint(name, learnt, one.guess(text, since, most)) for name, learnt, one in slot.guessers])
 

@@ -1,4 +1,4 @@
-"""What a tier decides by what it has measured: when to start a pass, and which tiers below take part.
+"""What a tier decides by what it has measured: when to start a pass, and who drafts for it.
 
 Pure; the serving tier and the simulator follow the same rules.
 """
@@ -67,18 +67,19 @@ class Course(NamedTuple):
 
     tiers: Chain = ()
     branches: bool = False  # they offer and prepare some; without, they draft lines
+    drafters: bool = False  # those inside the tier take part
 
 
 ALONE = Course()
 
 
 class Planner:
-    """Chooses the tiers below that take part: of all courses that a request allows, the one that is measured to be fastest.
+    """Chooses who drafts: of all courses that a request allows, the one that is measured to be fastest.
 
     What counts is what comes out: own tokens of a session in a second. Costs of passes, wires and messages, agreement, and
     what tiers on the same processors take from each other are all in it. Courses are measured apart for different numbers
-    of sessions. A tier begins alone and tries the others, small ones first; where branches are allowed, chains are tried with
-    them, and the best one without. The time that trials lose against the best course known is paid from one purse, which
+    of sessions. A tier begins alone and tries the others: drafters inside the tier, then small chains of small tiers. Where
+    branches and drafters are allowed, chains are tried with them, and the best one without. The time that trials lose against the best course known is paid from one purse, which
     a small share of all time goes into: so no trial makes a cascade slow.
     """
 
@@ -97,7 +98,7 @@ class Planner:
     def spared(self, allowed: Course, num_sessions: int) -> Spared:
         """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
         load, plans = _load(num_sessions), self._plans.get(allowed, {})
-        if any(plan.best.tiers for less, plan in plans.items() if less < load):
+        if any(plan.best != ALONE for less, plan in plans.items() if less < load):
             return "load"
         return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
 
@@ -106,7 +107,7 @@ class Planner:
         load = _load(num_sessions)
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
-            plans[load] = _Plan(allowed, self._purse, BETTER if load < _load(3) else CROWDED)
+            plans[load] = _Plan(allowed, self._purse, crowded=load >= _load(3))
             if near is not None:
                 plans[load].borrow(plans[near])
         return plans[load]
@@ -179,7 +180,7 @@ class _Plan:
 
     allowed: Course
     purse: _Purse
-    margin: float  # times the rate of the best course that make another one the best
+    crowded: bool = False
     best: Course = ALONE  # known so far
     course: Course = ALONE  # in use: the best one, or one on trial
     num_trials: int = 0
@@ -191,17 +192,18 @@ class _Plan:
     records: dict[Course, _Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tiers, branches = self.allowed.tiers[::-1], self.allowed.branches  # small chains of small tiers first
+        tiers, branches, drafters = self.allowed
         sizes = range(len(tiers) + 1)
-        chains = [chain[::-1] for size in sizes for chain in itertools.combinations(tiers, size)]
-        self.records = {Course(chain, branches and bool(chain)): _Record() for chain in chains}
+        chains = [chain[::-1] for size in sizes for chain in itertools.combinations(tiers[::-1], size)]
+        self.records = {ALONE: _Record()}
+        self.records |= {Course(chain, branches and bool(chain), drafters): _Record() for chain in chains}
 
     def borrow(self, near: "_Plan") -> None:
         """Begin with what is known at another load; of what paid there only the best is asked for at once."""
         self.lent = near.lent or near.records[ALONE].rate
         self.num_trials = near.num_trials
         for course, known in near.records.items() if self.lent else ():
-            if course.tiers:
+            if course != ALONE:
                 if course == near.best:
                     self.records[course] = replace(known)
                 else:
@@ -238,7 +240,7 @@ class _Plan:
         """End a trial. If it was too short to tell, the next one may cost twice as much."""
         record, price_s = self.records[self.course], self._price(self.course)
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
-        if self.passes or self.course.tiers:  # how fast the full tier is alone stays known
+        if self.passes or self.course != ALONE:  # how fast the full tier is alone stays known
             record.join(self.trial)
         self.purse.save(min(0.0, -self.cost_s))
         self.num_trials += 1
@@ -253,7 +255,7 @@ class _Plan:
         if self.lent:  # the rate without drafts is known here too: those of others in proportion
             share, self.lent = self.records[ALONE].rate / self.lent, 0.0
             for course, record in self.records.items():
-                record.tokens *= share if course.tiers else 1.0
+                record.tokens *= share if course != ALONE else 1.0
         next_, rest = self._next()
         self.purse.hold(self._price(next_))
         if (fastest := self._fastest()) != self.best:
@@ -264,8 +266,10 @@ class _Plan:
     def _next(self) -> tuple[Course, int]:
         """What to try next, and after how many passes: what is unknown, what may be the best, then each in turn."""
         records, best = self.records, self.best
-        if best.tiers and self.allowed.branches and self.passes >= REST:
-            records.setdefault(best._replace(branches=not best.branches), _Record())
+        if best.tiers and self.passes >= REST:
+            for other in (best._replace(branches=not best.branches), best._replace(drafters=not best.drafters)):
+                if other.branches <= self.allowed.branches and other.drafters <= self.allowed.drafters:
+                    records.setdefault(other, _Record())
         others = [course for course in records if course != best]
         eldest, hopeful = min(others, key=lambda one: records[one].tried), max(others, key=lambda one: records[one].hope)
         if not records[eldest].tried:
@@ -278,10 +282,14 @@ class _Plan:
     def _fastest(self) -> Course:
         """The best course by what is known; the one that was, unless another is clearly better, or alone is better at all."""
         rates = {course: record.rate for course, record in self.records.items()}
-        fastest = max(rates, key=lambda course: rates[course])
-        if rates[fastest] > self.margin * rates[self.best]:
+        fastest = max(rates, key=lambda course: rates[course] / self._margin(course))
+        if rates[fastest] > self._margin(fastest) * rates[self.best]:
             return fastest
         return ALONE if rates[ALONE] > rates[self.best] else self.best
+
+    def _margin(self, course: Course) -> float:
+        """Times the rate of the best course that make this one the best."""
+        return CROWDED if self.crowded and course.tiers else BETTER
 
     def _use(self, course: Course) -> None:
         if course != self.course:

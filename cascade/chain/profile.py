@@ -1,7 +1,7 @@
 """What a pass of a tier costs: timed over a small grid at start, and kept current from the passes that follow."""
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,14 +36,9 @@ class PassCost:
     points: tuple[tuple[int, float], ...] = ()  # of increasing tokens
 
     def __call__(self, num_tokens: int) -> float:
-        points = self.points
-        if not points:
+        if not self.points:
             return self.base_s + self.token_s * max(0, num_tokens - self.knee)
-        if len(points) == 1 or num_tokens <= points[0][0]:
-            return points[0][1]
-        upper = next((i for i, (tokens, _) in enumerate(points) if tokens >= num_tokens), len(points) - 1)
-        (n0, s0), (n1, s1) = points[upper - 1], points[upper]
-        return s0 + (s1 - s0) * (num_tokens - n0) / (n1 - n0)
+        return _between([tokens for tokens, _ in self.points], [seconds for _, seconds in self.points], num_tokens)
 
 
 class Profile:
@@ -73,7 +68,7 @@ class Profile:
 
     def predict(self, num_tokens: int, context: int = 0) -> float:
         """Seconds of a pass."""
-        return PassCost(points=self.points)(num_tokens) + self.context_s * context
+        return _between(self._tokens, self._seconds, num_tokens) + self.context_s * context
 
     def saw(self, works: Sequence[Work], seconds: float) -> None:
         """A pass with these rows took so long."""
@@ -95,6 +90,15 @@ class Profile:
             beside = [after - 1]
         for place in beside:
             self._seconds[place] *= 1 + RATE * (ratio - 1)
+
+
+def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
+    """On straight lines between points, before the first the same as there, behind the last as steep as before it."""
+    if len(tokens) == 1 or num_tokens <= tokens[0]:
+        return seconds[0]
+    upper = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
+    n0, s0 = tokens[upper - 1], seconds[upper - 1]
+    return s0 + (seconds[upper] - s0) * (num_tokens - n0) / (tokens[upper] - n0)
 
 
 def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = BUDGET_S) -> Profile:

@@ -34,10 +34,10 @@ class Slot(Generic[U]):
     opened: float
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
-    course: Course = ALONE  # tiers below that it shall use now
-    using: Course = ALONE  # those that it was opened with
+    allowed: Course = ALONE  # all that its request allows; no tiers once it was too much for them
+    course: Course = ALONE  # what it shall use now
+    using: Course = ALONE  # tiers below that it was opened with
     settling: int = 0  # passes to come that say nothing about them yet
-    alone: bool = False  # it is too much for the tiers below
     forks: dict[Branch, Fork] = field(default_factory=dict)
     guessers: tuple[tuple[str, Calibration, Guesser], ...] = ()  # of drafters inside the tier, by name
     told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
@@ -49,9 +49,15 @@ class Slot(Generic[U]):
         return self.allocation.store
 
     @property
+    def planned(self) -> bool:
+        """What it uses is what pays, not what its request says."""
+        return self.session.opening.adaptive and self.allowed != ALONE
+
+    @property
     def guesses(self) -> int:
         """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
-        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
+        most = self.session.room if self.course.drafters else 0
+        return min(most, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
 
     def ahead(self, work: Work) -> int:
         """Own tokens beyond those of ``work`` that are of use and have room; none with a drafter, which guesses them."""

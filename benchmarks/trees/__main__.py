@@ -51,7 +51,7 @@ def plan(tokens: int | None, *, quick: bool) -> Plan:
             acceptance.Size(rows=2, length=128, prompt=32, written=32),
             simulated.Size(tokens=200, seeds=1),
             served.Size(prompts=2, tokens=tokens or QUICK_TOKENS),
-            crowd.Size(tokens=tokens or QUICK_TOKENS, most=512, warm_up_s=0.0, rounds_s=0.0, rounds=1),
+            crowd.Size(tokens=tokens or QUICK_TOKENS, most=512, warm_up=0, rounds=1, round_s=0.5),
         )
     tokens = tokens or TOKENS
     return Plan(acceptance.Size(), simulated.Size(), served.Size(tokens=tokens), crowd.Size(tokens=tokens))

@@ -33,7 +33,12 @@ class Answers:
     @property
     def spread(self) -> dict[str, float]:
         """Tokens per second of the slowest round, the median one and the fastest."""
-        return {name: round(of(self.speeds), 1) for name, of in (("low", min), ("median", median), ("high", max))}
+        return spread(self.speeds)
+
+
+def spread(speeds: Sequence[float]) -> dict[str, float]:
+    """The slowest, the median one and the fastest."""
+    return {name: round(of(speeds), 1) for name, of in (("low", min), ("median", median), ("high", max))}
 
 
 def same_text(modes: Iterable[Answers]) -> bool:

@@ -1,27 +1,38 @@
 """Whether the cascade with all that it chooses itself is ever slower than its full model alone, with few requests and many.
 
 Alone and auto take turns. The first seconds of each load do not count: there the planner finds out what pays. As many clients
-as there are requests at once each send one after another, so that those who are through early do not wait for the last.
+as there are requests at once ask again as soon as they are answered, until the round ends: the load is level all the time. What
+counts is what came while it lasted; an answer that went on behind its end counts by the share of its time before it.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from benchmarks.trees.cells import Answers, Text, at, rotated, same_text
+from benchmarks.trees.cells import Text, at, rotated, spread
 from benchmarks.trees.systems import Ask
-from cascade.bench.measure import PROMPTS, Mode
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.bench.measure import PROMPTS, Mode, stranger
+from cascade.params import SamplingParams, Speculation
 
 TEMPERATURES = (0.0, 0.8)
 LOADS = (1, 4, 16, 64)  # requests at once
 MODES = (Mode("alone", Speculation("off")), Mode("auto", Speculation()))
 
-Cells: TypeAlias = dict[str, dict[str, dict[str, Answers]]]  # by temperature, load and mode
+
+@dataclass(slots=True)
+class Given:
+    """What one mode gave."""
+
+    speeds: list[float] = field(default_factory=list)  # tokens per second, one a round
+    texts: dict[int, Text] = field(default_factory=dict)  # by the number of the request
+
+
+Cells: TypeAlias = dict[str, dict[str, dict[str, Given]]]  # by temperature, load and mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +40,10 @@ class Size:
     """How much is asked."""
 
     tokens: int  # of an answer
-    most: int = 3072  # tokens of all answers of a round
-    warm_up_s: float = 3.0
-    rounds_s: float = 8.0  # for those that count
-    rounds: int = 2  # at least
-    in_turn: int = 3  # requests of a client in a round, one after another
+    most: int = 3072  # tokens of the answers to all who ask at once
+    warm_up: int = 1  # rounds of each mode that do not count
+    rounds: int = 4  # of each mode
+    round_s: float = 4.0
     loads: tuple[int, ...] = LOADS
 
 
@@ -42,51 +52,51 @@ async def measure(ask: Ask, size: Size) -> Cells:
     return {at(t): {str(load): await _load(ask, t, load, size) for load in size.loads} for t in TEMPERATURES}
 
 
-async def _load(ask: Ask, temperature: float, load: int, size: Size) -> dict[str, Answers]:
-    found = {mode.name: Answers() for mode in MODES}
-    warm = time.perf_counter() + size.warm_up_s
-    number = 0
-    while not number or time.perf_counter() < warm:
-        for mode in MODES:
-            await _together(ask, mode, temperature, load, size)
-        number += 1
-    end, number = time.perf_counter() + size.rounds_s, 0
-    while number < size.rounds or time.perf_counter() < end:
+async def _load(ask: Ask, temperature: float, load: int, size: Size) -> dict[str, Given]:
+    found = {mode.name: Given() for mode in MODES}
+    for number in range(-size.warm_up, size.rounds):
         for mode in rotated(MODES, number):
-            begin = time.perf_counter()
-            texts = await _together(ask, mode, temperature, load, size)
-            answers = found[mode.name]
-            answers.speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))
-            answers.texts += texts
-        number += 1
+            given = found[mode.name]
+            speed, texts = await _round(ask, mode, temperature, load, size)
+            if number >= 0:
+                given.speeds.append(speed)
+            given.texts |= texts
     return found
 
 
-async def _together(ask: Ask, mode: Mode, temperature: float, load: int, size: Size) -> list[Text]:
-    """All clients of a round at once, with the same requests in every round."""
-    handling = Handling(cache_salt=f"{time.perf_counter_ns()}")  # so that no prompt is known to any mode
+async def _round(ask: Ask, mode: Mode, temperature: float, load: int, size: Size) -> tuple[float, dict[int, Text]]:
+    """Tokens per second under a level load, and the texts; requests are the same in every round, one after another."""
+    numbers, texts, tokens = itertools.count(), dict[int, Text](), 0.0
+    begin = time.perf_counter()
+    end = begin + size.round_s
 
-    async def client(number: int) -> list[Text]:
-        texts: list[Text] = []
-        for seed in range(number, load * size.in_turn, load):
-            tokens = min(size.tokens, size.most // load)
-            params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-            texts.append((await ask(PROMPTS[seed % len(PROMPTS)], params, mode.speculation, handling)).token_ids)
-        return texts
+    async def client() -> None:
+        nonlocal tokens
+        while (asked := time.perf_counter()) < end:
+            number = next(numbers)
+            params = SamplingParams(
+                max_tokens=min(size.tokens, size.most // load), temperature=temperature, seed=number, ignore_eos=True
+            )
+            text = (await ask(PROMPTS[number % len(PROMPTS)], params, mode.speculation, stranger())).token_ids
+            answered = time.perf_counter()
+            tokens += len(text) * (min(answered, end) - asked) / (answered - asked)
+            texts[number] = text
 
-    return [text for texts in await asyncio.gather(*map(client, range(load))) for text in texts]
+    await asyncio.gather(*(client() for _ in range(load)))
+    return tokens / size.round_s, texts
 
 
 def figures(cells: Cells) -> dict[str, Any]:
-    """Speeds, the ratio of their medians, and whether texts are the same, by temperature and load."""
+    """Speeds, the ratio of their means, and whether texts are the same, by temperature and load."""
     return {temperature: {load: _figures(modes) for load, modes in loads.items()} for temperature, loads in cells.items()}
 
 
-def _figures(modes: Mapping[str, Answers]) -> dict[str, Any]:
-    spreads = {name: answers.spread for name, answers in modes.items()}
-    ratio = spreads["auto"]["median"] / spreads["alone"]["median"]
-    rounds = len(modes["alone"].speeds)
-    return {"same_text": same_text(modes.values()), "rounds": rounds, "tokens_per_second": spreads, "ratio": round(ratio, 3)}
+def _figures(modes: Mapping[str, Given]) -> dict[str, Any]:
+    alone, auto = modes["alone"], modes["auto"]
+    same = all(alone.texts[number] == auto.texts[number] for number in alone.texts.keys() & auto.texts.keys())
+    speeds = {name: spread(given.speeds) for name, given in modes.items()}
+    ratio = sum(auto.speeds) / sum(alone.speeds)
+    return {"same_text": same, "rounds": len(alone.speeds), "tokens_per_second": speeds, "ratio": round(ratio, 3)}
 
 
 def headline(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -25,7 +25,7 @@ from cascade.messages import Close, Failed, Link, Message, Proposal
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.placement import TIER_NAMES, Checkpoints, check_models, each
 from cascade.processes.lower_tiers import LowerTiers
-from cascade.scorer import Scorer
+from cascade.scorer import Drafter, Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
@@ -68,9 +68,7 @@ class Cascade:
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
         check_models(models, names)
-        inner = [one for one in specs(drafter) if not one.reads]
-        head = getattr(models[-1], "drafter", "")  # that it was loaded with
-        kinds = [*(one.kind for one in inner), *([head] if head else [])]
+        kinds, drafters = _drafters(models, drafter, tokenizer)
         here = tuple(names or TIER_NAMES[len(models)])
         elsewhere = () if lower is None else lower.names
         check_drafters(kinds, (*elsewhere, *here))
@@ -80,9 +78,10 @@ class Cascade:
         everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
         self.context_len = min(model.context_len for model in everywhere)
         grammars = Grammars(tokenizer)
+        new_state = state_maker(grammars.matcher)
         self._capabilities = Capabilities(
             self.names,
-            drafters=tuple(kinds),
+            drafters=kinds,
             vocab_size=min(model.vocab_size for model in everywhere),
             context_len=self.context_len,
             end_ids=tokenizer.end_ids,
@@ -91,18 +90,9 @@ class Cascade:
             window=window,
             answer_window=ANSWER_WINDOW,
         )
-        reading = [InPass(head, len(kinds) - 1)] if head else []
         self.tiers = tuple(
-            Tier(
-                name,
-                level,
-                model,
-                policy=policy,
-                profile=apart(partial(glance, model)),
-                new_state=state_maker(grammars.matcher),
-                drafters=[*make(inner, kinds, tokenizer.encode_part), *(reading if model is models[-1] else [])],
-            )
-            for level, (name, model) in enumerate(zip(here, models, strict=True), start=len(kinds) + len(elsewhere))
+            Tier(name, level, model, policy=policy, profile=apart(partial(glance, model)), new_state=new_state, drafters=inner)
+            for level, (name, model, inner) in enumerate(zip(here, models, drafters, strict=True), len(kinds) + len(elsewhere))
         )
         join(self.tiers, None if lower is None else lower.join)
         for tier in self.tiers:
@@ -347,3 +337,14 @@ def _collect(chunks: Iterator[Chunk]) -> list[Completion]:
 
 def _sort(completions: Sequence[Completion | None]) -> list[Completion]:
     return sorted((c for c in completions if c is not None), key=lambda c: c.index)
+
+
+def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:
+    """Kinds of the drafters inside tiers, and those of each model; one that reads a model is the last one's."""
+    inner = [one for one in specs(chosen) if not one.reads]
+    head: str = getattr(models[-1], "drafter", "")  # that it was loaded with
+    kinds = (*(one.kind for one in inner), *([head] if head else ()))
+    drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
+    if head:
+        drafters[-1].append(InPass(head, len(inner)))
+    return kinds, drafters

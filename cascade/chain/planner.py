@@ -20,7 +20,7 @@ TRIAL = 12  # rows by which it is judged at least
 REST = 64  # passes between two trials of courses that are known
 BREAK = 16  # the same where the next one may well be the best, for all that is known
 LONGEST = 4  # times so many where it remains unclear which one is better
-RAREST = 8  # times so many where the other one is far from being the best
+RAREST = 8  # times so many where the other one is far from being the best, or has lost several times in a row
 DOUBT = 1.3  # a rate known from ``n`` rows may well be wrong by ``DOUBT / sqrt(n)`` of it
 AGED = 0.3  # weight of earlier trials beside a new one
 BETTER = 1.03  # times the rate of the course in use make another one the best
@@ -79,8 +79,8 @@ class Planner:
     What counts is what comes out: own tokens of a session in a second. Costs of passes, wires and messages, agreement, and
     what tiers on the same processors take from each other are all in it. Courses are measured apart for different numbers
     of sessions. A tier begins alone and tries the others: drafters inside the tier, then small chains of small tiers. Where
-    branches and drafters are allowed, chains are tried with them, and the best one without. The time that trials lose against the best course known is paid from one purse, which
-    a small share of all time goes into: so no trial makes a cascade slow.
+    branches and drafters are allowed, chains are tried with them, and the best one without. The time that trials lose against
+    the best course known is paid from one purse, which a small share of all time goes into: so no trial makes a cascade slow.
     """
 
     def __init__(self) -> None:
@@ -150,6 +150,7 @@ class _Record:
     seconds: float = 0.0
     rows: float = 0.0
     tried: int = 0  # number of its last trial, 0: none
+    lost: int = 0  # trials one after another that did not make it the best
     price_s: float = PRICE_S
 
     @property
@@ -245,9 +246,12 @@ class _Plan:
         self.purse.save(min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials
+        record.lost += 1
         if self._fastest() == self.course:
             self.records[self.best].tried = self.num_trials
             self.best = self.course
+            for other in self.records.values():  # against this one
+                other.lost = 0
         self._use(self.best)
 
     def _seek(self) -> None:
@@ -276,8 +280,9 @@ class _Plan:
             return eldest, 0
         twice = records[hopeful].tried == self.num_trials  # in a row, while others are forgotten
         if not twice and records[hopeful].hope > BETTER * records[best].rate:
-            return hopeful, BREAK
-        return eldest, round(REST * min(RAREST, records[best].rate / max(1e-9, records[eldest].hope)))
+            return hopeful, BREAK << min(6, records[hopeful].lost)
+        worse = records[best].rate / max(1e-9, records[eldest].hope)
+        return eldest, round(REST * min(RAREST, max(worse, 2.0 ** (records[eldest].lost - 1))))
 
     def _fastest(self) -> Course:
         """The best course by what is known; the one that was, unless another is clearly better, or alone is better at all."""

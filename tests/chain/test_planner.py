@@ -32,12 +32,18 @@ rates = st.tuples(*[st.floats(0.1, 3.0)] * 3).map(lambda others: dict(zip(CHAINS
 
 def play(planner: Planner, speed: dict[Chain, float], passes: int, sessions: int = 1, pass_s: float = PASS_S) -> list[Chain]:
     """The chain of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
+    courses = {Course(chain): rate for chain, rate in speed.items()}
+    return [course.tiers for course in follow(planner, LINES, courses, passes, sessions, pass_s)]
+
+
+def follow(
+    planner: Planner, allowed: Course, speed: dict[Course, float], passes: int, sessions: int = 1, pass_s: float = PASS_S
+) -> list[Course]:
+    """The course of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
     used = []
     for _ in range(passes):
-        course = planner.course(LINES, sessions)
-        used.append(course.tiers)
-        chain = course.tiers
-        planner.saw(LINES, course, sessions, Seen(sessions, sessions, sessions * pass_s / speed[chain]))
+        used.append(planner.course(allowed, sessions))
+        planner.saw(allowed, used[-1], sessions, Seen(sessions, sessions, sessions * pass_s / speed[used[-1]]))
     return used
 
 
@@ -109,6 +115,25 @@ def test_follows_a_change() -> None:
     play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 500)
     used = play(planner, dict(zip(CHAINS, (1.0, 3.0, 0.7, 0.5), strict=True)), 12 * REST)
     assert used[-REST:].count(("tiny",)) >= REST - 2 * TRIAL
+
+
+@pytest.mark.parametrize("sessions", [1, 16])
+@pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (1.1, True)])
+def test_drafters_inside_take_part_where_they_pay(rate: float, sessions: int, *, drafts: bool) -> None:
+    """Guards a crowd: guesses that nobody has to wait for took more time between passes than they saved, and stayed."""
+    inside = Course(drafters=True)
+    used = follow(Planner(), inside, {ALONE: 1.0, inside: rate}, 30 * REST, sessions)
+    assert used[:GLANCE] == [ALONE] * GLANCE
+    assert used[GLANCE] == inside, "they need nothing but the text: they are asked first"
+    assert used[10 * REST :].count(inside if drafts else ALONE) > 19 * REST, "who lost is asked less and less"
+
+
+def test_a_chain_is_tried_without_the_drafters_inside() -> None:
+    """Guards a tier below whose guesses are better than those of drafters, which only make passes longer."""
+    lonely = Course(("tiny",))
+    inside, both = Course(drafters=True), Course(("tiny",), drafters=True)
+    used = follow(Planner(), both, {ALONE: 1.0, inside: 0.9, both: 1.5, lonely: 2.0}, 20 * REST)
+    assert used[-REST:].count(lonely) > REST - TRIAL
 
 
 def test_loads_are_told_apart() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cascade.chain.local_links import join
+from cascade.chain.planner import ALONE, Course, Planner
 from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import KINDS, DrafterSpec, make
@@ -19,6 +20,7 @@ from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.simulation.toy import ToyModel, full_text
+from tests.chain.test_planner import REST, follow
 from tests.chain.test_tier import opening, settle, text_of
 
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -137,6 +139,20 @@ def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -
     """Guards `Speculation`: drafters that a request does not name take no part."""
     _, answer = text_of(full, replace(opening(0, 0.0, 60), chain=(), drafters=asked))
     assert {edge.drafter for edge in answer._edges} == {"", *asked}
+
+
+def test_who_does_not_pay_is_not_asked() -> None:
+    """Guards "never slower": a planner that leaves drafters out saves their guesses, and the text is the same."""
+    planner, inside = Planner(), Course(drafters=True)
+    follow(planner, inside, {ALONE: 1.0, inside: 0.5}, 2 * REST)
+    tier = Tier("full", 0, Parrot(), planner=planner, drafters=drafters("suffix"))
+    tier.start()
+    asked = replace(opening(0, 0.0, 40), chain=(), drafters=("suffix",), adaptive=True)
+    text, answer = text_of(tier, asked)
+    tier.close()
+    assert text[asked.prompt_len :] == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 40)]
+    assert {edge.drafter for edge in answer._edges} == {""}
+    assert tier.stats.passes == 40
 
 
 def test_what_was_cut_is_not_repeated() -> None:

@@ -12,30 +12,45 @@ class EdgeTotals:
     """Totals of the edge to the verifier ``tier`` and of those below it."""
 
     tier: str
-    edge: Edge = field(init=False)  # of the current drafter
     below: tuple[Edge, ...] = ()  # of the edges below that one
+    _edge: Edge = field(init=False)  # of the current drafter, but for what follows
+    _bare: int = 0  # passes that scored no guess
+    _emitted: int = 0  # tokens that they gave
+    _waited_s: float = 0.0
     _past: dict[tuple[str, str], Edge] = field(default_factory=dict)  # before the last change of drafter
 
     def __post_init__(self) -> None:
-        self.edge = Edge("", self.tier)
+        self._edge = Edge("", self.tier)
+
+    @property
+    def edge(self) -> Edge:
+        """That of the current drafter."""
+        if self._bare or self._waited_s:
+            bare = Edge(self._edge.drafter, self.tier, self._bare, emitted=self._emitted, waited_s=self._waited_s)
+            self._edge, self._bare, self._emitted, self._waited_s = self._edge + bare, 0, 0, 0.0
+        return self._edge
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, whose: Sequence[str] = ()) -> None:
         """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
 
         ``whose`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         """
-        inner = sorted({*whose[:num_scored]} - {""})
-        if not inner:
-            self.edge += self._part(self.edge.drafter, draft, range(num_scored), path, num_new)
+        if not num_scored:
+            self._bare += 1
+            self._emitted += num_new
             return
-        first = "" if self.edge.drafter else inner[0]  # whose pass it is: that of a drafter here if there is no tier below
-        for name in ("", *inner) if self.edge.drafter else inner:
+        inner, drafter = sorted({*whose[:num_scored]} - {""}), self._edge.drafter
+        if not inner:
+            self._edge += self._part(drafter, draft, range(num_scored), path, num_new)
+            return
+        first = "" if drafter else inner[0]  # whose pass it is: that of a drafter here if there is no tier below
+        for name in ("", *inner) if drafter else inner:
             nodes, right = ([node for node in some if whose[node] == name] for some in (range(num_scored), path))
-            part = self._part(name or self.edge.drafter, draft, nodes, right, num_new if name == first else None)
+            part = self._part(name or drafter, draft, nodes, right, num_new if name == first else None)
             if name:
                 _add(self._past, part)
             else:
-                self.edge += part
+                self._edge += part
 
     def _part(self, drafter: str, draft: Draft, nodes: Sequence[int], path: Sequence[int], num_new: int | None) -> Edge:
         """What a pass says of the nodes of one drafter, and the pass itself if it is that one's."""
@@ -55,15 +70,15 @@ class EdgeTotals:
 
     def corrected(self) -> None:
         """The verifier says another token than the drafter did."""
-        self.edge += Edge(self.edge.drafter, self.tier, corrected=1)
+        self._edge += Edge(self._edge.drafter, self.tier, corrected=1)
 
     def prepared(self, num_waiting: int) -> None:
         """The drafter had written so many tokens behind a correction before it heard of it."""
-        self.edge += Edge(self.edge.drafter, self.tier, prepared=1, waiting=num_waiting)
+        self._edge += Edge(self._edge.drafter, self.tier, prepared=1, waiting=num_waiting)
 
     def waited(self, seconds: float) -> None:
         """The verifier waited for guesses."""
-        self.edge += Edge(self.edge.drafter, self.tier, waited_s=seconds)
+        self._waited_s += seconds
 
     def heard(self, edges: tuple[Edge, ...]) -> None:
         """The drafter tells totals of its own, unless it was overtaken by itself."""
@@ -74,7 +89,7 @@ class EdgeTotals:
         """Another drafter from now on, or none."""
         for edge in (self.edge, *self.below):
             _add(self._past, edge)
-        self.edge, self.below = Edge(drafter, self.tier), ()
+        self._edge, self.below = Edge(drafter, self.tier), ()
 
     @property
     def all(self) -> tuple[Edge, ...]:

@@ -129,15 +129,16 @@ class Downlink(Link):
         try:
             lessor = self._lessors[opening.tier]
             route.lease = lessor(session)
-            ticket = await asyncio.wait_for(anext(aiter(route.lease)), self._lease_timeout_s)
-        except asyncio.CancelledError:
-            raise
+            async with asyncio.timeout(self._lease_timeout_s):
+                ticket = await anext(aiter(route.lease))
         except Exception as error:  # whatever Ray raises: the tier cannot be had
+            if self._routes.get(session) is not route:
+                return  # the session was closed meanwhile, and its lease cancelled
             reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", session, reason, error)
             self._fail(session, reason)
             return
-        if self._routes.get(session) is not route:  # `wait_for` may swallow the cancel of a session closed meanwhile
+        if self._routes.get(session) is not route:  # closed meanwhile
             return
         route.opening = None
         self._join(session, route, ticket)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -508,6 +509,42 @@ async def test_close_while_the_lease_is_taken(net: Net, num_ticks: int) -> None:
     assert net.router.num_sessions == 0
     await net.settle()
     assert net.failures == []
+
+
+class Waiting:
+    """A lease that does not come, and raises an error of its own where it is cancelled, as those of Ray Serve."""
+
+    cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self.cancelled:
+                raise RuntimeError("cancelled") from None
+            raise
+        return ""
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> None:
+    """Guards the log from an error for each session that ends early: of a task whose outcome nobody looked at."""
+    strays: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: strays.append(context))
+    downlink = Downlink({"full": lambda session: Waiting()}, lambda messages: None)
+    request = opening()
+    downlink.put([request])
+    await asyncio.sleep(0.01)
+    downlink.put([Close(request.session)])
+    await asyncio.sleep(0.01)
+    await downlink.close()
+    gc.collect()
+    assert strays == []
 
 
 async def test_close_in_the_middle_frees_all(net: Net) -> None:

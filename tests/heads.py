@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from cascade.engine.sampling import own_tokens
 from cascade.params import SamplingParams
+from tests import block_heads
 from tests.architectures import VOCAB
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM, WIDE = 32, 4, 2, 8, 48
@@ -32,14 +33,23 @@ class Made:
     config: dict[str, Any]
     folder: Path
     reads: tuple[int, ...] = ()  # as Transformers counts hidden states
+    style: str = ""  # of a drafter of blocks
+
+    @property
+    def most(self) -> int:
+        """Guesses behind a text."""
+        return {"medusa": 3, "dflash": block_heads.BLOCK - 1, "dspark": block_heads.BLOCK}.get(self.kind, 99)
 
     def write(self, file: str = "model.safetensors", **changes: Any) -> str:
         """Its files; ``changes`` are of its configuration."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        weights = dict(self.weights)
+        if (mask := weights.pop("mask_embedding", None)) is not None:
+            torch.save({"mask_token_id": block_heads.MASK, "embedding": mask}, self.folder / "mask_embedding.pt")
         if file.endswith(".safetensors"):
-            save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, self.folder / file)
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, self.folder / file)
         else:
-            torch.save(self.weights, self.folder / file)
+            torch.save(weights, self.folder / file)
         (self.folder / "config.json").write_text(json.dumps({**self.config, **changes}))
         return str(self.folder)
 
@@ -98,6 +108,9 @@ def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = S
 def make(style: str, folder: Path) -> Made:
     """One of a kind, such as "eagle3", or of a variant, such as "eagle3-speculators"."""
     kind, _, variant = style.partition("-")
+    if kind in ("dflash", "dspark"):
+        weights, config = block_heads.published(style, torch.Generator().manual_seed(0), SIZE)
+        return Made(kind, weights, config, folder, style=style)
     if kind == "medusa":
         return medusa(folder, vllm=variant == "vllm")
     return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
@@ -141,13 +154,20 @@ class Paper:
         """Tokens behind ``text``, the last token of which the verifier has not read."""
         out = self.verifier(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
         hidden = [state[0] for state in out.hidden_states]
-        made = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3}[self.made.kind]
+        ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3}
+        made = ways.get(self.made.kind, self._of_a_block)
         self.logits = []
         return made(list(text), hidden, number, params)
 
     def _pick(self, logits: Tensor, params: SamplingParams, position: int) -> int:
         self.logits.append(logits)
         return int(own_tokens(logits[None], [(params, position, 1)])[0])
+
+    def _of_a_block(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        def pick(logits: Tensor, place: int) -> int:
+            return self._pick(logits, params, len(text) + place)
+
+        return block_heads.guesses(self.made.style, self.weights, text, hidden, self.verifier, number, pick)
 
     def _medusa(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
         last, found, w = hidden[-1][-1], [], self.weights

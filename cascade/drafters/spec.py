@@ -9,7 +9,7 @@ from cascade.scorer import Drafter
 
 AUTO = "auto"  # what nobody has to think about
 KINDS = ("lookup", "suffix", "recycling", "corpus")
-HEADS = ("head", "medusa", "eagle", "eagle3")  # read the model: of the first the files say which kind it is
+HEADS = ("head", "medusa", "eagle", "eagle3", "dflash", "dspark")  # read the model: of the first the files say which kind it is
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
 

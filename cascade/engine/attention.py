@@ -21,6 +21,7 @@ from cascade.engine.kv import ATTENTION, Pass, Span, Survey
 from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
 from cascade.native.attention import Kind, Spans
 from cascade.native.attention import attend as attend_spans
+from cascade.native.attention import store as store_spans
 from cascade.native.cache import BlockedCache, Shape, tables
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class Attention(Protocol):
     def plan(self, spans: Sequence[Span], windows: Windows) -> Any:
         """What the layers of a pass are given."""
 
+    def write(self, layer: int, key: Tensor, value: Tensor, planned: Any) -> None:
+        """Put keys and values ``[1, kv_heads, total_tokens, head_dim]`` where the pass has its rows, for later ones to see."""
+
     def hold(self, tokens: int) -> int:
         """Make the memory for so many positions, once every layer was seen; how many they are in whole blocks."""
 
@@ -62,6 +66,10 @@ class Contiguous:
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
         return Pass(spans, windows)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, planned: Pass) -> None:
+        for _, span in planned.in_order:
+            span.cache.write(layer, span.start, *(kv.finite(part[0, :, span.begin : span.end]) for part in (key, value)))
 
     def hold(self, tokens: int) -> int:
         return tokens
@@ -92,6 +100,9 @@ class Native:
     def plan(self, spans: Sequence[Span], windows: Windows) -> NativePass:
         rows = [(span.cache, span.begin, span.end - span.begin, span.start) for span in spans]
         return NativePass(tables(rows, self._shapes), windows)  # type: ignore[arg-type]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, planned: NativePass) -> None:
+        store_spans(*(_dense(part) for part in (key, value)), planned.spans[layer])
 
     def hold(self, tokens: int) -> int:
         return tokens
@@ -159,6 +170,15 @@ class Gathered(Paged):
     def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
         return Pass(spans, windows)
 
+    def write(self, layer: int, key: Tensor, value: Tensor, planned: Pass) -> None:
+        slots: list[int] = []
+        for span in planned.spans:
+            cache, end = span.cache, span.start + span.end - span.begin
+            assert isinstance(cache, PagedCache)
+            cache.prepare(span.start, end)
+            slots += cache.slot_mapping(span.start, end)
+        self.blocks.write(layer, torch.tensor(slots).to(key.device, non_blocking=True), key[0], value[0])
+
     def widths(self, most: int) -> tuple[int, ...]:
         return (*(4**power for power in range(most.bit_length()) if 4**power < most), most)
 
@@ -194,6 +214,9 @@ class Varlen(Paged):
         tables_ = BlockTables(where, cut, used, blocks.view(len(spans), width), longest, max(lengths))
         return self.over(tables_, windows)
 
+    def write(self, layer: int, key: Tensor, value: Tensor, planned: PagedPass) -> None:
+        self.blocks.write(layer, planned.tables.slot_mapping, key[0], value[0])
+
 
 def attend(
     module: nn.Module,
@@ -213,9 +236,7 @@ def attend(
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     layer: int = module.layer_idx  # type: ignore[assignment]
     tables, window = cascade_pass.tables, cascade_pass.windows[layer]
-    held = cascade_pass.memory.layer(layer, key[0], value[0])
-    for blocks, new in zip(held, (key, value), strict=True):
-        blocks.flatten(0, 1).index_copy_(0, tables.slot_mapping, new[0].transpose(0, 1))
+    held = cascade_pass.memory.write(layer, tables.slot_mapping, key[0], value[0])
     # PyTorch's kernel is not chosen for layers that have these, see `takes`
     special = {} if softcap is None and s_aux is None else {"softcap": softcap, "sinks": s_aux}
     out = cascade_pass.kernel(
@@ -254,9 +275,13 @@ def attend_native(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     kind = Kind(scale, cascade_pass.windows[layer], softcap, None if s_aux is None else s_aux.contiguous())
-    queries, keys, values = (part[0] if part.stride(3) == 1 else part[0].contiguous() for part in (query, key, value))
-    out = attend_spans(queries, keys, values, cascade_pass.spans[layer], kind)
+    out = attend_spans(*(_dense(part) for part in (query, key, value)), cascade_pass.spans[layer], kind)
     return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _dense(part: Tensor) -> Tensor:
+    """``[heads, total_tokens, head_dim]`` with the numbers of a head behind each other."""
+    return part[0] if part.stride(3) == 1 else part[0].contiguous()
 
 
 def attend_gathered(

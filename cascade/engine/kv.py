@@ -152,14 +152,19 @@ def attend(
     if filled := query.shape[2] - sum(sizes):  # see `cascade.engine.model.fill`
         sizes.append(filled)
     # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
-    finite = (part[0].nan_to_num(0.0, 0.0, 0.0).split(sizes, dim=1) for part in (key, value))
-    rows = list(zip(_by_row(queries, sizes), *finite, strict=True))
+    parts = (finite(part[0]).split(sizes, dim=1) for part in (key, value))
+    rows = list(zip(_by_row(queries, sizes), *parts, strict=True))
     found = {number: _row(span, layer, rows[number], scoring) for number, span in cascade_pass.in_order}
     out = [found[number] for number in range(len(found))]
     if filled:
         out.append(out[0].new_zeros(filled, *out[0].shape[1:]))
     whole = torch.cat(out) if len(out) > 1 else out[0]
     return whole.flatten(1, 2).contiguous()[None], None  # some models view it as it is
+
+
+def finite(part: Tensor) -> Tensor:
+    """The same, and 0 where a number has overflowed."""
+    return part.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _by_row(queries: Tensor, sizes: list[int]) -> list[Tensor]:

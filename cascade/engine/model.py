@@ -111,8 +111,8 @@ class Model:
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` one of "medusa", "eagle" and "eagle3" where it shall be no other. The rest is
-        for the model itself.
+        head that guesses for it, ``drafter_kind`` the kind that it shall be, such as "eagle3", if it shall be no other. The rest
+        is for the model itself.
         """
         network = load(
             source,
@@ -253,7 +253,7 @@ class Model:
         n, plan = len(tokens), self._attention.plan(spans, self._windows)
         logits = self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
         if self.reader is not None:
-            self.reader.keep(spans if any(row.guesses != UNREAD for row in rows) else ())
+            self.reader.note(spans if any(row.guesses != UNREAD for row in rows) else (), plan)
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:

@@ -50,6 +50,13 @@ class Blocks:
             pair = self._layers[layer] = keys, values
         return pair
 
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``[kv_heads, n, head_dim]`` at these places among the positions of all blocks; all that the layer holds."""
+        held = self.layer(layer, key, value)
+        for blocks, new in zip(held, (key, value), strict=True):
+            blocks.flatten(0, 1).index_copy_(0, slots, new.transpose(0, 1))
+        return held
+
     def put(self, layer: int, slots: Sequence[int], states: Tensor) -> None:
         """Keep ``[n, width]`` at these places among the positions of all blocks, in a layer that nobody attends to."""
         kept, _ = self.layer(layer, states[None], states[None, :, :0])

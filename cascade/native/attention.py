@@ -242,6 +242,22 @@ def blocks_of(size: int) -> int:
     return -(-size // LANES)
 
 
+def store(key: Tensor, value: Tensor, spans: Spans) -> None:
+    """Write keys and values ``[kv_heads, total_tokens, ...]`` float32, of which nobody asks anything; strides as of `attend`."""
+    kv_heads, tokens, value_size = value.shape
+    given = arguments(
+        *(spans.table.shape[0], 0, 0, 0),
+        key.data_ptr(),
+        *key.stride()[:2],
+        value.data_ptr(),
+        *value.stride()[:2],
+        *(0, key.shape[2], value_size, 0, 0, 0, 0, 0),
+        spans.table.data_ptr(),
+        *(0, kv_heads, 0, 0),
+    )
+    run(_store, given, tokens * kv_heads * (key.shape[2] + value_size))
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) -> Tensor:
     """Write keys and values and attend: ``[total_tokens, heads * value_size]`` float32.
 

@@ -70,7 +70,9 @@ def resolved(source: str) -> str:
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3"] = "auto"
+    kind: Literal[
+        "auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3", "dflash", "dspark"
+    ] = "auto"
     # of a corpus a text file, of a head a path or hub id, or embedded:eagle3
     source: Annotated[str, Field(min_length=1)] | None = None
 

@@ -5,6 +5,8 @@
 - EAGLE-1, 2: ``fc`` over embedding and hidden state, ``layers.{l}.*`` of which the first has no norm before attention.
 - EAGLE-3: ``fc`` over several hidden states, ``midlayer.*`` or ``layers.{l}.*``, ``norm``, ``lm_head``, ``d2t``; the
   ``speculators`` library puts the layer's sizes into ``transformer_layer_config``.
+- DFlash: ``fc`` over several hidden states, ``hidden_norm``, ``layers.{l}.*`` as of Qwen 3, ``norm``; maybe a file with what
+  masks are embedded as. DSpark: the same, ``markov_head`` and ``confidence_head``. See `cascade.engine.heads.block_formats`.
 
 Which hidden states an EAGLE-3 head reads: ids of ``eagle_config`` are of layers whose outputs are meant; those at the top
 level, of ``speculators``, count as Transformers does. Without any they are the inputs of layers 2, n // 2 and n - 3.
@@ -28,7 +30,8 @@ from cascade.errors import ModelError
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 TORCH = "pytorch_model.bin"
-PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json", TORCH, MEDUSA_FILES[1]]
+MASK = "mask_embedding.pt"
+PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json", TORCH, MEDUSA_FILES[1], MASK]
 MAPS = ("d2t", "t2d", "token_map")  # tensors that are no weights
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold the verifier's
 IGNORED = re.compile(r"^verifier_|rotary_emb\.")  # tensors that are the verifier's, or can be computed
@@ -88,7 +91,7 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
     try:
         local = source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS)
         check_files(Path(local))
-        config, weights = _config(Path(local) / "config.json"), _weights(Path(local))
+        config, weights = _config(Path(local) / "config.json"), _weights(Path(local)) | _mask(Path(local) / MASK)
     except ModelError:
         raise
     except Exception as error:  # of any library
@@ -115,6 +118,14 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     raise ModelError(
         f"No drafter can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}, {MEDUSA_FILES[1]}"
     )
+
+
+def _mask(file: Path) -> dict[str, Tensor]:
+    """What masks are embedded as: the tensor alone, or beside the token that it is for."""
+    if not file.is_file():
+        return {}
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    return {"mask_embedding": (loaded["embedding"] if isinstance(loaded, dict) else loaded).flatten()}
 
 
 def _named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,11 +168,13 @@ def kind_of(checkpoint: Checkpoint) -> str:
     query = "layers.0.self_attn.q_proj.weight"
     if "fc.weight" in weights and query in weights and "mask_hidden" not in weights:
         inputs, size = checkpoint.size(query, 1), checkpoint.size("fc.weight")
+        if inputs == size and "hidden_norm.weight" in weights:
+            return "dspark" if any(name.startswith(("markov_head.", "confidence_head.")) for name in weights) else "dflash"
         if inputs == size:
             return "eagle"
         if inputs == 2 * size:
             return "eagle3"
-    raise checkpoint.wrong("its tensors are of none of the kinds medusa, eagle and eagle3")
+    raise checkpoint.wrong("its tensors are of none of the kinds medusa, eagle, eagle3, dflash and dspark")
 
 
 def layers_of(checkpoint: Checkpoint, number: int, num_layers: int) -> tuple[int, ...]:

@@ -53,6 +53,12 @@ class Place(Protocol):
     def plan(self, spans: Sequence[Span]) -> Any:
         """What `attend` is given for rows that write and see the head's keys and values."""
 
+    def keep(self, spans: Sequence[Span], states: Tensor) -> None:
+        """Keep ``[n, width]`` of what a pass has read; see `Head.state`."""
+
+    def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
+        """Store ``[1, kv_heads, n, head_dim]`` in the layer ``module.layer_idx``, for later queries."""
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
 
@@ -67,6 +73,7 @@ class Head(nn.Module):
     reads: tuple[int, ...]  # hidden states, as Transformers counts them: 0 are embeddings, the last is normed
     width: int  # numbers that it keeps of a position, see `state`
     attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.kv.Survey.heads`
+    windows: tuple[int | None, ...] = ()  # of these layers, see `cascade.engine.kv.Survey`; none slides if this is empty
     most = MAX_FORKED  # tokens that it can guess
     _ids: Tensor | None
 
@@ -88,6 +95,10 @@ class Head(nn.Module):
         """What is kept of each token ``[n, width]``, of the hidden states ``[n, hidden_size]`` that it ``reads``."""
         raise NotImplementedError
 
+    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, place: Place) -> None:
+        """Keep what a pass has read: ``hidden`` as for `state`, maybe with tokens of no row at their end."""
+        place.keep(spans, self.state(hidden))
+
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
         """Guesses behind each text, as many as are wanted or fewer."""
         raise NotImplementedError
@@ -104,10 +115,14 @@ class Head(nn.Module):
         out[:, self._ids] = logits
         return out
 
+    def grouped(self) -> list[list[nn.Linear]]:
+        """Layers that are given one input, always all of them."""
+        return [group for module in self.modules() for group in _groups(module)]
+
     def hasten(self) -> None:
         """Pack its products and take leaner forms of its layers, as the model's."""
         weight = next(self.parameters())
-        pack(self, [group for module in self.modules() for group in _groups(module)])
+        pack(self, self.grouped())
         slim(self, choose_kit(weight.device, weight.dtype))
 
 
@@ -128,11 +143,14 @@ def steps_of(said: Tensor) -> list[Step]:
     return list(zip(told[0], runner_ups(told, 1), strict=True))
 
 
-def drafted(steps: Sequence[Step]) -> Draft:
-    """Guesses behind each other as a draft, with the runner-up of the first as a branch where it is close."""
+def drafted(steps: Sequence[Step], sure: Sequence[float] = ()) -> Draft:
+    """Guesses behind each other as a draft, with the runner-up of the first as a branch where it is close.
+
+    ``sure`` are nats by which a head knows the guesses to be right, if it says so: -log of the chance that one is not.
+    """
     tokens = [token for token, _ in steps]
     parents = list(range(-1, len(steps) - 1))
-    gaps = [gap_byte(others[0].gap if others else math.inf) for _, others in steps]
+    gaps = [gap_byte(gap) for gap in sure or [others[0].gap if others else math.inf for _, others in steps]]
     for other in steps[0][1] if steps else ():
         if other.gap < OFFERED:
             tokens.append(other.token)

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from cascade.engine.checkpoint import reason
+from cascade.engine.heads.block import DFlash
+from cascade.engine.heads.block_formats import Layout, layout_of, reads_of
 from cascade.engine.heads.eagle import Eagle, Eagle3, Shared
 from cascade.engine.heads.formats import Checkpoint, kind_of, layers_of, read, token_ids
 from cascade.engine.heads.head import Head
+from cascade.engine.heads.markov import KINDS, Confidence, DSpark, Markov
 from cascade.engine.heads.medusa import Block, Medusa
 from cascade.errors import ModelError
 
@@ -104,11 +107,89 @@ def _eagle3(checkpoint: Checkpoint, verifier: Verifier) -> Head:
     )
 
 
-MAKERS: dict[str, Callable[[Checkpoint, Verifier], Head]] = {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}
+def _dflash(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    architectures = checkpoint.config.get("architectures") or [""]
+    return DFlash(
+        _config(checkpoint, verifier),
+        verifier.shared,
+        _layout(checkpoint, verifier, shifted="DSpark" in str(architectures[0])),
+        **_block_options(checkpoint, verifier),
+    )
+
+
+def _dspark(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    size, weights = checkpoint.size("fc.weight"), checkpoint.weights
+    options = _block_options(checkpoint, verifier)
+    markov, confidence, rank = None, None, 0
+    if "markov_head.markov_w1.weight" in weights:
+        rank, tokens = checkpoint.size("markov_head.markov_w1.weight", 1), options["draft_vocab_size"] or verifier.vocab_size
+        kind = next((kind for kind, layer in KINDS.items() if layer and f"markov_head.{layer}.weight" in weights), "plain")
+        markov = Markov(kind, rank=rank, vocab_size=verifier.vocab_size, tokens=tokens, hidden_size=size)
+    if "confidence_head.proj.weight" in weights:
+        confidence = Confidence(size + rank if checkpoint.size("confidence_head.proj.weight", 1) > size else size)
+    layout = _layout(checkpoint, verifier, shifted=True)
+    return DSpark(
+        _config(checkpoint, verifier), verifier.shared, layout, markov=markov, confidence=confidence, **options
+    )
+
+
+def _layout(checkpoint: Checkpoint, verifier: Verifier, *, shifted: bool) -> Layout:
+    layout = layout_of(checkpoint, checkpoint.count("layers.{}."), shifted=shifted)
+    if "mask_embedding" not in checkpoint.weights and not 0 <= layout.mask < verifier.vocab_size:
+        raise checkpoint.wrong(f"its masks are token {layout.mask}, and the model has {verifier.vocab_size}")
+    return layout
+
+
+def _block_options(checkpoint: Checkpoint, verifier: Verifier) -> dict[str, Any]:
+    """What both kinds of drafters of blocks are told."""
+    _check_vocab(checkpoint, verifier)
+    size, inputs = checkpoint.size("fc.weight"), checkpoint.size("fc.weight", 1)
+    options = _options(checkpoint, verifier)
+    reads = reads_of(checkpoint, options.pop("num_layers"), verifier.num_layers)
+    if inputs != len(reads) * verifier.hidden_size:
+        if inputs % len(reads):
+            raise checkpoint.wrong(f"its tensor fc.weight takes {inputs} numbers, and its config names {len(reads)} hidden states")
+        _check_hidden(checkpoint, inputs // len(reads), verifier)
+    own_embed, own_head = (
+        _differs(checkpoint, name, layer)
+        for name, layer in zip(("embed_tokens.weight", "lm_head.weight"), verifier.shared, strict=True)
+    )
+    for name, own in (("embed_tokens.weight", own_embed), ("lm_head.weight", own_head)):
+        if not own and size != verifier.hidden_size:
+            raise checkpoint.wrong(f"it lacks the tensor {name}, for its hidden size {size} is not the model's")
+    tokens = checkpoint.size("lm_head.weight") if own_head else verifier.vocab_size
+    return options | {
+        "reads": reads,
+        "fc_inputs": inputs,
+        "ids": token_ids(checkpoint, "d2t", tokens, verifier.vocab_size, offsets=True) if own_head else None,
+        "own_embed": own_embed,
+        "own_mask": "mask_embedding" in checkpoint.weights,
+        "draft_vocab_size": tokens if own_head else 0,
+    }
+
+
+def _differs(checkpoint: Checkpoint, name: str, layer: nn.Module) -> bool:
+    """Whether a tensor is there that does something else than the verifier's, which may scale embeddings."""
+    given, held = checkpoint.weights.get(name), layer.weight
+    assert isinstance(held, Tensor)
+    if given is None:
+        return False
+    if type(layer) not in (nn.Embedding, nn.Linear) or given.shape != held.shape:
+        return True
+    return not torch.equal(given.to(device=held.device, dtype=held.dtype), held)
+
+
+MAKERS: dict[str, Callable[[Checkpoint, Verifier], Head]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "dflash": _dflash,
+    "dspark": _dspark,
+}
 
 
 def _options(checkpoint: Checkpoint, verifier: Verifier) -> dict[str, Any]:
-    """What both kinds of EAGLE are told."""
+    """What is told from the tensors of all kinds with layers."""
     return {
         "num_layers": checkpoint.count("layers.{}."),
         "vocab_size": verifier.vocab_size,

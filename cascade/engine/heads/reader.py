@@ -69,27 +69,21 @@ class Reader:
         self.head.number(first)
         for layer, heads in enumerate(self.head.attends, first):
             found.windows[layer], found.heads[layer] = None, heads
+        found.windows.update(enumerate(self.head.windows, first))
         self._kept = first + len(self.head.attends)
-        found.kept[self._kept] = self.head.width
+        if self.head.width:
+            found.kept[self._kept] = self.head.width
 
     def settle(self, attention: Attention, windows: dict[int, int | None]) -> None:
         """How keys and values are held."""
         self._attention, self._windows = attention, windows
 
-    def keep(self, spans: Sequence[Span]) -> None:
-        """Keep what the head reads of the pass that was run."""
-        if not spans:
-            self._hidden.clear()
-            return
-        states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])
+    def note(self, spans: Sequence[Span], planned: Any) -> None:
+        """Keep what the head reads of the pass that was run, as it was planned."""
+        hidden = [self._hidden[layer][0] for layer in self.head.reads] if spans else []
         self._hidden.clear()
-        if isinstance(self._attention, Paged):
-            slots = _slots([Part(span.cache, span.start, span.start + span.end - span.begin) for span in spans])
-            self._attention.blocks.put(self._kept, slots, states)
-            return
-        for span in spans:
-            cache: Any = span.cache
-            cache.put(self._kept, span.start, states[span.begin : span.end])
+        if spans:
+            self.head.keep(hidden, spans, planned, self)
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
@@ -115,6 +109,15 @@ class Reader:
 
     # what the head asks for
 
+    def keep(self, spans: Sequence[Span], states: Tensor) -> None:
+        if isinstance(self._attention, Paged):
+            slots = _slots([Part(span.cache, span.start, span.start + span.end - span.begin) for span in spans])
+            self._attention.blocks.put(self._kept, slots, states)
+            return
+        for span in spans:
+            cache: Any = span.cache
+            cache.put(self._kept, span.start, states[span.begin : span.end])
+
     def states(self, parts: Sequence[Part]) -> Tensor:
         if isinstance(self._attention, Paged):
             return self._attention.blocks.get(self._kept, _slots(parts))
@@ -123,6 +126,10 @@ class Reader:
     def plan(self, spans: Sequence[Span]) -> Any:
         assert self._attention is not None
         return self._attention.plan(spans, self._windows)
+
+    def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
+        assert self._attention is not None
+        self._attention.write(int(module.layer_idx), key, value, planned)  # type: ignore[arg-type]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         assert self._attention is not None

@@ -1,0 +1,249 @@
+"""DFlash: a few layers that guess a whole block of tokens at once.
+
+A block is the last token of the text and masks behind it. Its layers see the whole block and, of the text before it, keys and
+values that are made of the model's hidden states:
+
+    c = norm(fc(hidden states));  keys, values of a position = those that each layer makes of c
+    x = embeddings of the block;  x = layers(x), which attend to these and to the block;  logits = verifier's head(norm(x))
+
+In a layer whose block is not causal all its places see the same positions: they are further heads of one query at its end, so
+that attention over stores, which is causal, needs no other kind of mask.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from cascade.draft import Draft
+from cascade.engine.heads.block_formats import Layout, Seen
+from cascade.engine.heads.eagle import Angles, Attention, Shared
+from cascade.engine.heads.head import Head, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.kv import Span
+from cascade.engine.sampling import Asked
+
+Attend: TypeAlias = Callable[["BlockAttention", Tensor, Tensor, Tensor], Tensor]  # of all heads, as `Place.attend`
+
+
+class BlockAttention(Attention):
+    """Of a layer: queries are a block's, keys and values the text's, too."""
+
+    def __init__(self, config: LlamaConfig, seen: Seen, **kinds: bool) -> None:
+        super().__init__(config, config.hidden_size, **kinds)
+        self.seen = seen
+
+    def context(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[1, kv_heads, n, head_dim]`` of ``[n, hidden_size]``."""
+        key, value = (self._heads(part(x)) for part in (self.k_proj, self.v_proj))
+        cos, sin = angles
+        return _turned(_normed(self.k_norm, key), cos, sin), value
+
+    def block(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """``[n, hidden_size]`` of the places of blocks."""
+        query = _turned(_normed(self.q_norm, self._heads(self.q_proj(x))), *angles)
+        out: Tensor = self.o_proj(attend(self, query, *self.context(x, angles)).reshape(len(x), -1))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(1, len(x), -1, self.head_dim).transpose(1, 2)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned: Tensor = apply_rotary_pos_emb(x, x[:, :0], cos, sin)[0]
+    return turned
+
+
+class Layer(nn.Module):
+    """As of Qwen 3, but for its attention."""
+
+    def __init__(self, config: LlamaConfig, seen: Seen, **kinds: bool) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(config, seen, **kinds)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        x = x + self.self_attn.block(self.input_layernorm(x), angles, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DFlash(Head):
+    """Guesses of a block are made beside each other: none knows the others."""
+
+    kind = "dflash"
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shared: Shared,
+        layout: Layout,
+        *,
+        reads: Sequence[int],
+        vocab_size: int,
+        fc_inputs: int,
+        ids: Tensor | None = None,
+        biased: bool = False,
+        normed: bool = True,
+        fc_biased: bool = False,
+        own_embed: bool = False,
+        own_mask: bool = False,
+        draft_vocab_size: int = 0,
+    ) -> None:
+        """``reads`` are hidden states; ``biased`` and ``normed`` say what its attention has. ``draft_vocab_size`` is that of a
+        projection to tokens of its own, if it has one; ``own_mask``, that masks are no token's embedding."""
+        super().__init__(vocab_size, ids)
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.config, self.layout, self.reads, self.width = config, layout, tuple(reads), 0
+        self.most = layout.guesses
+        self.fc = nn.Linear(fc_inputs, size, bias=fc_biased)
+        self.hidden_norm, self.norm = LlamaRMSNorm(size, epsilon), LlamaRMSNorm(size, epsilon)
+        self.layers = nn.ModuleList(Layer(config, seen, biased=biased, normed=normed) for seen in layout.seen)
+        if own_embed:
+            self.embed_tokens = nn.Embedding(vocab_size, size)
+        if draft_vocab_size:
+            self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
+        if own_mask:
+            self.mask_embedding = nn.Parameter(torch.empty(size))
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+        self.attends = tuple((heads[0] if seen.causal else heads[0] * layout.size, *heads[1:]) for seen in layout.seen)
+        self.windows = tuple(self._window(seen) for seen in layout.seen)
+        self._shared = (shared.embed, shared.lm_head)  # a tuple: its modules stay the verifier's
+        self._own_embed, self._own_mask, self._own_head = own_embed, own_mask, bool(draft_vocab_size)
+        with torch.device("cpu"):  # frequencies are never in 16 bits
+            self._rotary = (LlamaRotaryEmbedding(config).to(shared.embed.weight.device),)
+
+    def _window(self, seen: Seen) -> int | None:
+        """That of the only query of a block whose places see all of it lies at its end."""
+        return seen.window if seen.window is None or seen.causal else seen.window + self.layout.size
+
+    def number(self, first: int) -> None:
+        for place, layer in enumerate(self.own_layers):
+            layer.self_attn.layer_idx = first + place
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def grouped(self) -> list[list[nn.Linear]]:
+        """Queries are the block's alone."""
+        pairs = [(layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in self.own_layers]
+        return [*map(list, pairs), *([layer.mlp.gate_proj, layer.mlp.up_proj] for layer in self.own_layers)]
+
+    # of the text
+
+    def state(self, hidden: Sequence[Tensor]) -> Tensor:
+        """What keys and values are made of, ``[n, hidden_size]``; it is not kept."""
+        out: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
+        return out
+
+    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, place: Place) -> None:
+        positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
+        states = self.state([part[: len(positions)] for part in hidden])
+        for layer, (key, value) in zip(self.own_layers, self.context(states, self._where(positions)), strict=True):
+            place.write(layer.self_attn, key, value, planned)
+
+    def context(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, ``[1, kv_heads, n, head_dim]``; ``positions`` ``[1, n]``."""
+        angles = self._rotary[0](states, positions)
+        return [layer.self_attn.context(states, angles) for layer in self.own_layers]
+
+    def _where(self, positions: Sequence[int]) -> Tensor:
+        return torch.tensor(positions).to(self.fc.weight.device, non_blocking=True)[None]
+
+    # of blocks
+
+    def forward(self, last: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What guesses are made of, ``[blocks, guesses, hidden_size]``, behind the tokens ``last`` ``[blocks]``.
+
+        ``positions`` ``[1, blocks * size]`` are those of all places.
+        """
+        x = self._embedded(last).flatten(0, 1)
+        angles = self._rotary[0](x, positions)
+        for layer in self.own_layers:
+            x = layer(x, angles, attend)
+        out: Tensor = self.norm(x).unflatten(0, (len(last), -1))
+        return out if self.layout.shifted else out[:, 1:]
+
+    def _embedded(self, last: Tensor) -> Tensor:
+        """Blocks ``[blocks, size, hidden_size]``."""
+        embed = self.embed_tokens if self._own_embed else self._shared[0]
+        ids = last.new_full((len(last), self.layout.size), 0 if self._own_mask else self.layout.mask)
+        ids[:, 0] = last
+        embedded: Tensor = embed(ids)
+        if self._own_mask:
+            embedded = torch.cat([embedded[:, :1], self.mask_embedding.expand(len(last), self.layout.size - 1, -1)], dim=1)
+        return embedded
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
+        out: Tensor = self.lm_head(hidden) if self._own_head else self._shared[1](hidden)
+        return out
+
+    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+        found = [Draft()] * len(texts)
+        asking = [number for number, text in enumerate(texts) if text.guesses]
+        if not asking:
+            return found
+        with place.rooms([texts[number]._replace(guesses=self.layout.size + 1) for number in asking]) as rooms:
+            roomy = [(number, room) for number, room in zip(asking, rooms, strict=True) if room is not None]
+            if roomy:
+                said = self._behind([texts[number] for number, _ in roomy], [room for _, room in roomy], place)
+                for (number, _), draft in zip(roomy, said, strict=True):
+                    found[number] = draft
+        return found
+
+    def _behind(self, texts: Sequence[Text], rooms: Sequence[Any], place: Place) -> list[Draft]:
+        """Guesses behind texts that have room for a block from their last token on."""
+        size, starts = self.layout.size, [text.end - 1 for text in texts]
+        whole = place.plan([Span(room, row * size, (row + 1) * size, starts[row]) for row, room in enumerate(rooms)])
+        ends = place.plan([Span(room, row, row + 1, starts[row] + size - 1) for row, room in enumerate(rooms)])
+
+        def attend(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if layer.seen.causal:
+                return place.attend(layer, query, key, value, whole)
+            place.write(layer, key, value, whole)
+            last = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
+            return unfolded(place.attend(layer, folded(query, size), *last, ends), size)
+
+        last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
+        return self.said(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
+
+    def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
+        """Guesses behind texts, of ``[texts, guesses, hidden_size]``."""
+        asked: list[Asked] = [(text.params, text.end, text.guesses) for text in texts]
+        wanted = [row for row, (_, _, count) in zip(hidden, asked, strict=True) for row in [row[:count]]]
+        steps: list[Step] = steps_of(choose(self.whole(self.logits(torch.cat(wanted))), asked))
+        parts, begin = [], 0
+        for _, _, count in asked:
+            parts.append(drafted(steps[begin : begin + count]))
+            begin += count
+        return parts
+
+    def first(self, text: Text, place: Place) -> Tensor:
+        """From the last one on, for a block takes the place of what is behind its beginning."""
+        guesses = []
+        for end in range(len(text.tokens), 1, -1):
+            cut = text._replace(tokens=text.tokens[:end], guesses=1)
+            guesses += [draft.tokens[0] if draft else -1 for draft in self.draft([cut], place)]
+        return torch.tensor(guesses[::-1])
+
+
+def folded(query: Tensor, size: int) -> Tensor:
+    """Queries ``[1, heads, blocks * size, head_dim]`` of blocks as further heads of one, ``[1, heads * size, blocks, head_dim]``."""
+    return query.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+
+
+def unfolded(out: Tensor, size: int) -> Tensor:
+    """``[1, blocks, heads * size, head_dim]`` as it was: ``[1, blocks * size, heads, head_dim]``."""
+    return out.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)

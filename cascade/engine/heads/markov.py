@@ -1,0 +1,112 @@
+"""DSpark: DFlash whose guesses follow upon each other, and that says how sure it is of each.
+
+    logits_k = DFlash's logits_k + W2 f(W1[x_{k-1}], h_k),   f one of three kinds;   P(right) = sigmoid(w [h_k, W1[x_{k-1}]])
+
+x_{k-1} is the guess before the k-th, or the last token of the text; h_k what the layers make of its place.
+
+    plain: e;   gated: sigmoid(g [h, e]) e;   recurrent: a state s goes along the block, [g, c, o] = j [s, e, h],
+    s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), and f is tanh(o)
+
+Cheng et al., "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", arXiv 2607.05147.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cascade.draft import Draft
+from cascade.engine.heads.block import DFlash
+from cascade.engine.heads.head import Step, Text, choose, drafted, steps_of
+
+KINDS = {"plain": "", "gated": "gate_proj", "recurrent": "joint_proj"}  # and the layer that only they have
+
+
+class Markov(nn.Module):
+    """What the guess before adds to logits."""
+
+    def __init__(self, kind: str, *, rank: int, vocab_size: int, tokens: int, hidden_size: int) -> None:
+        """``tokens`` are those that it can guess."""
+        super().__init__()
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, tokens, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        if kind == "recurrent":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def forward(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """``[n, tokens]``, and the next state, of ``before`` and ``state`` ``[n, rank]`` and ``[n, hidden_size]``."""
+        if self.kind == "gated":
+            before = torch.sigmoid(self.gate_proj(torch.cat([hidden, before], -1))) * before
+        elif self.kind == "recurrent":
+            gate, new, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state, before = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+        return self.markov_w2(before), state
+
+
+class Confidence(nn.Module):
+    """Log-odds that a guess is right."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """``[n]`` of ``[n, hidden_size]`` and ``[n, rank]``, which not every head looks at."""
+        inputs = torch.cat([hidden, before], -1)[:, : self.proj.in_features]
+        out: Tensor = self.proj(inputs)[:, 0]
+        return out
+
+
+class DSpark(DFlash):
+    """Has a Markov head, or says how sure it is, or both."""
+
+    kind = "dspark"
+
+    def __init__(self, *sizes: Any, markov: Markov | None, confidence: Confidence | None, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        if markov is not None:
+            self.markov_head = markov
+        if confidence is not None:
+            self.confidence_head = confidence
+        self._heads = (markov, confidence)
+
+    def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
+        markov, confidence = self._heads
+        active, told, sure = list(range(len(texts))), [], []
+        last = torch.tensor([text.tokens[-1] for text in texts]).to(hidden.device, non_blocking=True)
+        state = hidden.new_zeros(len(texts), 0 if markov is None else markov.markov_w1.embedding_dim)
+        for step in range(max(text.guesses for text in texts)):
+            kept = [row for row, one in enumerate(active) if texts[one].guesses > step]
+            if len(kept) < len(active):
+                active, last, state = [active[row] for row in kept], last[kept], state[kept]
+            x = hidden[active, step]
+            logits, before = self.logits(x), state
+            if markov is not None:
+                before = markov.markov_w1(last)
+                bias, state = markov(before, x, state)
+                logits = logits + bias
+            said = choose(self.whole(logits), [(texts[one].params, texts[one].end + step, 1) for one in active])
+            last = said[0]
+            told.append((list(active), said))
+            if confidence is not None:
+                sure.append(F.softplus(confidence(x, before).float()))
+        return self._drafts(len(texts), told, sure)
+
+    @staticmethod
+    def _drafts(number: int, told: Sequence[tuple[list[int], Tensor]], sure: Sequence[Tensor]) -> list[Draft]:
+        """One by one, for no guess waits for the host."""
+        steps: list[list[Step]] = [[] for _ in range(number)]
+        gaps: list[list[float]] = [[] for _ in range(number)]
+        for rows, said in told:
+            for one, step in zip(rows, steps_of(said), strict=True):
+                steps[one].append(step)
+        for (rows, _), nats in zip(told, sure, strict=False):
+            for one, gap in zip(rows, nats.tolist(), strict=True):
+                gaps[one].append(gap)
+        return [drafted(*both) for both in zip(steps, gaps, strict=True)]

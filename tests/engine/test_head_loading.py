@@ -30,7 +30,7 @@ def spoiled(made: Made, problem: str) -> None:
         key = "fc.weight" if made.kind != "medusa" else "0.1.weight"
         weights[key] = weights[key][:, :-2]
     elif problem == "vocabulary":
-        weights["t2d" if made.kind == "eagle3" else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"] = (
+        weights["t2d" if made.kind in ("eagle3", "dflash") else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"] = (
             torch.zeros(VOCAB + 8, 32)
         )
     elif problem == "tokens":
@@ -39,6 +39,12 @@ def spoiled(made: Made, problem: str) -> None:
         weights["d2t"] = weights["d2t"] - 90
     elif problem == "unknown":
         weights["mask_hidden" if made.kind != "medusa" else "strange.weight"] = torch.zeros(1)
+    elif problem == "hidden norm":
+        del weights["hidden_norm.weight"]
+    elif problem == "markov":
+        del weights["markov_head.markov_w2.weight"]
+    elif problem == "DFlash2":
+        weights["layers.0.attention_conv.weight"] = torch.zeros(1)
     elif problem == "shape":
         weights[query] = weights[query][:-8]
     elif problem == "names":
@@ -57,7 +63,7 @@ PROBLEMS = [
     ("medusa", "vocabulary", {}, "guesses among 104 tokens, and the model has 96"),
     ("eagle3", "tokens", {}, "by its tensor d2t it guesses tokens"),
     ("eagle3", "negative tokens", {}, "by its tensor d2t it guesses tokens -"),
-    ("eagle3", "unknown", {}, "none of the kinds medusa, eagle and eagle3"),
+    ("eagle3", "unknown", {}, "none of the kinds medusa, eagle, eagle3, dflash and dspark"),
     ("medusa", "unknown", {}, "has the tensor strange.weight"),
     ("eagle3", "shape", {}, "4 heads of 6 do not fit"),
     ("eagle", "names", {}, "none of the kinds"),
@@ -70,6 +76,28 @@ PROBLEMS = [
     ),
     ("eagle3", "", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads hidden states 1, 2, 9, and the model has 6 layers"),
     ("eagle3", "", {"rope_scaling": {"rope_type": "warp"}}, "its config.json is wrong"),
+    ("dflash", "lacks", {}, "lacks the tensor layers.0.post_attention_layernorm.weight"),
+    ("dflash", "hidden norm", {}, "lacks the tensor hidden_norm.weight"),
+    ("dflash", "hidden size", {}, "fc.weight takes 94 numbers, and its config names 3 hidden states"),
+    ("dflash", "DFlash2", {}, "has the tensor layers.0.attention_conv.weight, which a drafter of this kind does not have"),
+    ("dflash", "", {"vocab_size": 104}, "made for a vocabulary of 104 tokens, and the model has 96"),
+    ("dflash", "", {"num_target_layers": 36}, "made for a model of 36 layers, and the model has 6"),
+    ("dflash", "", {"block_size": None}, "config.json does not name block_size"),
+    ("dflash", "", {"block_size": 64}, "its block_size is 64: it must be 2 to 32"),
+    ("dflash", "", {"dflash_config": {}}, "config.json does not name mask_token_id"),
+    ("dflash", "", {"dflash_config": {"mask_token_id": 151669}}, "its masks are token 151669, and the model has 96"),
+    (
+        "dflash",
+        "",
+        {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1, 2, 6]}},
+        "reads hidden states 2, 3, 7, and the model has 6 layers",
+    ),
+    ("dflash-sliding", "", {"sliding_window": None}, "config.json does not name the sliding_window"),
+    ("dflash-sliding", "", {"layer_types": ["sliding_attention"]}, "its layer_types are 1, and it has 2 layers"),
+    ("dflash-speculators", "vocabulary", {}, "made for a vocabulary of 104 tokens, and the model has 96"),
+    ("dflash-speculators", "tokens", {}, "by its tensor d2t it guesses tokens"),
+    ("dspark", "markov", {}, "lacks the tensor markov_head.markov_w2.weight"),
+    ("dspark", "shape", {}, "4 heads of 8 do not fit"),
 ]
 
 
@@ -99,7 +127,7 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
         (str(tmp_path / "empty"), "auto", "has none of the files"),
         (str(tmp_path / "broken"), "auto", "No drafter can be loaded"),
         (source, "eagle3", "drafter_kind is 'eagle3', and its tensors are those of the kind 'eagle'"),
-        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3"),
+        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3, dflash, dspark"),
     ):
         with pytest.raises(ModelError, match=words) as caught:
             load_head(where, network, kind=kind)
@@ -119,11 +147,14 @@ def test_ranks_refuse_heads(tmp_path: Path) -> None:
         check_ranks("anything", 2, drafter=source)
 
 
+@pytest.mark.parametrize("style", ["eagle3", "dflash"])
 @pytest.mark.parametrize("better", [0.9, 0.1])
-def test_the_probe_refuses_on_proof_alone(tmp_path: Path, better: float, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_the_probe_refuses_on_proof_alone(
+    tmp_path: Path, better: float, style: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     """Guards both ways: layers that are counted otherwise are found out, and a head that knows nothing yet is served."""
     network = build("llama", num_hidden_layers=LAYERS)
-    model = Model(network, num_threads=1, head=load_head(eagle3(tmp_path).write(), network))
+    model = Model(network, num_threads=1, head=load_head(make(style, tmp_path).write(), network))
     assert model.reader is not None
     reads = model.reader.head.reads
     shifted = tuple(layer + 1 for layer in reads)
@@ -132,6 +163,19 @@ def test_the_probe_refuses_on_proof_alone(tmp_path: Path, better: float, monkeyp
         assert probe(model, "it") == 0.01
         assert "1 % of the guesses of the drafter it are right" in caplog.text
     else:
-        with pytest.raises(ModelError, match=r"reads the hidden states 2, 3, 3, .* of 3, 4, 4 it would be 90%"):
+        told = ", ".join(map(str, shifted))
+        with pytest.raises(ModelError, match=rf"reads the hidden states .* of {told} it would be 90%"):
             probe(model, "it")
     assert model.reader.head.reads == reads
+
+
+def test_the_probe_tells_places_from_those_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafters of blocks whose guesses are taken for those one token further on: 1.1 tokens a pass, and no word."""
+    network = build("llama", num_hidden_layers=LAYERS)
+    model = Model(network, num_threads=1, head=load_head(make("dspark", tmp_path).write(sample_from_anchor=False), network))
+    assert model.reader is not None
+    head: Any = model.reader.head
+    monkeypatch.setattr(probing, "_agreement", lambda model, text: 0.5 if head.layout.shifted else 0.0)
+    with pytest.raises(ModelError, match='0% are right: with "sample_from_anchor": true in its config.json it would be 50%'):
+        probe(model, "it")
+    assert not head.layout.shifted

@@ -12,7 +12,9 @@ that attention over stores, which is causal, needs no other kind of mask.
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -237,6 +239,17 @@ class DFlash(Head):
             cut = text._replace(tokens=text.tokens[:end], guesses=1)
             guesses += [draft.tokens[0] if draft else -1 for draft in self.draft([cut], place)]
         return torch.tensor(guesses[::-1])
+
+
+    @contextmanager
+    def otherwise(self) -> Iterator[str]:
+        """A guess is of its place or of the token behind it."""
+        layout = self.layout
+        self.layout = replace(layout, shifted=not layout.shifted)
+        try:
+            yield f'"sample_from_anchor": {str(self.layout.shifted).lower()}'
+        finally:
+            self.layout = layout
 
 
 def folded(query: Tensor, size: int) -> Tensor:

@@ -168,7 +168,7 @@ def kind_of(checkpoint: Checkpoint) -> str:
     query = "layers.0.self_attn.q_proj.weight"
     if "fc.weight" in weights and query in weights and "mask_hidden" not in weights:
         inputs, size = checkpoint.size(query, 1), checkpoint.size("fc.weight")
-        if inputs == size and "hidden_norm.weight" in weights:
+        if inputs == size and weights.keys() & {"hidden_norm.weight", "layers.0.input_layernorm.weight"}:
             return "dspark" if any(name.startswith(("markov_head.", "confidence_head.")) for name in weights) else "dflash"
         if inputs == size:
             return "eagle"

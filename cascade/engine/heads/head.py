@@ -97,7 +97,8 @@ class Head(nn.Module):
 
     def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, place: Place) -> None:
         """Keep what a pass has read: ``hidden`` as for `state`, maybe with tokens of no row at their end."""
-        place.keep(spans, self.state(hidden))
+        if self.width:
+            place.keep(spans, self.state(hidden))
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
         """Guesses behind each text, as many as are wanted or fewer."""
@@ -106,6 +107,10 @@ class Head(nn.Module):
     def first(self, text: Text, place: Place) -> Tensor:
         """The likeliest guess behind each but the first token of a text that begins at 0, ``[n - 1]``."""
         raise NotImplementedError
+
+    def otherwise(self) -> AbstractContextManager[str] | None:
+        """While it guesses as its files may have been meant, too: what they should say then."""
+        return None
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits ``[n, vocab_size]``; tokens that it does not know are impossible."""

@@ -47,6 +47,14 @@ def probe(model: "Model", source: str) -> float:
             f"The drafter {source!r} reads the hidden states {_list(reads)}, and {agreement:.0%} of its guesses are right: "
             f"of {_list(best)} it would be {found[best]:.0%}, so name those in its config.json"
         )
+    if (way := reader.head.otherwise()) is not None:
+        with way as words:
+            better = _agreement(model, text)
+        if better > agreement + CLEAR:
+            raise ModelError(
+                f"Of the guesses of the drafter {source!r} {agreement:.0%} are right: with {words} in its config.json "
+                f"it would be {better:.0%}"
+            )
     log.warning("%.0f %% of the guesses of the drafter %s are right on a text of the model", 100 * agreement, source)
     return agreement
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cascade.engine.checkpoint import context_len
+from cascade.engine.heads.block_training import BlockShape, train_dflash
 from cascade.engine.heads.training import Schedule, Shape, train_eagle3
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
@@ -18,16 +19,18 @@ from cascade.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long a drafter is trained, and on how much at once."""
+    """Which kind of drafter is trained, for how long, and on how much at once."""
 
     steps: int = 1000
     batch_size: int = 8
     context: int = 128  # tokens of a row
-    vocab_size: int = 32_768  # tokens that it knows at most, the most frequent ones of the texts
+    vocab_size: int = 32_768  # tokens that an EAGLE-3 head knows at most, the most frequent ones of the texts
+    kind: str = "eagle3"  # or "dflash"
+    block_size: int = 8  # of a DFlash head: the guesses of a pass and one
 
 
 def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
-    """Train an EAGLE-3 head for the model at ``source``, a path or hub id, and write it to ``out``.
+    """Train a head for the model at ``source``, a path or hub id, and write it to ``out``.
 
     Goes on where it was interrupted. Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
     are too short or cannot be read, `ModelError` if the model cannot be loaded.
@@ -37,8 +40,12 @@ def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *,
     context = min(plan.context, context_len(network.config))
     if len(tokens) <= context:
         raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
-    shape = _shape(network.config.get_text_config(), tokens, plan.vocab_size)
-    return train_eagle3(network, _batches(tokens, plan.batch_size, context), shape, Schedule(plan.steps), out)
+    text, batches = network.config.get_text_config(), _batches(tokens, plan.batch_size, context)
+    if plan.kind == "dflash":
+        if plan.block_size >= context:
+            raise ConfigError(f"block_size is {plan.block_size}: it must be less than the {context} tokens of a row")
+        return train_dflash(network, batches, _block_shape(text, tokens, plan.block_size), Schedule(plan.steps), out)
+    return train_eagle3(network, batches, _shape(text, tokens, plan.vocab_size), Schedule(plan.steps), out)
 
 
 def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
@@ -54,16 +61,29 @@ def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
 
 def _shape(text: Any, tokens: Tensor, vocab_size: int) -> Shape:
     """A layer like the model's own, over a low, a middle and a high hidden state."""
-    layers = text.num_hidden_layers
     counts = torch.bincount(tokens, minlength=text.vocab_size)
     known = counts.argsort(descending=True, stable=True)[: min(vocab_size, int((counts > 0).sum()))]
     return Shape(
-        num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        intermediate_size=text.intermediate_size,
-        reads=tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)})) if layers > 4 else (1, layers),
+        **_sizes(text),
         tokens=tuple(sorted(known.tolist())),
     )
+
+
+def _block_shape(text: Any, tokens: Tensor, block_size: int) -> BlockShape:
+    """Two layers like the model's own; masks are a token that the texts hardly have."""
+    mask = int(torch.bincount(tokens, minlength=text.vocab_size).argmin())
+    return BlockShape(num_layers=2, block_size=block_size, mask=mask, **_sizes(text))
+
+
+def _sizes(text: Any) -> dict[str, Any]:
+    """Of a layer, and the hidden states that are read."""
+    layers = text.num_hidden_layers
+    return {
+        "num_heads": text.num_attention_heads,
+        "num_kv_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        "intermediate_size": text.intermediate_size,
+        "reads": tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)})) if layers > 4 else (1, layers),
+    }
 
 
 def _batches(tokens: Tensor, rows: int, length: int) -> Callable[[int], Tensor]:

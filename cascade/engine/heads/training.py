@@ -98,10 +98,24 @@ def train_eagle3(
     """
     torch.manual_seed(0)
     head = new_head(network, shape)
+
+    def loss(step: int) -> Tensor:
+        return _loss(network, head, batch(step).to(network.device), schedule)
+
+    mean = fit(head, loss, schedule, folder)
+    write(head, shape, folder)
+    return mean
+
+
+def fit(head: nn.Module, loss_of: Callable[[int], Tensor], schedule: Schedule, folder: Path) -> float:
+    """Train a head, whatever it is; returns the mean loss of its last steps, of which ``loss_of`` gives each by its number.
+
+    Goes on from the last checkpoint in ``folder``.
+    """
     optimizers = _optimizers(head, schedule)
     first, mean = _resume(folder / CHECKPOINT, head, optimizers)
     for step in (bar := tqdm(range(first, schedule.steps), desc="train", initial=first, total=schedule.steps, mininterval=5)):
-        loss = _loss(network, head, batch(step).to(network.device), schedule)
+        loss = loss_of(step)
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, (schedule.muon_lr, schedule.adam_lr), strict=True):
@@ -113,7 +127,6 @@ def train_eagle3(
         bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
             _save(folder / CHECKPOINT, head, optimizers, step + 1, mean)
-    write(head, shape, folder)
     return mean
 
 
@@ -189,7 +202,7 @@ def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> I
         states = head.fed(out)
 
 
-def _optimizers(head: Eagle3, schedule: Schedule) -> list[torch.optim.Optimizer]:
+def _optimizers(head: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
     hidden = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
     rest = [p for name, p in head.named_parameters() if p.ndim == 1 or name == "lm_head.weight"]
     return [
@@ -198,7 +211,7 @@ def _optimizers(head: Eagle3, schedule: Schedule) -> list[torch.optim.Optimizer]
     ]
 
 
-def _save(path: Path, head: Eagle3, optimizers: Sequence[torch.optim.Optimizer], step: int, mean: float) -> None:
+def _save(path: Path, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, mean: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"step": step, "mean": mean, "head": head.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
     partial = path.with_suffix(".partial")
@@ -206,7 +219,7 @@ def _save(path: Path, head: Eagle3, optimizers: Sequence[torch.optim.Optimizer],
     os.replace(partial, path)  # a kill while saving leaves the previous checkpoint whole
 
 
-def _resume(path: Path, head: Eagle3, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, float]:
+def _resume(path: Path, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, float]:
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,163 @@
+"""Trains a DFlash head for a model, and writes it as such heads are published.
+
+Blocks begin at random places of a text. Each sees the model's hidden states before it and its own first token, and is to say
+at each of its places what the model says there:
+
+    loss = sum over blocks and places k of  exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
+
+The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from cascade.engine.heads.block import BlockAttention, DFlash
+from cascade.engine.heads.block_formats import Layout, Seen
+from cascade.engine.heads.eagle import Shared
+from cascade.engine.heads.training import Schedule, fit
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Size of a head; its hidden size, embedding and projection to tokens are its model's."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    reads: tuple[int, ...]  # hidden states, as Transformers counts them
+    block_size: int  # its first place is known
+    mask: int  # token id
+
+    @property
+    def decay(self) -> float:
+        """Places from one to another that counts 1/e of it."""
+        return self.block_size / 2
+
+
+def train_dflash(
+    network: PreTrainedModel, batch: Callable[[int], Tensor], shape: BlockShape, schedule: Schedule, folder: Path
+) -> float:
+    """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
+
+    As `cascade.engine.heads.training.train_eagle3`; rows of a batch are longer than a block.
+    """
+    torch.manual_seed(0)
+    head = new_head(network, shape)
+
+    def loss(step: int) -> Tensor:
+        return _loss(network, head, batch(step).to(network.device), shape, torch.Generator().manual_seed(step))
+
+    mean = fit(head, loss, schedule, folder)
+    write(head, shape, network.config.get_text_config().num_hidden_layers, folder)
+    return mean
+
+
+def new_head(network: PreTrainedModel, shape: BlockShape) -> DFlash:
+    """An untrained head, whose last norm is the model's; its layers leave what they are given as it is."""
+    text, embed = network.config.get_text_config(), network.get_input_embeddings()
+    layout = Layout(shape.block_size, shape.mask, shifted=False, seen=(Seen(),) * shape.num_layers)
+    head = DFlash(
+        _config(network, shape),
+        Shared(embed, network.get_output_embeddings()),
+        layout,
+        reads=shape.reads,
+        vocab_size=len(embed.weight),
+        fc_inputs=len(shape.reads) * text.hidden_size,
+    )
+    with torch.no_grad():
+        last = getattr(getattr(network.base_model, "norm", None), "weight", None)
+        if isinstance(last, Tensor):
+            head.norm.weight.copy_(last)
+        for layer in head.own_layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight.zero_()
+        head.fc.weight.zero_()
+        head.fc.weight[:, -text.hidden_size :].fill_diagonal_(1.0)
+    return head.to(network.device)
+
+
+def _config(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
+    text = network.config.get_text_config()
+    return LlamaConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=text.hidden_size // shape.num_heads,
+        num_hidden_layers=shape.num_layers,
+        rms_norm_eps=1e-6,
+        vocab_size=text.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+    )
+
+
+def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape, chance: torch.Generator) -> Tensor:
+    """Mean nats per guess behind as many random places of ``ids`` ``[rows, n]`` as make its length in blocks."""
+    rows, n = ids.shape
+    places = torch.rand(rows, n - shape.block_size, generator=chance).argsort(-1)[:, : max(1, n // shape.block_size)]
+    starts = (1 + places).to(ids.device)
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        with torch.no_grad():
+            said = network(ids, output_hidden_states=True, use_cache=False)
+            before = starts[..., None] + torch.arange(shape.block_size - 1, device=ids.device)
+            wanted = said.logits[torch.arange(rows, device=ids.device)[:, None, None], before].float().softmax(-1)
+        hidden = blocks(head, said.hidden_states, ids, starts)
+        losses = F.cross_entropy(head.logits(hidden).float().flatten(0, 2), wanted.flatten(0, 2), reduction="none")
+    weights = torch.exp(-torch.arange(shape.block_size - 1, device=ids.device) / shape.decay)
+    return (losses.unflatten(0, (-1, len(weights))) * weights).mean(0).sum() / weights.sum()
+
+
+def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor) -> Tensor:
+    """What guesses are made of, ``[rows, blocks, guesses, hidden_size]``, of blocks that begin at ``starts`` ``[rows, blocks]``.
+
+    ``ids`` ``[rows, n]`` are texts, and ``hidden`` all hidden states of the model.
+    """
+    rows, n = ids.shape
+    size, number = head.layout.size, starts.shape[1]
+    states = head.state([hidden[layer].flatten(0, 1) for layer in head.reads])
+    where = torch.arange(n, device=ids.device).repeat(rows)[None]
+    held = {layer.self_attn: pair for layer, pair in zip(head.own_layers, head.context(states, where), strict=True)}
+    own = torch.arange(number, device=ids.device).repeat_interleave(size)
+    before = torch.arange(n, device=ids.device) < starts.repeat_interleave(size, dim=1)[..., None]
+    seen = torch.cat([before, (own[:, None] == own).expand(rows, -1, -1)], -1)[:, None]
+
+    def attend(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        queries = _by_row(query, rows)
+        keys, values = (
+            torch.cat([_by_row(old, rows), _by_row(new, rows)], 2) for old, new in zip(held[layer], (key, value), strict=True)
+        )
+        out = F.scaled_dot_product_attention(queries, keys.to(queries.dtype), values.to(queries.dtype), seen, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[None]
+
+    positions = (starts[..., None] + torch.arange(size, device=ids.device)).flatten()[None]
+    return head(ids.gather(1, starts).flatten(), positions, attend).unflatten(0, (rows, number))
+
+
+def _by_row(part: Tensor, rows: int) -> Tensor:
+    """``[1, heads, rows * n, head_dim]`` as ``[rows, heads, n, head_dim]``."""
+    return part[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def write(head: DFlash, shape: BlockShape, num_layers: int, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = head.config.to_dict() | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": shape.block_size,
+        "dflash_config": {"mask_token_id": shape.mask, "target_layer_ids": [layer - 1 for layer in shape.reads]},
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "num_target_layers": num_layers,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,68 @@
+"""DFlash heads that are trained here: they are written as published ones are, and know more than before."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cascade import ModelError
+from cascade.engine.heads.block_training import BlockShape, blocks, train_dflash
+from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.probe import probe
+from cascade.engine.heads.training import Schedule
+from cascade.engine.model import Model
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from tests.architectures import VOCAB, build
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+SHAPE = BlockShape(num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), block_size=4, mask=95)
+NUM_LAYERS = 4
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(step))
+
+
+def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path) -> None:
+    """Guards training against another formula than that of serving, and the files: it trains what a pass asks for."""
+    network = build("llama", num_hidden_layers=NUM_LAYERS)
+    losses = []
+    for steps in (1, 12):
+        schedule = Schedule(steps, warmup_steps=1, muon_lr=0.05, adam_lr=0.01)
+        losses.append(train_dflash(network, lambda step: batch(0), SHAPE, schedule, tmp_path / str(steps)))
+    assert losses[1] < losses[0]
+    served = build("llama", num_hidden_layers=NUM_LAYERS)
+    model = Model(served, num_threads=1, head=load_head(str(tmp_path / "12"), served))
+    assert model.drafter == "dflash"
+    store, text = model.new_cache(), batch(99)[0].tolist()
+    [scored] = model.run([Row(store, 0, text, 1, GREEDY, guesses=3)])
+    ids = torch.tensor([[*text, *scored.own]])
+    with torch.no_grad():
+        hidden = network(ids, output_hidden_states=True, use_cache=False).hidden_states
+        plain = load_head(str(tmp_path / "12"), network)
+        out = blocks(plain, hidden, ids, torch.tensor([[5, len(text)]]))[0, 1]  # type: ignore[arg-type]
+        assert plain.logits(out).argmax(-1).tolist() == list(scored.draft.trunk.tokens)  # type: ignore[operator]
+
+
+def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """Guards resumption: blocks of a step are the same ones, so a run in two parts ends with the same weights."""
+    network = build("llama", num_hidden_layers=NUM_LAYERS)
+
+    def until(step: int) -> Tensor:
+        if step == 3:
+            raise KeyboardInterrupt
+        return batch(step)
+
+    schedule = Schedule(6, save_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        train_dflash(network, until, SHAPE, schedule, tmp_path / "two")
+    for folder in ("one", "two"):
+        train_dflash(network, batch, SHAPE, schedule, tmp_path / folder)
+    one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
+    assert one == two

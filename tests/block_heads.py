@@ -5,7 +5,6 @@ its text.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +80,12 @@ def _layers(noise: torch.Generator, size: int) -> Weights:
         "mlp.up_proj": (WIDE, size),
         "mlp.down_proj": (size, WIDE),
     }
-    norms = {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM, "input_layernorm": size, "post_attention_layernorm": size}
+    norms = {
+        "self_attn.q_norm": HEAD_DIM,
+        "self_attn.k_norm": HEAD_DIM,
+        "input_layernorm": size,
+        "post_attention_layernorm": size,
+    }
     for layer in range(NUM_LAYERS):
         weights |= {f"layers.{layer}.{part}.weight": matrix(noise, *shape) for part, shape in shapes.items()}
         weights |= {f"layers.{layer}.{part}.weight": 1 + 0.1 * matrix(noise, width) for part, width in norms.items()}
@@ -89,13 +93,19 @@ def _layers(noise: torch.Generator, size: int) -> Weights:
 
 
 def _dspark(noise: torch.Generator, size: int, variant: str, tokens: int) -> Weights:
-    weights = {"markov_head.markov_w1.weight": matrix(noise, VOCAB, RANK), "markov_head.markov_w2.weight": matrix(noise, tokens, RANK)}
+    weights = {
+        "markov_head.markov_w1.weight": matrix(noise, VOCAB, RANK),
+        "markov_head.markov_w2.weight": matrix(noise, tokens, RANK),
+    }
     if variant == "gated":
         shape = RANK, size + RANK
         weights |= {"markov_head.gate_proj.weight": matrix(noise, *shape), "markov_head.gate_proj.bias": matrix(noise, RANK)}
     if variant == "rnn":
         shape = 3 * RANK, size + 2 * RANK
-        weights |= {"markov_head.joint_proj.weight": matrix(noise, *shape), "markov_head.joint_proj.bias": matrix(noise, 3 * RANK)}
+        weights |= {
+            "markov_head.joint_proj.weight": matrix(noise, *shape),
+            "markov_head.joint_proj.bias": matrix(noise, 3 * RANK),
+        }
     inputs = size if variant == "gated" else size + RANK
     weights |= {"confidence_head.proj.weight": matrix(noise, 1, inputs), "confidence_head.proj.bias": matrix(noise, 1)}
     return weights
@@ -105,9 +115,16 @@ def _dspark(noise: torch.Generator, size: int, variant: str, tokens: int) -> Wei
 
 
 def guesses(
-    style: str, w: Weights, text: Sequence[int], hidden: Sequence[Tensor], verifier: PreTrainedModel, number: int, pick: Pick
+    made: tuple[str, Weights],
+    text: Sequence[int],
+    hidden: Sequence[Tensor],
+    verifier: PreTrainedModel,
+    number: int,
+    pick: Pick,
+    sure: list[float],
 ) -> list[int]:
-    """Behind ``text``, whose last token the verifier has not read."""
+    """Behind ``text``, whose last token the verifier has not read; ``sure`` gets -log of the chances to be wrong, if told."""
+    style, w = made
     kind, _, variant = style.partition("-")
     ids, found = torch.tensor([text[-1], *[MASK] * (BLOCK - 1)]), []
     x = w["embed_tokens.weight"][ids] if "embed_tokens.weight" in w else verifier.get_input_embeddings()(ids)
@@ -117,6 +134,10 @@ def guesses(
     for place in range(min(number, len(out))):
         known = lm_head @ out[place]
         if kind == "dspark":
+            inputs = torch.cat([out[place], w["markov_head.markov_w1.weight"][last]])
+            ask = w["confidence_head.proj.weight"][0]
+            right = torch.sigmoid(ask @ inputs[: len(ask)] + w["confidence_head.proj.bias"][0])
+            sure.append(-float(torch.log(1 - right)))
             bias, state = _bias(variant, w, last, out[place], state)
             known = known + bias
         logits = torch.full((VOCAB,), -torch.inf)
@@ -133,8 +154,13 @@ def _block(variant: str, w: Weights, x: Tensor, hidden: Sequence[Tensor]) -> Ten
     for layer in range(NUM_LAYERS):
         part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
         seen = _seen(variant, layer, len(context))
-        x = x + F.linear(_attention(context, norm(x, part["input_layernorm.weight"]), part, seen), part["self_attn.o_proj.weight"])
-        gate, up = (F.linear(norm(x, part["post_attention_layernorm.weight"]), part[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        x = x + F.linear(
+            _attention(context, norm(x, part["input_layernorm.weight"]), part, seen), part["self_attn.o_proj.weight"]
+        )
+        gate, up = (
+            F.linear(norm(x, part["post_attention_layernorm.weight"]), part[f"mlp.{name}_proj.weight"])
+            for name in ("gate", "up")
+        )
         x = x + F.linear(F.silu(gate) * up, part["mlp.down_proj.weight"])
     return norm(x, w["norm.weight"])
 
@@ -144,7 +170,9 @@ def _seen(variant: str, layer: int, start: int) -> Tensor:
     keys, queries = torch.arange(start + BLOCK), torch.arange(start, start + BLOCK)[:, None]
     if variant == "sliding" and layer == 1:
         return (keys <= queries) & (keys > queries - WINDOW)
-    return (keys >= start - WINDOW).expand(BLOCK, -1) if variant == "swa" else torch.ones(BLOCK, start + BLOCK, dtype=torch.bool)
+    return (
+        (keys >= start - WINDOW).expand(BLOCK, -1) if variant == "swa" else torch.ones(BLOCK, start + BLOCK, dtype=torch.bool)
+    )
 
 
 def _attention(context: Tensor, x: Tensor, w: Weights, seen: Tensor) -> Tensor:

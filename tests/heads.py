@@ -145,6 +145,7 @@ class Paper:
     made: Made
     verifier: PreTrainedModel  # with Transformers' own attention
     logits: list[Tensor] = field(default_factory=list)  # of the last guesses, over all tokens
+    sure: list[float] = field(default_factory=list)  # of them, where a head says it
 
     def __post_init__(self) -> None:
         self.weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in self.made.weights.items()}
@@ -156,7 +157,7 @@ class Paper:
         hidden = [state[0] for state in out.hidden_states]
         ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3}
         made = ways.get(self.made.kind, self._of_a_block)
-        self.logits = []
+        self.logits, self.sure = [], []
         return made(list(text), hidden, number, params)
 
     def _pick(self, logits: Tensor, params: SamplingParams, position: int) -> int:
@@ -167,7 +168,7 @@ class Paper:
         def pick(logits: Tensor, place: int) -> int:
             return self._pick(logits, params, len(text) + place)
 
-        return block_heads.guesses(self.made.style, self.weights, text, hidden, self.verifier, number, pick)
+        return block_heads.guesses((self.made.style, self.weights), text, hidden, self.verifier, number, pick, self.sure)
 
     def _medusa(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
         last, found, w = hidden[-1][-1], [], self.weights

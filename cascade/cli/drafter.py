@@ -20,8 +20,16 @@ def drafter() -> None:
 @click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1), help="Of training.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
 @click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
-@click.option("--vocab-size", default=32_768, show_default=True, type=click.IntRange(min=2), help="Tokens that an EAGLE-3 head knows at most.")
-@click.option("--block-size", default=8, show_default=True, type=click.IntRange(2, 32), help="Of a DFlash head: guesses and one.")
+@click.option(
+    "--vocab-size",
+    default=32_768,
+    show_default=True,
+    type=click.IntRange(min=2),
+    help="Tokens that an EAGLE-3 head knows at most.",
+)
+@click.option(
+    "--block-size", default=8, show_default=True, type=click.IntRange(2, 32), help="Of a DFlash head: guesses and one."
+)
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def train(
     kind: str,

@@ -102,7 +102,7 @@ class Native:
         return NativePass(tables(rows, self._shapes), windows)  # type: ignore[arg-type]
 
     def write(self, layer: int, key: Tensor, value: Tensor, planned: NativePass) -> None:
-        store_spans(*(_dense(part) for part in (key, value)), planned.spans[layer])
+        store_spans(_dense(key), _dense(value), planned.spans[layer])
 
     def hold(self, tokens: int) -> int:
         return tokens
@@ -275,7 +275,7 @@ def attend_native(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     kind = Kind(scale, cascade_pass.windows[layer], softcap, None if s_aux is None else s_aux.contiguous())
-    out = attend_spans(*(_dense(part) for part in (query, key, value)), cascade_pass.spans[layer], kind)
+    out = attend_spans(_dense(query), _dense(key), _dense(value), cascade_pass.spans[layer], kind)
     return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -111,8 +111,8 @@ class Model:
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` the kind that it shall be, such as "eagle3", if it shall be no other. The rest
-        is for the model itself.
+        head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other. The rest is for the
+        model itself.
         """
         network = load(
             source,

@@ -243,7 +243,7 @@ def blocks_of(size: int) -> int:
 
 
 def store(key: Tensor, value: Tensor, spans: Spans) -> None:
-    """Write keys and values ``[kv_heads, total_tokens, ...]`` float32, of which nobody asks anything; strides as of `attend`."""
+    """Write keys and values ``[kv_heads, total_tokens, ...]`` float32 that no query looks at yet; strides as of `attend`."""
     kv_heads, tokens, value_size = value.shape
     given = arguments(
         *(spans.table.shape[0], 0, 0, 0),

@@ -68,7 +68,10 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str) -> None:
     code, output = run("drafter", "train", "--model", tiny, "--data", str(text), "--out", str(out), *shape)
     assert code == 0, output
     assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == kind
-    mistakes = {"eagle3": ({"--context": "5000"}, "give more than the"), "dflash": ({"--context": "16", "--block-size": "16"}, "less than")}
+    mistakes = {
+        "eagle3": ({"--context": "5000"}, "give more than the"),
+        "dflash": ({"--context": "16", "--block-size": "16"}, "less than"),
+    }
     for wrong, words in (({"--data": "nowhere.txt"}, "cannot be read"), mistakes[kind]):
         asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3", **wrong}
         code, output = run("drafter", "train", *(part for pair in asked.items() for part in pair))

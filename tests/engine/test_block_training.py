@@ -1,16 +1,13 @@
 """DFlash heads that are trained here: they are written as published ones are, and know more than before."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from cascade import ModelError
 from cascade.engine.heads.block_training import BlockShape, blocks, train_dflash
 from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.probe import probe
 from cascade.engine.heads.training import Schedule
 from cascade.engine.model import Model
 from cascade.params import SamplingParams

@@ -30,9 +30,9 @@ def spoiled(made: Made, problem: str) -> None:
         key = "fc.weight" if made.kind != "medusa" else "0.1.weight"
         weights[key] = weights[key][:, :-2]
     elif problem == "vocabulary":
-        weights["t2d" if made.kind in ("eagle3", "dflash") else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"] = (
-            torch.zeros(VOCAB + 8, 32)
-        )
+        weights[
+            "t2d" if made.kind in ("eagle3", "dflash") else "embed_tokens.weight" if made.kind == "eagle" else "0.1.weight"
+        ] = torch.zeros(VOCAB + 8, 32)
     elif problem == "tokens":
         weights["d2t"] = weights["d2t"] + 60
     elif problem == "negative tokens":
@@ -176,6 +176,6 @@ def test_the_probe_tells_places_from_those_behind(tmp_path: Path, monkeypatch: p
     assert model.reader is not None
     head: Any = model.reader.head
     monkeypatch.setattr(probing, "_agreement", lambda model, text: 0.5 if head.layout.shifted else 0.0)
-    with pytest.raises(ModelError, match='0% are right: with "sample_from_anchor": true in its config.json it would be 50%'):
+    with pytest.raises(ModelError, match=r'0% are right: with "sample_from_anchor": true in its config\.json it would be 50%'):
         probe(model, "it")
     assert not head.layout.shifted

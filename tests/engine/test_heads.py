@@ -34,7 +34,16 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 WARM = SamplingParams(temperature=0.8, seed=7)
 LAYERS = 6
 WAYS = ("native", "contiguous", "gathered", "varlen")
-BLOCKS = ("dflash", "dflash-sliding", "dflash-swa", "dflash-speculators", "dspark", "dspark-gated", "dspark-rnn", "dspark-speculators")
+BLOCKS = (
+    "dflash",
+    "dflash-sliding",
+    "dflash-swa",
+    "dflash-speculators",
+    "dspark",
+    "dspark-gated",
+    "dspark-rnn",
+    "dspark-speculators",
+)
 STYLES = ("medusa", "medusa-vllm", "eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", *BLOCKS)
 KINDS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 
@@ -337,6 +346,18 @@ def test_runner_ups_of_first_guesses_are_offered() -> None:
     alone = torch.tensor([[-torch.inf, 0.0]])
     assert drafted(steps_of(choose(alone, [(GREEDY, 4, 1)]))).confidences == bytes([255])
     assert drafted([]) == NO_DRAFT
+
+
+@pytest.mark.parametrize("style", ["dspark", "dspark-gated"])
+def test_guesses_are_as_sure_as_their_head_says(base: Path, style: str) -> None:
+    """Guards the confidence head: what it says takes the place of gaps, with the Markov embedding or without."""
+    model, paper = served(base, style, "native")
+    text, store = [(41 * place + 3) % VOCAB for place in range(17)], model.new_cache()
+    [scored] = model.run([Row(store, 0, text, 1, GREEDY, guesses=5)])
+    guesses = paper.guesses([*text, *scored.own], 5, GREEDY)
+    assert list(scored.draft.trunk.tokens) == guesses
+    assert list(scored.draft.trunk.confidences) == [gap_byte(gap) for gap in paper.sure]
+    store.free()
 
 
 # in a cascade

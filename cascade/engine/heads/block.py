@@ -215,8 +215,8 @@ class DFlash(Head):
             if layer.seen.causal:
                 return place.attend(layer, query, key, value, whole)
             place.write(layer, key, value, whole)
-            last = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
-            return unfolded(place.attend(layer, folded(query, size), *last, ends), size)
+            last_key, last_value = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
+            return unfolded(place.attend(layer, folded(query, size), last_key, last_value, ends), size)
 
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
         return self.said(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
@@ -240,7 +240,6 @@ class DFlash(Head):
             guesses += [draft.tokens[0] if draft else -1 for draft in self.draft([cut], place)]
         return torch.tensor(guesses[::-1])
 
-
     @contextmanager
     def otherwise(self) -> Iterator[str]:
         """A guess is of its place or of the token behind it."""
@@ -253,10 +252,12 @@ class DFlash(Head):
 
 
 def folded(query: Tensor, size: int) -> Tensor:
-    """Queries ``[1, heads, blocks * size, head_dim]`` of blocks as further heads of one, ``[1, heads * size, blocks, head_dim]``."""
-    return query.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+    """Queries ``[1, heads, blocks * size, head_dim]`` as heads of one each: ``[1, heads * size, blocks, head_dim]``."""
+    heads: Tensor = query.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+    return heads
 
 
 def unfolded(out: Tensor, size: int) -> Tensor:
     """``[1, blocks, heads * size, head_dim]`` as it was: ``[1, blocks * size, heads, head_dim]``."""
-    return out.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+    places: Tensor = out.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+    return places

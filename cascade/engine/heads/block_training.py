@@ -3,7 +3,7 @@
 Blocks begin at random places of a text. Each sees the model's hidden states before it and its own first token, and is to say
 at each of its places what the model says there:
 
-    loss = sum over blocks and places k of  exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
+    loss = sum_k exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
 
 The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036.
 """
@@ -22,6 +22,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from cascade.engine.heads.block import BlockAttention, DFlash
 from cascade.engine.heads.block_formats import Layout, Seen
 from cascade.engine.heads.eagle import Shared
+from cascade.engine.heads.formats import MASK
 from cascade.engine.heads.training import Schedule, fit
 
 
@@ -72,8 +73,10 @@ def new_head(network: PreTrainedModel, shape: BlockShape) -> DFlash:
         reads=shape.reads,
         vocab_size=len(embed.weight),
         fc_inputs=len(shape.reads) * text.hidden_size,
+        own_mask=True,
     )
     with torch.no_grad():
+        head.mask_embedding.normal_(std=0.02)
         last = getattr(getattr(network.base_model, "norm", None), "weight", None)
         if isinstance(last, Tensor):
             head.norm.weight.copy_(last)
@@ -113,13 +116,14 @@ def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape
         hidden = blocks(head, said.hidden_states, ids, starts)
         losses = F.cross_entropy(head.logits(hidden).float().flatten(0, 2), wanted.flatten(0, 2), reduction="none")
     weights = torch.exp(-torch.arange(shape.block_size - 1, device=ids.device) / shape.decay)
-    return (losses.unflatten(0, (-1, len(weights))) * weights).mean(0).sum() / weights.sum()
+    mean: Tensor = (losses.unflatten(0, (-1, len(weights))) * weights).mean(0).sum() / weights.sum()
+    return mean
 
 
 def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor) -> Tensor:
-    """What guesses are made of, ``[rows, blocks, guesses, hidden_size]``, of blocks that begin at ``starts`` ``[rows, blocks]``.
+    """What guesses are made of, ``[rows, blocks, guesses, hidden_size]``.
 
-    ``ids`` ``[rows, n]`` are texts, and ``hidden`` all hidden states of the model.
+    Blocks begin at ``starts`` ``[rows, blocks]`` of texts ``ids`` ``[rows, n]``; ``hidden`` are all hidden states of the model.
     """
     rows, n = ids.shape
     size, number = head.layout.size, starts.shape[1]
@@ -139,18 +143,21 @@ def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor
         return out.transpose(1, 2).flatten(0, 1)[None]
 
     positions = (starts[..., None] + torch.arange(size, device=ids.device)).flatten()[None]
-    return head(ids.gather(1, starts).flatten(), positions, attend).unflatten(0, (rows, number))
+    out: Tensor = head(ids.gather(1, starts).flatten(), positions, attend).unflatten(0, (rows, number))
+    return out
 
 
 def _by_row(part: Tensor, rows: int) -> Tensor:
     """``[1, heads, rows * n, head_dim]`` as ``[rows, heads, n, head_dim]``."""
-    return part[0].unflatten(1, (rows, -1)).transpose(0, 1)
+    by_row: Tensor = part[0].unflatten(1, (rows, -1)).transpose(0, 1)
+    return by_row
 
 
 def write(head: DFlash, shape: BlockShape, num_layers: int, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
+    torch.save({"mask_token_id": shape.mask, "embedding": weights.pop("mask_embedding")}, folder / MASK)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = head.config.to_dict() | {
         "architectures": ["DFlashDraftModel"],

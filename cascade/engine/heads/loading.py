@@ -128,9 +128,7 @@ def _dspark(checkpoint: Checkpoint, verifier: Verifier) -> Head:
     if "confidence_head.proj.weight" in weights:
         confidence = Confidence(size + rank if checkpoint.size("confidence_head.proj.weight", 1) > size else size)
     layout = _layout(checkpoint, verifier, shifted=True)
-    return DSpark(
-        _config(checkpoint, verifier), verifier.shared, layout, markov=markov, confidence=confidence, **options
-    )
+    return DSpark(_config(checkpoint, verifier), verifier.shared, layout, markov=markov, confidence=confidence, **options)
 
 
 def _layout(checkpoint: Checkpoint, verifier: Verifier, *, shifted: bool) -> Layout:
@@ -148,7 +146,9 @@ def _block_options(checkpoint: Checkpoint, verifier: Verifier) -> dict[str, Any]
     reads = reads_of(checkpoint, options.pop("num_layers"), verifier.num_layers)
     if inputs != len(reads) * verifier.hidden_size:
         if inputs % len(reads):
-            raise checkpoint.wrong(f"its tensor fc.weight takes {inputs} numbers, and its config names {len(reads)} hidden states")
+            raise checkpoint.wrong(
+                f"its tensor fc.weight takes {inputs} numbers, and its config names {len(reads)} hidden states"
+            )
         _check_hidden(checkpoint, inputs // len(reads), verifier)
     own_embed, own_head = (
         _differs(checkpoint, name, layer)

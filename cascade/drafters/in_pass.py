@@ -6,7 +6,9 @@ from dataclasses import replace
 from cascade.draft import NO_DRAFT, Draft
 from cascade.scorer import UNREAD, Scored
 
-MOST = 6  # guesses of a pass: each is a step of its own, one after the other
+MOST = 6  # guesses of a pass, where each is a step of its own, one after the other
+BLOCK = 16  # the same of drafters whose guesses are made at once
+AT_ONCE = ("dflash", "dspark")
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together
 LEAST = 0.2  # mean of right guesses in a row below which a text goes on without
@@ -19,7 +21,8 @@ class InPass:
     def __init__(self, name: str, level: int = 0) -> None:
         self.name = name
         self.level = level
-        self.right = float(MOST)  # guesses in a row that were scored and right, of all texts
+        self.most = BLOCK if name in AT_ONCE else MOST
+        self.right = float(self.most)  # guesses in a row that were scored and right, of all texts
         self._texts = 0
 
     def begin(self, tenant: str) -> "Asker":
@@ -44,7 +47,7 @@ class Asker:
     @property
     def wants(self) -> int:
         """Guesses that the next pass shall make."""
-        return UNREAD if self._gave_up else min(MOST, 1 + round(self._right))
+        return UNREAD if self._gave_up else min(self._drafter.most, 1 + round(self._right))
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass guessed behind what it said itself."""

@@ -266,6 +266,7 @@ def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
 
 def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
     """Guards heads that are slow: each guess is a step of its own, and a text whose guesses are never right gives up."""
+    assert InPass("dflash").begin("").wants > MOST, "all guesses are one step"
     asker = InPass("eagle3", 2).begin("")
     assert asker.wants == MOST
     for _ in range(60):

@@ -150,8 +150,9 @@ class Session:
             assert list(scored.draft.trunk.tokens) == self.paper.guesses(self.text, number, self.params)
 
 
-HELD = ("medusa", "eagle3", "dflash", "dflash-sliding", "dflash-swa", "dspark")
-CASES = [(style, "native") for style in STYLES] + [(style, way) for style in HELD for way in WAYS[1:]]
+CASES = [(style, "native") for style in STYLES]
+CASES += [(style, way) for style in ("medusa", "eagle3", "dflash", "dflash-sliding") for way in WAYS[1:]]
+CASES += [rare(style, way) for style in ("dflash-swa", "dspark") for way in WAYS[1:]]
 
 
 @pytest.mark.parametrize(("style", "way"), CASES)

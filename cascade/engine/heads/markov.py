@@ -85,7 +85,7 @@ class DSpark(DFlash):
             kept = [row for row, one in enumerate(active) if texts[one].guesses > step]
             if len(kept) < len(active):
                 active, last, state = [active[row] for row in kept], last[kept], state[kept]
-            x = hidden[active, step]
+            x = hidden[:, step] if len(active) == len(texts) else hidden[active, step]
             logits, before = self.logits(x), state
             if markov is not None:
                 before = markov.markov_w1(last)

@@ -20,16 +20,8 @@ def drafter() -> None:
 @click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1), help="Of training.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
 @click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
-@click.option(
-    "--vocab-size",
-    default=32_768,
-    show_default=True,
-    type=click.IntRange(min=2),
-    help="Tokens that an EAGLE-3 head knows at most.",
-)
-@click.option(
-    "--block-size", default=8, show_default=True, type=click.IntRange(2, 32), help="Of a DFlash head: guesses and one."
-)
+@click.option("--vocab-size", type=click.IntRange(min=2), help="Tokens it knows at most, of eagle3. 32768 if not given.")
+@click.option("--block-size", type=click.IntRange(2, 32), help="The last token and guesses, of dflash. 8 if not given.")
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def train(
     kind: str,
@@ -39,12 +31,12 @@ def train(
     steps: int,
     batch_size: int,
     context: int,
-    vocab_size: int,
-    block_size: int,
+    vocab_size: int | None,
+    block_size: int | None,
     device: str | None,
 ) -> None:
     """Train a drafter on texts and the model's own hidden states; goes on where it was interrupted."""
     from cascade.engine.heads.recipe import Plan, train
 
-    loss = train(model, data, out, Plan(steps, batch_size, context, vocab_size, kind, block_size), device=device)
+    loss = train(model, data, out, Plan(kind, steps, batch_size, context, vocab_size, block_size), device=device)
     console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with [bold]drafter: {{kind: {kind}, source: {out}}}[/].")

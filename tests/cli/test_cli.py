@@ -64,15 +64,19 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str) -> None:
     text, out = tmp_path / "text.py", tmp_path / "drafter"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     tiny = family.paths()[0]
-    shape = ("--kind", kind, "--steps", "3", "--batch-size", "2", "--context", "24", "--vocab-size", "64")
+    size = ("--vocab-size", "64") if kind == "eagle3" else ("--block-size", "4")
+    shape = ("--kind", kind, "--steps", "3", "--batch-size", "2", "--context", "24", *size)
     code, output = run("drafter", "train", "--model", tiny, "--data", str(text), "--out", str(out), *shape)
     assert code == 0, output
     assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == kind
-    mistakes = {
-        "eagle3": ({"--context": "5000"}, "give more than the"),
-        "dflash": ({"--context": "16", "--block-size": "16"}, "less than"),
+    mistakes: dict[str, list[tuple[dict[str, str], str]]] = {
+        "eagle3": [({"--context": "5000"}, "give more than the"), ({"--block-size": "4"}, "guesses no blocks")],
+        "dflash": [
+            ({"--context": "16", "--block-size": "16"}, "rows of more than"),
+            ({"--vocab-size": "64"}, "among all tokens"),
+        ],
     }
-    for wrong, words in (({"--data": "nowhere.txt"}, "cannot be read"), mistakes[kind]):
+    for wrong, words in [({"--data": "nowhere.txt"}, "cannot be read"), *mistakes[kind]]:
         asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3", **wrong}
         code, output = run("drafter", "train", *(part for pair in asked.items() for part in pair))
         assert code == 1

@@ -53,11 +53,7 @@ def train_dflash(
     """
     torch.manual_seed(0)
     head = new_head(network, shape)
-
-    def loss(step: int) -> Tensor:
-        return _loss(network, head, batch(step).to(network.device), shape, torch.Generator().manual_seed(step))
-
-    mean = fit(head, loss, schedule, folder)
+    mean = fit(head, lambda ids: _loss(network, head, ids, shape), batch, schedule, folder)
     write(head, shape, network.config.get_text_config().num_hidden_layers, folder)
     return mean
 
@@ -103,9 +99,13 @@ def _config(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
     )
 
 
-def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape, chance: torch.Generator) -> Tensor:
-    """Mean nats per guess behind as many random places of ``ids`` ``[rows, n]`` as make its length in blocks."""
+def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
+    """Mean nats per guess behind as many places of ``ids`` ``[rows, n]`` as make its length in blocks.
+
+    They are random, and the same ones each time.
+    """
     rows, n = ids.shape
+    chance = torch.Generator().manual_seed(int(ids.sum()))
     places = torch.rand(rows, n - shape.block_size, generator=chance).argsort(-1)[:, : max(1, n // shape.block_size)]
     starts = (1 + places).to(ids.device)
     with torch.autocast(ids.device.type, torch.bfloat16):

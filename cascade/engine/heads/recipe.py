@@ -16,17 +16,31 @@ from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 
+KINDS = ("eagle3", "dflash")
+VOCAB_SIZE = 32_768  # tokens that an EAGLE-3 head knows
+BLOCK_SIZE = 8  # of DFlash
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which kind of drafter is trained, for how long, and on how much at once."""
+    """What is trained, how long, and on how much at once. Raises `ConfigError`."""
 
+    kind: str = "eagle3"
     steps: int = 1000
     batch_size: int = 8
     context: int = 128  # tokens of a row
-    vocab_size: int = 32_768  # tokens that an EAGLE-3 head knows at most, the most frequent ones of the texts
-    kind: str = "eagle3"  # or "dflash"
-    block_size: int = 8  # of a DFlash head: the guesses of a pass and one
+    vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
+    block_size: int | None = None  # of dflash: the last token and the guesses behind it
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind is {self.kind!r}: it must be one of {', '.join(KINDS)}")
+        if self.kind != "eagle3" and self.vocab_size is not None:
+            raise ConfigError(f"vocab_size is {self.vocab_size}, but {self.kind} guesses among all tokens: leave it out")
+        if self.kind != "dflash" and self.block_size is not None:
+            raise ConfigError(f"block_size is {self.block_size}, but {self.kind} guesses no blocks: leave it out")
+        if self.kind == "dflash" and self.context <= (size := self.block_size or BLOCK_SIZE):
+            raise ConfigError(f"context is {self.context}: blocks of {size} need rows of more than {size} tokens")
 
 
 def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
@@ -40,12 +54,10 @@ def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *,
     context = min(plan.context, context_len(network.config))
     if len(tokens) <= context:
         raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
-    text, batches = network.config.get_text_config(), _batches(tokens, plan.batch_size, context)
+    text, batches, schedule = network.config.get_text_config(), _batches(tokens, plan.batch_size, context), Schedule(plan.steps)
     if plan.kind == "dflash":
-        if plan.block_size >= context:
-            raise ConfigError(f"block_size is {plan.block_size}: it must be less than the {context} tokens of a row")
-        return train_dflash(network, batches, _block_shape(text, tokens, plan.block_size), Schedule(plan.steps), out)
-    return train_eagle3(network, batches, _shape(text, tokens, plan.vocab_size), Schedule(plan.steps), out)
+        return train_dflash(network, batches, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
+    return train_eagle3(network, batches, _shape(text, tokens, plan.vocab_size or VOCAB_SIZE), schedule, out)
 
 
 def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:

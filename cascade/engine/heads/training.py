@@ -99,31 +99,31 @@ def train_eagle3(
     torch.manual_seed(0)
     head = new_head(network, shape)
 
-    def loss(step: int) -> Tensor:
-        return _loss(network, head, batch(step).to(network.device), schedule)
-
-    mean = fit(head, loss, schedule, folder)
+    mean = fit(head, lambda ids: _loss(network, head, ids, schedule), batch, schedule, folder)
     write(head, shape, folder)
     return mean
 
 
-def fit(head: nn.Module, loss_of: Callable[[int], Tensor], schedule: Schedule, folder: Path) -> float:
-    """Train a head, whatever it is; returns the mean loss of its last steps, of which ``loss_of`` gives each by its number.
+def fit(
+    head: nn.Module, loss: Callable[[Tensor], Tensor], batch: Callable[[int], Tensor], schedule: Schedule, folder: Path
+) -> float:
+    """Train ``head``; returns the mean loss of its last steps, in nats a guess.
 
-    Goes on from the last checkpoint in ``folder``.
+    ``loss`` is that of token ids ``[rows, n]``, on the head's device. Goes on from the last checkpoint in ``folder``.
     """
+    device = next(head.parameters()).device
     optimizers = _optimizers(head, schedule)
     first, mean = _resume(folder / CHECKPOINT, head, optimizers)
     for step in (bar := tqdm(range(first, schedule.steps), desc="train", initial=first, total=schedule.steps, mininterval=5)):
-        loss = loss_of(step)
-        loss.backward()
+        now = loss(batch(step).to(device))
+        now.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, (schedule.muon_lr, schedule.adam_lr), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * schedule.lr_factor(step)
             optimizer.step()
             optimizer.zero_grad()
-        mean = loss.item() if not step else 0.95 * mean + 0.05 * loss.item()
+        mean = now.item() if not step else 0.95 * mean + 0.05 * now.item()
         bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
             _save(folder / CHECKPOINT, head, optimizers, step + 1, mean)

@@ -111,8 +111,8 @@ class Model:
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` one of "medusa", "eagle" and "eagle3" where it shall be no other. The rest is
-        for the model itself.
+        head that guesses for it, ``drafter_kind`` one of "medusa", "eagle", "eagle3" and "mtp" where it shall be no other; MTP
+        layers of the model's own checkpoint are the drafter "" of that kind. The rest is for the model itself.
         """
         network = load(
             source,
@@ -127,11 +127,14 @@ class Model:
 
     @classmethod
     def drafting(cls, network: PreTrainedModel, drafter: str | None, drafter_kind: str = "auto", **options: Any) -> Self:
-        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`."""
+        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`.
+
+        A ``drafter`` "" of the kind "mtp" lies in the network's own checkpoint.
+        """
         if drafter is None:
             return cls(network, **options)
         model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
-        probe(model, drafter)
+        probe(model, drafter or drafter_kind)
         return model
 
     @property

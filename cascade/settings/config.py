@@ -70,8 +70,8 @@ def resolved(source: str) -> str:
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3"] = "auto"
-    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3
+    kind: Literal["auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3", "mtp"] = "auto"
+    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
     source: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

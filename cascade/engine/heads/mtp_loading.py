@@ -4,6 +4,7 @@ The layer is made by the class of the model's own layers, as the last of them wi
 mixture as these say. Copies of the model's embeddings are not held twice.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ def load_mtp(source: str, network: PreTrainedModel, *, revision: str | None = No
     if not source and not is_local(own):
         revision = getattr(network.config, "_commit_hash", None)
     checkpoint, naming = read_mtp(source or own, int(text.num_hidden_layers), revision=revision)
+    if not all(hasattr(decoder(network)[0], name) for name in ("norm", "rotary_emb")):
+        raise checkpoint.wrong(f"{type(network).__name__} has no rotary positions or final norm, and such a layer needs both")
     checkpoint = _without_copies(checkpoint, network)
     try:
         with torch.device("meta"):
@@ -104,16 +107,18 @@ def _block(checkpoint: Checkpoint, network: PreTrainedModel) -> tuple[nn.Module,
     types = getattr(owner.config, "layer_types", None) or [FULL] * len(layers)
     given = {name: tensor for name, tensor in checkpoint.weights.items() if name.startswith(BLOCK)}
     rest = {name: tensor for name, tensor in checkpoint.weights.items() if name not in given}
-    problem = "its model has no layer with full attention"
+    odd: list[str] = []  # tensors in which it differs from the layer that is most like it
     for number in (number for number in reversed(range(len(layers))) if types[number] == FULL):
         block = type(layers[number])(owner.config, number)
         wanted = {BLOCK + name for name in block.state_dict()}
         fitted = _fused(given, wanted)
         if fitted.keys() == wanted:
             return block, replace(checkpoint, weights=rest | fitted)
-        other = min(fitted.keys() ^ wanted)
-        problem = f"its layer {'has' if other in fitted else 'lacks'} the tensor {other}, unlike those of the model"
-    raise checkpoint.wrong(problem)
+        odd = min([sorted(fitted.keys() ^ wanted), odd], key=lambda names: len(names) or math.inf)
+    if not odd:
+        raise checkpoint.wrong("the model has no layer with full attention")
+    verb = "has" if odd[0] in given else "lacks"
+    raise checkpoint.wrong(f"its layer {verb} the tensor {odd[0]}, unlike those of {type(network).__name__}")
 
 
 def _fused(weights: Mapping[str, Tensor], wanted: Set[str]) -> dict[str, Tensor]:

@@ -58,20 +58,28 @@ def test_help_teaches(command: list[str]) -> None:
     assert "Usage" in output
 
 
-def test_a_drafter_is_trained_for_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("eagle3", ("--vocab-size", "64")), ("medusa", ("--num-heads", "2"))])
+def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple[str, str]) -> None:
     """Guards a whole way: from a model and text to a drafter that the model loads, and what is said of wrong input."""
     text, out = tmp_path / "text.py", tmp_path / "drafter"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     tiny = family.paths()[0]
-    shape = ("--steps", "3", "--batch-size", "2", "--context", "24", "--vocab-size", "64")
-    code, output = run("drafter", "train", "--model", tiny, "--data", str(text), "--out", str(out), *shape)
+    asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3"}
+    shape = {"--batch-size": "2", "--context": "24", size[0]: size[1]}
+    code, output = run("drafter", "train", *(part for pair in {**asked, **shape}.items() for part in pair))
     assert code == 0, output
-    assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == "eagle3"
-    for wrong, words in (({"--data": "nowhere.txt"}, "cannot be read"), ({"--context": "5000"}, "give more than the")):
-        asked = {"--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3", **wrong}
-        code, output = run("drafter", "train", *(part for pair in asked.items() for part in pair))
+    assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == kind
+    other, words = (
+        ("--num-heads", "with one: leave it out") if kind == "eagle3" else ("--vocab-size", "all tokens: leave it out")
+    )
+    for wrong, said in (
+        ({"--data": "nowhere.txt"}, "cannot be read"),
+        ({"--context": "5000"}, "give more than the"),
+        ({other: "5"}, "leave it out"),
+    ):
+        code, output = run("drafter", "train", *(part for pair in {**asked, **wrong}.items() for part in pair))
         assert code == 1
-        assert words in " ".join(output.split())
+        assert said in " ".join(output.split())
 
 
 def test_generate_prints_the_text() -> None:

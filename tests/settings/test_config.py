@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cascade import family
 from cascade.cli.main import main
-from cascade.drafters import DrafterSpec
+from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
@@ -520,6 +520,9 @@ def test_drafters_are_named_in_many_ways() -> None:
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
     assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
+    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp")
+    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp")
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
     assert config.drafters == ("suffix", "eagle3")
     assert config.chain_names == ("suffix", "eagle3", "a", "b")

@@ -1,6 +1,6 @@
 """A drafter for a model, from nothing but the model and texts like those that it will write."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,35 +10,56 @@ import torch
 from torch import Tensor
 
 from cascade.engine.checkpoint import context_len
-from cascade.engine.heads.training import Schedule, Shape, train_eagle3
+from cascade.engine.heads.eagle_training import Shape, train_eagle3
+from cascade.engine.heads.medusa_training import train_medusa
+from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 
+KINDS = ("eagle3", "medusa")
+VOCAB_SIZE = 32_768  # tokens that an EAGLE-3 head knows
+HEADS = 4  # of Medusa
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long a drafter is trained, and on how much at once."""
+    """What is trained, how long, and on how much at once. Raises `ConfigError`."""
 
+    kind: str = "eagle3"
     steps: int = 1000
     batch_size: int = 8
     context: int = 128  # tokens of a row
-    vocab_size: int = 32_768  # tokens that it knows at most, the most frequent ones of the texts
+    vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
+    num_heads: int | None = None  # of medusa: guesses behind a text, each by a head with an output embedding of its own
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind is {self.kind!r}: it must be one of {', '.join(KINDS)}")
+        if self.kind == "medusa" and self.vocab_size is not None:
+            raise ConfigError(f"vocab_size is {self.vocab_size}, but medusa guesses among all tokens: leave it out")
+        if self.kind != "medusa" and self.num_heads is not None:
+            raise ConfigError(f"num_heads is {self.num_heads}, but {self.kind} makes all guesses with one: leave it out")
+        if self.kind == "medusa" and self.context <= (heads := self.num_heads or HEADS) + 1:
+            raise ConfigError(f"context is {self.context}: {heads} heads need rows of more than {heads + 1} tokens")
 
 
 def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
-    """Train an EAGLE-3 head for the model at ``source``, a path or hub id, and write it to ``out``.
+    """Train a drafter for the model at ``source``, a path or hub id, and write it to ``out``.
 
     Goes on where it was interrupted. Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
-    are too short or cannot be read, `ModelError` if the model cannot be loaded.
+    are too short or cannot be read, or if another drafter was trained in ``out``, `ModelError` if the model cannot be loaded.
     """
     network = load(source, device=device).requires_grad_(False)
     tokens = _tokens(Tokenizer.from_pretrained(source), files)
     context = min(plan.context, context_len(network.config))
     if len(tokens) <= context:
         raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
-    shape = _shape(network.config.get_text_config(), tokens, plan.vocab_size)
-    return train_eagle3(network, _batches(tokens, plan.batch_size, context), shape, Schedule(plan.steps), out)
+    batch, schedule = _batches(tokens, plan.batch_size, context), Schedule(plan.steps)
+    if plan.kind == "medusa":
+        return train_medusa(network, batch, plan.num_heads or HEADS, schedule, out)
+    shape = _shape(network.config.get_text_config(), tokens, plan.vocab_size or VOCAB_SIZE)
+    return train_eagle3(network, batch, shape, schedule, out)
 
 
 def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
@@ -66,7 +87,7 @@ def _shape(text: Any, tokens: Tensor, vocab_size: int) -> Shape:
     )
 
 
-def _batches(tokens: Tensor, rows: int, length: int) -> Callable[[int], Tensor]:
+def _batches(tokens: Tensor, rows: int, length: int) -> Batch:
     """Rows of a step, the same ones each time that it is asked for."""
 
     def batch(step: int) -> Tensor:

@@ -1,6 +1,7 @@
 """MTP layers: found in checkpoints as they are published, the same as Transformers' own, and refused in one sentence."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cascade import Cascade, family
+from cascade.engine.heads import mtp_formats
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp
 from cascade.engine.model import Model
@@ -201,16 +204,12 @@ def test_parts_that_need_32_bits_keep_them(tmp_path: Path) -> None:
 
 def test_of_several_layers_the_first_is_used(tmp_path: Path) -> None:
     """Guards checkpoints with a layer for each guess: the others' tensors do not mix with the first one's."""
-    made = mtp(tmp_path, "mtp-glm")
+    made, said = mtp(tmp_path, "mtp-glm"), []
     second = {name.replace(f".{LAYERS}.", f".{LAYERS + 1}."): tensor.roll(1, 0) for name, tensor in made.weights.items()}
-    one = guesses_of(made)
-    made.weights = {**second, **made.weights}
-    assert guesses_of(made) == one
-
-
-def guesses_of(made: Made) -> list[int]:
-    network = network_of("mtp-glm")
-    return guesses(Model(network, num_threads=1, head=load_head(made.write(), network)), 3)[1]
+    for weights in (made.weights, {**second, **made.weights}):
+        made.weights, network = weights, network_of("mtp-glm")
+        said.append(guesses(Model(network, num_threads=1, head=load_head(made.write(), network)), 3))
+    assert said[0] == said[1]
 
 
 def test_indices_are_followed(tmp_path: Path) -> None:
@@ -227,3 +226,49 @@ def test_indices_are_followed(tmp_path: Path) -> None:
     model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
     text, said = guesses(model, 3)
     assert said == Paper(made, network_of("mtp-qwen")).guesses(text, 3, GREEDY)
+
+
+def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards downloads: a layer of its own model lies in a few of many large files."""
+    made, asked = mtp(tmp_path, "mtp-glm"), []
+    save_file(made.weights, tmp_path / "b.safetensors")
+    files = {**dict.fromkeys(made.weights, "b.safetensors"), "model.layers.0.mlp.up_proj.weight": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    def fetched(source: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((source, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(mtp_formats, "snapshot_download", fetched)
+    checkpoint, _ = mtp_formats.read_mtp("some/model", LAYERS, revision="abc")
+    assert asked == [("some/model", "abc", [name]) for name in ("model.safetensors.index.json", "b.safetensors")]
+    assert "block.self_attn.o_proj.weight" in checkpoint.weights
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) -> None:
+    """Guards the whole way from `drafter="mtp"` to fewer passes for the same text, with a layer that says what its model says."""
+    sizes: dict[str, Any] = {"vocab_size": 4096, "tie_word_embeddings": False}
+    network: Any = build("qwen2", **sizes)
+    donor: Any = build("qwen2", 1, **sizes)
+    with torch.no_grad():
+        network.get_input_embeddings().weight[:] = network.get_input_embeddings().weight[0].clone()
+        for layer in (*network.model.layers, donor.model.layers[0]):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        network.model.norm.weight.fill_(1.0)
+    network.save_pretrained(tmp_path)
+    names, ones = NAMES["mtp-mimo"], torch.ones(32)
+    weights = {f"{names['block']}.{name}": tensor for name, tensor in donor.model.layers[0].state_dict().items()}
+    weights |= {f"{names[norm]}.weight": ones.clone() for norm in ("enorm", "hnorm", "norm")}
+    weights[f"{names['proj']}.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 32)], -1)
+    save_file(weights, tmp_path / "mtp.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(family.paths()[-1]) / name, tmp_path / name)
+    params, said = SamplingParams(max_tokens=40, temperature=temperature, seed=3), []
+    for drafter in (None, "mtp"):
+        with Cascade.from_pretrained([str(tmp_path)], drafter=drafter) as cascade:
+            completion = cascade.generate([5, 6, 7], params)
+            said.append((completion.token_ids, cascade.tiers[0].snapshot().passes))
+    assert said[0][0] == said[1][0]
+    assert said[1][1] < said[0][1] / 2

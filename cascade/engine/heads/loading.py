@@ -48,6 +48,8 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = "auto", revi
         raise ModelError(f"drafter_kind is {kind!r}: it must be one of auto, {', '.join((*MAKERS, MTP))}")
     if kind == MTP:
         return load_mtp(source, network, revision=revision)
+    if not source:
+        raise ModelError(f"drafter is '': give a path or hub id, or drafter_kind {MTP!r} for layers of the model's checkpoint")
     checkpoint = read(source, revision=revision)
     if kind == "auto" and holds_mtp(checkpoint.weights):
         return load_mtp(source, network, revision=revision)

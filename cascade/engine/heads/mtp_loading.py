@@ -4,6 +4,7 @@ The layer is made by the class of the model's own layers, as the last of them wi
 mixture as these say. Copies of the model's embeddings are not held twice.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -25,6 +26,8 @@ from cascade.engine.heads.reader import decoder
 from cascade.engine.kv import SURVEY, Survey
 from cascade.engine.tokenizer import is_local
 from cascade.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 FULL = "full_attention"
 BLOCK = "block."
@@ -57,6 +60,8 @@ def load_mtp(source: str, network: PreTrainedModel, *, revision: str | None = No
         raise
     except Exception as error:  # of Transformers
         raise checkpoint.wrong(f"{type(network).__name__} has no layers that can be used so ({reason(error)})") from error
+    if (told := getattr(text, "num_nextn_predict_layers", None) or 1) > 1:
+        log.info("Of the %d MTP layers of %s the first one makes all guesses", told, checkpoint.source)
     if len(found.heads) != 1:
         raise checkpoint.wrong("its layer does not use the attention interface of Transformers")
     head.hasten()

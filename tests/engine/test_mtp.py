@@ -247,7 +247,7 @@ def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) -> None:
-    """Guards the whole way from `drafter="mtp"` to fewer passes for the same text, with a layer that says what its model says."""
+    """Guards the whole way from `drafter="mtp"` to fewer passes for the same text: the layer says what its model says."""
     sizes: dict[str, Any] = {"vocab_size": 4096, "tie_word_embeddings": False}
     network: Any = build("qwen2", **sizes)
     donor: Any = build("qwen2", 1, **sizes)

@@ -36,6 +36,11 @@ class DrafterSpec:
         """Whether it reads the model: it is made for one, and lives in its passes."""
         return self.kind in HEADS
 
+    @property
+    def within(self) -> bool:
+        """Whether it lies in its model's own checkpoint."""
+        return self.kind in WITHIN and not self.source
+
 
 DEFAULT = (DrafterSpec("suffix"),)
 

@@ -18,6 +18,8 @@ from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.mtp import Mtp
+from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.kv import SURVEY, Span, Survey
@@ -114,6 +116,8 @@ class Model:
         head that guesses for it, ``drafter_kind`` one of "medusa", "eagle", "eagle3" and "mtp" where it shall be no other; MTP
         layers of the model's own checkpoint are the drafter "" of that kind. The rest is for the model itself.
         """
+        if drafter == "" and drafter_kind == Mtp.kind:
+            check_mtp(source, revision=revision, trust_remote_code=trust_remote_code)
         network = load(
             source,
             dtype=dtype,

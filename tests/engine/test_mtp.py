@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import Cascade, family
+from cascade.engine.checkpoint import read_config
 from cascade.engine.heads import mtp_formats
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp
+from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.model import Model
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
@@ -55,6 +58,7 @@ def guesses(model: Model, number: int) -> tuple[list[int], list[int]]:
 def test_layers_lie_in_the_checkpoint_of_the_model(tmp_path: Path, style: str, beside: bool) -> None:
     """Guards loading without a source: the model loads as ever, and its layer is found whatever file it is in."""
     made = whole(tmp_path, style, beside=beside)
+    check_mtp(str(tmp_path))
     model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
     assert model.drafter == "mtp"
     text, said = guesses(model, 4)
@@ -167,8 +171,11 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path, problem: str, words:
 def test_models_without_layers_are_named(tmp_path: Path) -> None:
     """Guards the common mistake: a model that was never trained with such layers, or that is no checkpoint."""
     build("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="holds no MTP layers for a model of 2 layers: choose another drafter than 'mtp'"):
-        Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp")
+    for look in (check_mtp, partial(Model.from_pretrained, drafter="", drafter_kind="mtp")):
+        with pytest.raises(ModelError, match="holds no MTP layers for a model of 2 layers: choose another drafter than 'mtp'"):
+            look(str(tmp_path))
+    with pytest.raises(ModelError, match="holds no MTP layers"):
+        Cascade.from_pretrained([family.paths()[0]], drafter="mtp")
     with pytest.raises(ModelError, match="was not loaded from a checkpoint, so give it a source"):
         load_head("", build("llama"), kind="mtp")
     with pytest.raises(ModelError, match="There is no folder"):
@@ -243,6 +250,10 @@ def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pyt
     checkpoint, _ = mtp_formats.read_mtp("some/model", LAYERS, revision="abc")
     assert asked == [("some/model", "abc", [name]) for name in ("model.safetensors.index.json", "b.safetensors")]
     assert "block.self_attn.o_proj.weight" in checkpoint.weights
+    network_of("mtp-glm").config.save_pretrained(tmp_path)
+    monkeypatch.setattr(mtp_formats, "read_config", lambda source, **_: read_config(str(tmp_path)))
+    check_mtp("some/model", revision="abc")
+    assert asked[2:] == [("some/model", "abc", ["model.safetensors.index.json"])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

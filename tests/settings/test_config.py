@@ -405,6 +405,15 @@ def test_different_tokenizers_are_refused(folder: Path) -> None:
     one_sentence(caught)
 
 
+def test_models_without_the_layers_of_their_drafter_are_refused(folder: Path) -> None:
+    """Guards long starts: all weights were read before anybody looked for MTP layers."""
+    values = trio(str(folder / "plain"), str(folder / "plain"))
+    values["tiers"][1]["engine_kwargs"] = {"drafter": "mtp"}
+    with pytest.raises(ConfigError, match=r"The drafter of tier t1 cannot be used: .*plain' holds no MTP layers") as caught:
+        build(values)
+    one_sentence(caught)
+
+
 def test_short_context_is_refused(folder: Path) -> None:
     """Guards max_model_len, a promise to clients, against a tier that cannot keep it."""
     with pytest.raises(ConfigError, match=r"max_model_len is 33, but tier t0 takes 32 tokens: lower it") as caught:

@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files, reason
+from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config, reason
 from cascade.engine.heads.formats import Checkpoint
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError
@@ -97,9 +97,52 @@ def read_mtp(source: str, num_layers: int, *, revision: str | None = None) -> tu
         named = {new: tensor for name, tensor in weights.items() if (new := naming.named(name, num_layers))}
         if PROJECTION in named:
             return _checked(Checkpoint(source, {}, named)), naming
-    raise ModelError(
+    raise _none(source, num_layers)
+
+
+def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """Raise `ModelError` if the checkpoint of a model holds no MTP layers, before any weight is read.
+
+    Told from the names of tensors; where the hub has one file without an index, that is not fetched to find out.
+    """
+    text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    names = _names(source, revision)
+    if names is not None and not any(naming.named(name, num_layers) == PROJECTION for name in names for naming in NAMINGS):
+        raise _none(source, num_layers)
+
+
+def _none(source: str, num_layers: int) -> ModelError:
+    return ModelError(
         f"The checkpoint {source!r} holds no MTP layers for a model of {num_layers} layers: choose another drafter than 'mtp'"
     )
+
+
+def _names(source: str, revision: str | None) -> set[str] | None:
+    """Of all tensors; None if that is not known without fetching them."""
+    try:
+        if is_local(source):
+            check_files(Path(source))
+            return {name for file in Path(source).glob(f"*{SUFFIX}") for name in _keys(file)}
+        weight_map = _weight_map(Path(snapshot_download(source, revision=revision, allow_patterns=[INDEX])))
+    except ModelError:
+        raise
+    except Exception as error:  # of any library
+        raise ModelError(f"The checkpoint {source!r} cannot be read: {reason(error)}") from error
+    return set(weight_map) if weight_map else None
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Files of tensors by their names; empty without an index."""
+    if not (folder / INDEX).is_file():
+        return {}
+    found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return found
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -128,11 +171,8 @@ def _files(source: str, revision: str | None, wanted: Callable[[str], object]) -
         check_files(Path(source))
         yield from sorted(Path(source).glob(f"*{SUFFIX}"))
         return
-    folder = Path(snapshot_download(source, revision=revision, allow_patterns=[INDEX]))
-    names = [SINGLE]
-    if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({file for name, file in weight_map.items() if wanted(name)})
+    weight_map = _weight_map(Path(snapshot_download(source, revision=revision, allow_patterns=[INDEX])))
+    names = sorted({file for name, file in weight_map.items() if wanted(name)}) if weight_map else [SINGLE]
     if names:
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=names))
     yield from (folder / name for name in names if (folder / name).is_file())

@@ -10,6 +10,7 @@ import torch
 
 from cascade.chain.planner import Policy
 from cascade.drafters import DrafterSpec, source_and_kind
+from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.loading import check_room, common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
@@ -56,6 +57,8 @@ class Checkpoints:
     def place(self, processes: bool | None, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """Load them all; raises `ModelError`, or `ConfigError` if they do not belong together."""
         tokenizer = self._tokenizer()
+        if any(one.within for one in drafters):
+            check_mtp(self.sources[-1], trust_remote_code=self.options["trust_remote_code"])
         device = find_device(self.sources[-1], self.options["device"])
         if processes and device.type != "cpu":
             raise ConfigError(f"processes is True and device is {device}: tiers share a device from one process, leave it out")

@@ -1,7 +1,7 @@
 """Small random heads in the formats that they are published in, and what their papers' formulas say, without any cache."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Made:
     config: dict[str, Any]
     folder: Path
     reads: tuple[int, ...] = ()  # as Transformers counts hidden states
+    out: Callable[[PreTrainedModel, Sequence[int], Tensor], Tensor] | None = None  # of a layer of the model's own kind
     style: str = ""  # of a drafter of blocks
 
     @property
@@ -64,18 +65,18 @@ def medusa(folder: Path, *, blocks: int = 3, seed: int = 0, vllm: bool = False) 
             if vllm
             else (f"{block}.0.linear.weight", f"{block}.1.weight")
         )
-        weights[names[0]] = _matrix(noise, SIZE, SIZE)
-        weights[names[1]] = _matrix(noise, VOCAB, SIZE)
+        weights[names[0]] = matrix(noise, SIZE, SIZE)
+        weights[names[1]] = matrix(noise, VOCAB, SIZE)
         if not vllm:
-            weights[f"{block}.0.linear.bias"] = _matrix(noise, SIZE)
+            weights[f"{block}.0.linear.bias"] = matrix(noise, SIZE)
     return Made("medusa", weights, {"medusa_num_heads": 2, "medusa_num_layers": 1}, folder)  # which are 3
 
 
 def eagle(folder: Path, *, seed: int = 0) -> Made:
     """With the verifier's embedding again, and its number of layers."""
     noise = torch.Generator().manual_seed(seed)
-    weights = _layer(noise, "layers.0.", SIZE) | {"fc.weight": _matrix(noise, SIZE, 2 * SIZE), "fc.bias": _matrix(noise, SIZE)}
-    weights["embed_tokens.weight"] = _matrix(noise, VOCAB, SIZE)
+    weights = _layer(noise, "layers.0.", SIZE) | {"fc.weight": matrix(noise, SIZE, 2 * SIZE), "fc.bias": matrix(noise, SIZE)}
+    weights["embed_tokens.weight"] = matrix(noise, VOCAB, SIZE)
     config = {"num_attention_heads": HEADS, "num_hidden_layers": 40, "vocab_size": VOCAB, "rms_norm_eps": EPSILON}
     return Made("eagle", weights, config, folder)
 
@@ -84,10 +85,10 @@ def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = S
     """Of the authors, of SpecForge, which names the layers whose outputs it reads, or of the ``speculators`` library."""
     noise = torch.Generator().manual_seed(seed)
     layer = "midlayer." if style != "speculators" else "layers.0."
-    weights = _layer(noise, layer, 2 * size) | {"fc.weight": _matrix(noise, size, 3 * SIZE)}
-    weights["lm_head.weight"] = _matrix(noise, KNOWN, size)
+    weights = _layer(noise, layer, 2 * size) | {"fc.weight": matrix(noise, size, 3 * SIZE)}
+    weights["lm_head.weight"] = matrix(noise, KNOWN, size)
     for name in (f"{layer}input_layernorm.weight", f"{layer}hidden_norm.weight", "norm.weight"):
-        weights[name] = 1 + 0.1 * _matrix(noise, size)
+        weights[name] = 1 + 0.1 * matrix(noise, size)
     ids = torch.randperm(VOCAB, generator=noise)[:KNOWN].sort().values
     weights["d2t"] = ids - torch.arange(KNOWN)
     weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
@@ -97,8 +98,8 @@ def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = S
         made.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
         made.reads = (1, 3, 4)
     if style == "speculators":
-        weights["embed_tokens.weight"] = _matrix(noise, VOCAB, size)
-        weights["input_norm.weight"] = 1 + 0.1 * _matrix(noise, 3 * SIZE)
+        weights["embed_tokens.weight"] = matrix(noise, VOCAB, size)
+        weights["input_norm.weight"] = 1 + 0.1 * matrix(noise, 3 * SIZE)
         options = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
         made.config = {"transformer_layer_config": inner, "eagle_aux_hidden_state_layer_ids": [1, 2, 5], **options}
         made.reads = (1, 2, 5)
@@ -116,7 +117,7 @@ def make(style: str, folder: Path) -> Made:
     return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
 
 
-def _matrix(noise: torch.Generator, *shape: int) -> Tensor:
+def matrix(noise: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=noise) * 1.2 * shape[-1] ** (-0.5 if len(shape) > 1 else 0)
 
 
@@ -131,8 +132,8 @@ def _layer(noise: torch.Generator, name: str, inputs: int) -> Weights:
         "mlp.up_proj": (WIDE, size),
         "mlp.down_proj": (size, WIDE),
     }
-    weights = {f"{name}{part}.weight": _matrix(noise, *shape) for part, shape in shapes.items()}
-    return weights | {f"{name}post_attention_layernorm.weight": 1 + 0.1 * _matrix(noise, size)}
+    weights = {f"{name}{part}.weight": matrix(noise, *shape) for part, shape in shapes.items()}
+    return weights | {f"{name}post_attention_layernorm.weight": 1 + 0.1 * matrix(noise, size)}
 
 
 # the formulas
@@ -155,7 +156,7 @@ class Paper:
         """Tokens behind ``text``, the last token of which the verifier has not read."""
         out = self.verifier(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
         hidden = [state[0] for state in out.hidden_states]
-        ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3}
+        ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3, "mtp": self._mtp}
         made = ways.get(self.made.kind, self._of_a_block)
         self.logits, self.sure = [], []
         return made(list(text), hidden, number, params)
@@ -206,6 +207,15 @@ class Paper:
             logits[w["d2t"] + torch.arange(KNOWN)] = known
             text.append(self._pick(logits, params, len(text)))
             states = torch.cat([states, _norm(out, w["norm.weight"]) if config.get("norm_output") else out])
+        return text[-number:]
+
+    def _mtp(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        assert self.made.out is not None
+        states, lm_head = hidden[-1], self.verifier.get_output_embeddings()
+        for _ in range(number):
+            out = self.made.out(self.verifier, text, states)[-1:]
+            text.append(self._pick(lm_head(out)[0], params, len(text)))
+            states = torch.cat([states, out])
         return text[-number:]
 
     def _over(self, x: Tensor, residual: Tensor) -> Tensor:

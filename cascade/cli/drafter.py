@@ -13,7 +13,9 @@ def drafter() -> None:
 
 
 @drafter.command()
-@click.option("--kind", type=click.Choice(["eagle3", "dflash"]), default="eagle3", show_default=True, help="What is trained.")
+@click.option(
+    "--kind", type=click.Choice(["eagle3", "medusa", "dflash"]), default="eagle3", show_default=True, help="What is trained."
+)
 @click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
 @click.option("--data", multiple=True, required=True, type=click.Path(path_type=Path), help="Text like its own; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("drafter"), show_default=True, help="Its folder.")
@@ -21,6 +23,7 @@ def drafter() -> None:
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
 @click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
 @click.option("--vocab-size", type=click.IntRange(min=2), help="Tokens it knows at most, of eagle3. 32768 if not given.")
+@click.option("--num-heads", type=click.IntRange(min=1), help="Guesses, of medusa. 4 if not given.")
 @click.option("--block-size", type=click.IntRange(2, 32), help="The last token and guesses, of dflash. 8 if not given.")
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def train(
@@ -32,11 +35,13 @@ def train(
     batch_size: int,
     context: int,
     vocab_size: int | None,
+    num_heads: int | None,
     block_size: int | None,
     device: str | None,
 ) -> None:
     """Train a drafter on texts and the model's own hidden states; goes on where it was interrupted."""
     from cascade.engine.heads.recipe import Plan, train
 
-    loss = train(model, data, out, Plan(kind, steps, batch_size, context, vocab_size, block_size), device=device)
+    plan = Plan(kind, steps, batch_size, context, vocab_size, num_heads, block_size)
+    loss = train(model, data, out, plan, device=device)
     console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with [bold]drafter: {{kind: {kind}, source: {out}}}[/].")

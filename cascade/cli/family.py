@@ -49,7 +49,8 @@ def head(work: Path, steps: int, device: str) -> None:
     """Train the drafter that reads the full model, on the source of the standard library; goes on where it was interrupted."""
     import numpy as np
 
-    from cascade.engine.heads.training import Schedule, Shape, train_eagle3
+    from cascade.engine.heads.eagle_training import Shape, train_eagle3
+    from cascade.engine.heads.training import Schedule
     from cascade.engine.loading import load
     from cascade.engine.tokenizer import Tokenizer
     from cascade.family import corpus, paths

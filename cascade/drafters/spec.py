@@ -9,7 +9,16 @@ from cascade.scorer import Drafter
 
 AUTO = "auto"  # what nobody has to think about
 KINDS = ("lookup", "suffix", "recycling", "corpus")
-HEADS = ("head", "medusa", "eagle", "eagle3", "dflash", "dspark")  # read the model: of the first the files say which kind it is
+HEADS = (
+    "head",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+    "dspark",
+)  # read the model: of the first the files say which it is
+WITHIN = ("mtp",)  # of these: lie in the model's own checkpoint unless a source is named
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
 
@@ -25,7 +34,7 @@ class DrafterSpec:
             raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS, *HEADS))}")
         if self.kind == "corpus" and not self.source:
             raise ConfigError("drafter of kind 'corpus' needs a source: the path of a text file")
-        if self.reads and not self.source:
+        if self.reads and not self.source and self.kind not in WITHIN:
             raise ConfigError(f"drafter of kind {self.kind!r} needs a source: the path or hub id of its weights")
         if self.source and not self.reads and self.kind != "corpus":
             raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
@@ -34,6 +43,11 @@ class DrafterSpec:
     def reads(self) -> bool:
         """Whether it reads the model: it is made for one, and lives in its passes."""
         return self.kind in HEADS
+
+    @property
+    def within(self) -> bool:
+        """Whether it lies in its model's own checkpoint."""
+        return self.kind in WITHIN and not self.source
 
 
 DEFAULT = (DrafterSpec("suffix"),)

@@ -18,6 +18,8 @@ from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.mtp import Mtp
+from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.kv import SURVEY, Span, Survey
@@ -111,9 +113,11 @@ class Model:
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other. The rest is for the
-        model itself.
+        head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of the
+        model's own checkpoint are the drafter "" of kind "mtp". The rest is for the model itself.
         """
+        if drafter == "" and drafter_kind == Mtp.kind:
+            check_mtp(source, revision=revision, trust_remote_code=trust_remote_code)
         network = load(
             source,
             dtype=dtype,
@@ -127,11 +131,14 @@ class Model:
 
     @classmethod
     def drafting(cls, network: PreTrainedModel, drafter: str | None, drafter_kind: str = "auto", **options: Any) -> Self:
-        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`."""
+        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`.
+
+        A ``drafter`` "" of the kind "mtp" lies in the network's own checkpoint.
+        """
         if drafter is None:
             return cls(network, **options)
         model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
-        probe(model, drafter)
+        probe(model, drafter or drafter_kind)
         return model
 
     @property

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from cascade.engine.checkpoint import Anatomy, anatomy, context_len, rank_problem, read_config
 from cascade.engine.devices import ACCELERATORS, GIB, default_device, free_bytes
+from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
@@ -91,6 +92,7 @@ def verify(config: CascadeConfig) -> None:
             )
         text = _config(tier).get_text_config()
         _check_ranks(tier)
+        _check_drafters(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
             raise ConfigError(
@@ -147,6 +149,16 @@ def _check_ranks(tier: TierConfig) -> None:
     )
     if problem:
         raise ConfigError(f"The model of tier {tier.name} cannot be shared: {problem}")
+
+
+def _check_drafters(tier: TierConfig) -> None:
+    engine = tier.engine_kwargs
+    if not any(one.within for one in engine.drafters):
+        return
+    try:
+        check_mtp(tier.model_loading_config.source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    except ModelError as error:
+        raise ConfigError(f"The drafter of tier {tier.name} cannot be used: {error}") from None
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:

@@ -71,9 +71,9 @@ class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
     kind: Literal[
-        "auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3", "dflash", "dspark"
+        "auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"
     ] = "auto"
-    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3
+    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
     source: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

@@ -58,29 +58,35 @@ def test_help_teaches(command: list[str]) -> None:
     assert "Usage" in output
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "other"),
+    [
+        ("eagle3", ("--vocab-size", "64"), "--num-heads"),
+        ("medusa", ("--num-heads", "2"), "--block-size"),
+        ("dflash", ("--block-size", "4"), "--vocab-size"),
+    ],
+)
+def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple[str, str], other: str) -> None:
     """Guards a whole way: from a model and text to a drafter that the model loads, and what is said of wrong input."""
     text, out = tmp_path / "text.py", tmp_path / "drafter"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
     tiny = family.paths()[0]
-    size = ("--vocab-size", "64") if kind == "eagle3" else ("--block-size", "4")
-    shape = ("--kind", kind, "--steps", "3", "--batch-size", "2", "--context", "24", *size)
-    code, output = run("drafter", "train", "--model", tiny, "--data", str(text), "--out", str(out), *shape)
+    asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3"}
+    shape = {"--batch-size": "2", "--context": "24", size[0]: size[1]}
+    code, output = run("drafter", "train", *(part for pair in {**asked, **shape}.items() for part in pair))
     assert code == 0, output
     assert Model.from_pretrained(tiny, dtype="float32", drafter=str(out)).drafter == kind
-    mistakes: dict[str, list[tuple[dict[str, str], str]]] = {
-        "eagle3": [({"--context": "5000"}, "give more than the"), ({"--block-size": "4"}, "guesses no blocks")],
-        "dflash": [
-            ({"--context": "16", "--block-size": "16"}, "rows of more than"),
-            ({"--vocab-size": "64"}, "among all tokens"),
-        ],
-    }
-    for wrong, words in [({"--data": "nowhere.txt"}, "cannot be read"), *mistakes[kind]]:
-        asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3", **wrong}
-        code, output = run("drafter", "train", *(part for pair in asked.items() for part in pair))
+    mistakes: list[tuple[dict[str, str], str]] = [
+        ({"--data": "nowhere.txt"}, "cannot be read"),
+        ({"--context": "5000"}, "give more than the"),
+        ({other: "5"}, "leave it out"),
+    ]
+    if kind == "dflash":
+        mistakes.append(({"--context": "16", "--block-size": "16"}, "rows of more than"))
+    for wrong, said in mistakes:
+        code, output = run("drafter", "train", *(part for pair in {**asked, **wrong}.items() for part in pair))
         assert code == 1
-        assert words in " ".join(output.split())
+        assert said in " ".join(output.split())
 
 
 def test_generate_prints_the_text() -> None:

@@ -144,7 +144,7 @@ def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -
 def test_who_does_not_pay_is_not_asked() -> None:
     """Guards "never slower": a planner that leaves drafters out saves their guesses, and the text is the same."""
     planner, inside = Planner(), Course(drafters=True)
-    follow(planner, inside, {ALONE: 1.0, inside: 0.5}, 2 * REST)
+    follow(planner, inside, {ALONE: 1.0, inside: 0.5}, 2 * REST, pass_s=10.0)  # far slower than what follows
     tier = Tier("full", 0, Parrot(), planner=planner, drafters=drafters("suffix"))
     tier.start()
     asked = replace(opening(0, 0.0, 40), chain=(), drafters=("suffix",), adaptive=True)

@@ -29,6 +29,7 @@ from tests.cases import rare
 from tests.forks import Piece, check_forks, tokens
 from tests.heads import Made, Paper, make, medusa
 from tests.kernels import varlen
+from tests.mtp import MODELS, mtp, network_of
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 WARM = SamplingParams(temperature=0.8, seed=7)
@@ -45,7 +46,8 @@ BLOCKS = (
     "dspark-speculators",
 )
 STYLES = ("medusa", "medusa-vllm", "eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", *BLOCKS)
-KINDS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
+MTP = tuple(MODELS)  # whose models are their own
+EACH = ("medusa", "eagle", "eagle3", "mtp-glm", "dflash", "dspark")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,7 +65,7 @@ def attention(way: str) -> Attention | None:
 
 @cache
 def folder_of(base: Path, style: str) -> tuple[Made, str]:
-    made = make(style, base / style)
+    made = mtp(base / style, style) if style in MODELS else make(style, base / style)
     return made, made.write("medusa_lm_head.pt" if style == "medusa" else "model.safetensors")
 
 
@@ -73,16 +75,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def deep(name: str) -> PreTrainedModel:
-    """A model with as many layers as heads of different kinds want to read."""
+    """A model with as many layers as heads of different kinds want to read, by its architecture or its own head's style."""
+    if name in MODELS:
+        return network_of(name)
     types = SERVED[name].get("layer_types", [])
     layers = {"n_layer": LAYERS} if "n_embd" in SERVED[name] else {"num_hidden_layers": LAYERS}
     return build(name, **layers, **({"layer_types": types * (LAYERS // len(types))} if types else {}))
 
 
 @cache
-def served(base: Path, style: str, way: str, name: str = "llama") -> tuple[Model, Paper]:
+def served(base: Path, style: str, way: str, name: str = "") -> tuple[Model, Paper]:
     """A model with a head, and what the head's paper says."""
     made, source = folder_of(base, style)
+    name = name or (style if style in MODELS else "llama")
     network = deep(name)
     model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=load_head(source, network))
     plain = deep(name)
@@ -150,8 +155,8 @@ class Session:
             assert list(scored.draft.trunk.tokens) == self.paper.guesses(self.text, number, self.params)
 
 
-CASES = [(style, "native") for style in STYLES]
-CASES += [(style, way) for style in ("medusa", "eagle3", "dflash", "dflash-sliding") for way in WAYS[1:]]
+CASES = [(style, "native") for style in (*STYLES, *MTP)]
+CASES += [(style, way) for style in ("medusa", "eagle3", "mtp-glm", "dflash", "dflash-sliding") for way in WAYS[1:]]
 CASES += [rare(style, way) for style in ("dflash-swa", "dspark") for way in WAYS[1:]]
 
 
@@ -175,8 +180,11 @@ def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: st
             session.store.free()
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", *(rare(name) for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3"))])
+FORMULAS = [(style, name) for style in STYLES for name in ("llama", "qwen3")] + [(style, style) for style in MTP]
+FORMULAS += [rare(style, name) for style in STYLES for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3")]
+
+
+@pytest.mark.parametrize(("style", "name"), FORMULAS)
 def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the formulas: a norm left out or another hidden state would show in few guesses of a tiny model only."""
     model, paper = served(base, style, "native", name)
@@ -198,7 +206,7 @@ def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkey
     store.free()
 
 
-@pytest.mark.parametrize("style", KINDS)
+@pytest.mark.parametrize("style", EACH)
 @pytest.mark.parametrize("way", WAYS)
 def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str) -> None:
     """Guards reuse: what a head keeps of a prefix is taken with its keys and values, and is not written for the other one."""
@@ -220,7 +228,7 @@ def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str)
     one.store.free()
 
 
-@pytest.mark.parametrize("style", KINDS)
+@pytest.mark.parametrize("style", EACH)
 @pytest.mark.parametrize("way", WAYS)
 def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) -> None:
     """Guards branches that were written for a while: all that a head keeps of them comes along, but for the one entry before
@@ -263,12 +271,12 @@ def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
         check_forks(random.Random(seed), model.new_cache, score, 90)
 
 
-@pytest.mark.parametrize("style", KINDS)
+@pytest.mark.parametrize("style", EACH)
 @pytest.mark.parametrize("way", WAYS)
 def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) -> None:
     """Guards memory: guesses at the end of a store take a fork for a moment, or there are fewer of them, or no block."""
     _, source = folder_of(base, style)
-    network = build("llama", num_hidden_layers=LAYERS)
+    network = deep(style if style in MODELS else "llama")
     model = Model(network, attention=attention(way), cache_tokens=CONTEXT, num_threads=1, head=load_head(source, network))
     store = model.new_cache()
     text = [(31 * place + 2) % VOCAB for place in range(CONTEXT - 1)]
@@ -305,16 +313,17 @@ def test_own_tokens_are_those_without_a_head(base: Path) -> None:
         assert (said[0].own, said[0].runner_ups) == (said[1].own, said[1].runner_ups)
 
 
-@pytest.mark.parametrize("style", KINDS)
+@pytest.mark.parametrize("style", [*EACH, "mtp-deepseek"])
 def test_sixteen_bits_and_graphs(base: Path, style: str) -> None:
     """Guards other dtypes and devices: a head is as wide as its model, and passes that it reads are not captured."""
     _, source = folder_of(base, style)
-    network = build("llama", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    name = style if style in MODELS else "llama"
+    network = deep(name).to(torch.bfloat16)
     model = Model(network, num_threads=1, head=load_head(source, network))
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, [4, 5, 6], 1, WARM, guesses=3)])
     assert len(scored.draft.trunk) == 3
-    network = build("llama", num_hidden_layers=LAYERS)
+    network = deep(name)
     model = Model(network, attention=Gathered(BLOCK), capture=eager, cache_tokens=1024, head=load_head(source, network))
     assert model.path == f"gathered, not captured, for {model.drafter} reads hidden states"
 

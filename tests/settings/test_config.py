@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cascade import family
 from cascade.cli.main import main
-from cascade.drafters import DrafterSpec
+from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
@@ -405,6 +405,15 @@ def test_different_tokenizers_are_refused(folder: Path) -> None:
     one_sentence(caught)
 
 
+def test_models_without_the_layers_of_their_drafter_are_refused(folder: Path) -> None:
+    """Guards long starts: all weights were read before anybody looked for MTP layers."""
+    values = trio(str(folder / "plain"), str(folder / "plain"))
+    values["tiers"][1]["engine_kwargs"] = {"drafter": "mtp"}
+    with pytest.raises(ConfigError, match=r"The drafter of tier t1 cannot be used: .*plain' holds no MTP layers") as caught:
+        build(values)
+    one_sentence(caught)
+
+
 def test_short_context_is_refused(folder: Path) -> None:
     """Guards max_model_len, a promise to clients, against a tier that cannot keep it."""
     with pytest.raises(ConfigError, match=r"max_model_len is 33, but tier t0 takes 32 tokens: lower it") as caught:
@@ -520,6 +529,9 @@ def test_drafters_are_named_in_many_ways() -> None:
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
     assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
+    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp")
+    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp")
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
     assert config.drafters == ("suffix", "eagle3")
     assert config.chain_names == ("suffix", "eagle3", "a", "b")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.chain import Chain
+from cascade.engine.heads.head import Place
 from cascade.engine.kv import Span
 
 Angles = tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return out
 
 
-class Eagle(Head):
+class Eagle(Chain):
     """EAGLE-1 and EAGLE-2, which differ in the trees that their authors make."""
 
     kind = "eagle"
@@ -139,64 +139,6 @@ class Eagle(Head):
         found: Tensor = self._shared.lm_head(out)
         return found
 
-    def fed(self, out: Tensor) -> Tensor:
-        """What is in the place of a state behind the text."""
-        return out
-
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
-        last = self._read(texts, place)
-        found: list[list[Step]] = [[] for _ in texts]
-        active = [number for number, out in enumerate(last) if texts[number].guesses and out is not None]
-        if active:
-            hidden = torch.stack([out for number, out in enumerate(last) if number in active and out is not None])
-            with place.rooms([texts[number] for number in active]) as rooms:
-                self._go_on([texts[number] for number in active], rooms, hidden, [found[number] for number in active], place)
-        return [drafted(steps) for steps in found]
-
-    def _go_on(
-        self, texts: Sequence[Text], rooms: Sequence[Any], hidden: Tensor, found: Sequence[list[Step]], place: Place
-    ) -> None:
-        """Guess behind each text, and behind its guesses."""
-        active, told = list(range(len(texts))), []
-        for step in range(max(text.guesses for text in texts)):
-            said = choose(self.whole(self.logits(hidden)), [(texts[one].params, texts[one].end + step, 1) for one in active])
-            told.append((active, said))
-            kept = [row for row, one in enumerate(active) if texts[one].guesses > step + 1 and rooms[one] is not None]
-            if not kept:
-                break
-            active = [active[row] for row in kept]
-            tokens, states = said[0][kept], self.fed(hidden[kept])
-            starts = [texts[one].end - 1 + step for one in active]
-            spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, starts, strict=True))]
-            hidden = self._pass(tokens, states, starts, place, spans)
-        for rows, said in told:  # one by one, for no guess waits for the host
-            for one, step_ in zip(rows, steps_of(said), strict=True):
-                found[one].append(step_)
-
-    def _read(self, texts: Sequence[Text], place: Place) -> list[Tensor | None]:
-        """Go on with what a pass has read; what the last token of each text makes of it, ``[width]``, if there is any."""
-        spans: list[Span] = []
-        tokens: list[int] = []
-        starts: list[int] = []
-        parts: list[Part] = []
-        ends: list[int | None] = []
-        for text in texts:
-            first = max(0, text.start - 1)  # whose next token is known only now
-            if first < text.start and not text.store.writable(first):
-                first = text.start
-            new = list(text.tokens[first + 1 - text.start :])
-            if new:
-                spans.append(Span(text.store, len(tokens), len(tokens) + len(new), first))
-                parts.append(Part(text.store, first, first + len(new)))
-                starts += range(first, first + len(new))
-                tokens += new
-            ends.append(len(tokens) - 1 if new else None)
-        if not tokens:
-            return [None] * len(texts)
-        ids = torch.tensor(tokens).to(self.fc.weight.device, non_blocking=True)
-        out = self._pass(ids, place.states(parts), starts, place, spans)
-        return [None if end is None else out[end] for end in ends]
-
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
         """``[n, width]`` of the last layer."""
         where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
@@ -213,12 +155,6 @@ class Eagle(Head):
         for number, layer in enumerate(self.own_layers):
             out = apply(layer.input_layernorm(out) if number else x, out, layer, angles)
         return out
-
-    def first(self, text: Text, place: Place) -> Tensor:
-        spans = [Span(text.store, 0, text.end - 1, 0)]
-        ids = torch.tensor(text.tokens[1:]).to(self.fc.weight.device)
-        out = self._pass(ids, place.states([Part(text.store, 0, text.end - 1)]), range(text.end - 1), place, spans)
-        return self.whole(self.logits(out)).argmax(-1)
 
 
 class Eagle3(Eagle):

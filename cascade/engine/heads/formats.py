@@ -72,7 +72,7 @@ class Checkpoint:
 
     def fill(self, module: torch.nn.Module) -> None:
         """Put the weights into a module that has none; all must have their place."""
-        wanted = dict(module.named_parameters())
+        wanted = module.state_dict()
         given = {name: self.weights[name] for name in self.weights if name in wanted or name not in (*MAPS, *SHARED)}
         if missing := sorted(wanted.keys() - given.keys()):
             raise self.wrong(f"it lacks the tensor {missing[0]}")

@@ -15,10 +15,14 @@ from cascade.engine.heads.formats import Checkpoint, kind_of, layers_of, read, t
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.markov import KINDS, Confidence, DSpark, Markov
 from cascade.engine.heads.medusa import Block, Medusa
+from cascade.engine.heads.mtp import Mtp
+from cascade.engine.heads.mtp_formats import holds_mtp
+from cascade.engine.heads.mtp_loading import load_mtp
 from cascade.errors import ModelError
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 ATTENTION = "layers.0.self_attn."
+MTP = Mtp.kind
 
 
 class Verifier(NamedTuple):
@@ -39,10 +43,19 @@ class Verifier(NamedTuple):
 
 
 def load_head(source: str, network: PreTrainedModel, *, kind: str = "auto", revision: str | None = None) -> Head:
-    """The head of a path or hub id, in the dtype and on the device of ``network``; raises `ModelError` if it does not fit."""
-    if kind not in ("auto", *MAKERS):
-        raise ModelError(f"drafter_kind is {kind!r}: it must be one of auto, {', '.join(MAKERS)}")
+    """The head of a path or hub id, in the dtype and on the device of ``network``; raises `ModelError` if it does not fit.
+
+    Of the kind "mtp" the ``source`` "" is the checkpoint of ``network``.
+    """
+    if kind not in ("auto", *MAKERS, MTP):
+        raise ModelError(f"drafter_kind is {kind!r}: it must be one of auto, {', '.join((*MAKERS, MTP))}")
+    if kind == MTP:
+        return load_mtp(source, network, revision=revision)
+    if not source:
+        raise ModelError(f"drafter is '': give a path or hub id, or drafter_kind {MTP!r} for layers of the model's checkpoint")
     checkpoint = read(source, revision=revision)
+    if kind == "auto" and holds_mtp(checkpoint.weights):
+        return load_mtp(source, network, revision=revision)
     found = kind_of(checkpoint)
     if kind not in ("auto", found):
         raise checkpoint.wrong(f"drafter_kind is {kind!r}, and its tensors are those of the kind {found!r}")

@@ -1,6 +1,6 @@
 """A drafter for a model, from nothing but the model and texts like those that it will write."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from cascade.engine.checkpoint import context_len
 from cascade.engine.heads.block_training import BlockShape, train_dflash
-from cascade.engine.heads.training import Schedule, Shape, train_eagle3
+from cascade.engine.heads.eagle_training import Shape, train_eagle3
+from cascade.engine.heads.medusa_training import train_medusa
+from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 
-KINDS = ("eagle3", "dflash")
+KINDS = ("eagle3", "medusa", "dflash")
 VOCAB_SIZE = 32_768  # tokens that an EAGLE-3 head knows
+HEADS = 4  # of Medusa
 BLOCK_SIZE = 8  # of DFlash
 
 
@@ -30,6 +33,7 @@ class Plan:
     batch_size: int = 8
     context: int = 128  # tokens of a row
     vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
+    num_heads: int | None = None  # of medusa: guesses behind a text, each by a head with an output embedding of its own
     block_size: int | None = None  # of dflash: the last token and the guesses behind it
 
     def __post_init__(self) -> None:
@@ -37,27 +41,35 @@ class Plan:
             raise ConfigError(f"kind is {self.kind!r}: it must be one of {', '.join(KINDS)}")
         if self.kind != "eagle3" and self.vocab_size is not None:
             raise ConfigError(f"vocab_size is {self.vocab_size}, but {self.kind} guesses among all tokens: leave it out")
+        if self.kind != "medusa" and self.num_heads is not None:
+            raise ConfigError(f"num_heads is {self.num_heads}, but {self.kind} makes all guesses with one: leave it out")
         if self.kind != "dflash" and self.block_size is not None:
             raise ConfigError(f"block_size is {self.block_size}, but {self.kind} guesses no blocks: leave it out")
+        if self.kind == "medusa" and self.context <= (heads := self.num_heads or HEADS) + 1:
+            raise ConfigError(f"context is {self.context}: {heads} heads need rows of more than {heads + 1} tokens")
         if self.kind == "dflash" and self.context <= (size := self.block_size or BLOCK_SIZE):
             raise ConfigError(f"context is {self.context}: blocks of {size} need rows of more than {size} tokens")
 
 
 def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
-    """Train a head for the model at ``source``, a path or hub id, and write it to ``out``.
+    """Train a drafter for the model at ``source``, a path or hub id, and write it to ``out``.
 
     Goes on where it was interrupted. Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
-    are too short or cannot be read, `ModelError` if the model cannot be loaded.
+    are too short or cannot be read, or if another drafter was trained in ``out``, `ModelError` if the model cannot be loaded.
     """
     network = load(source, device=device).requires_grad_(False)
     tokens = _tokens(Tokenizer.from_pretrained(source), files)
     context = min(plan.context, context_len(network.config))
     if len(tokens) <= context:
         raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
-    text, batches, schedule = network.config.get_text_config(), _batches(tokens, plan.batch_size, context), Schedule(plan.steps)
-    if plan.kind == "dflash":
-        return train_dflash(network, batches, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
-    return train_eagle3(network, batches, _shape(text, tokens, plan.vocab_size or VOCAB_SIZE), schedule, out)
+    text, batch, schedule = network.config.get_text_config(), _batches(tokens, plan.batch_size, context), Schedule(plan.steps)
+    match plan.kind:
+        case "medusa":
+            return train_medusa(network, batch, plan.num_heads or HEADS, schedule, out)
+        case "dflash":
+            return train_dflash(network, batch, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
+        case _:
+            return train_eagle3(network, batch, _shape(text, tokens, plan.vocab_size or VOCAB_SIZE), schedule, out)
 
 
 def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
@@ -98,7 +110,7 @@ def _sizes(text: Any) -> dict[str, Any]:
     }
 
 
-def _batches(tokens: Tensor, rows: int, length: int) -> Callable[[int], Tensor]:
+def _batches(tokens: Tensor, rows: int, length: int) -> Batch:
     """Rows of a step, the same ones each time that it is asked for."""
 
     def batch(step: int) -> Tensor:

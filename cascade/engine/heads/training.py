@@ -1,50 +1,29 @@
-"""Trains an EAGLE-3 head for a model, and writes it as such heads are published.
+"""Trains heads for a frozen model: the loop, its rates, and how it goes on where it was interrupted; knows no kind of head."""
 
-A head is trained on what it will meet: behind the text its own output takes the place of hidden states. So each position of a
-text is unrolled for some guesses ("training-time test"): at step k it reads the token at i + 1 + k and its own output of step
-k - 1, attends to the hidden states up to i and to its own steps, and is to say what the model says behind that token.
-
-    loss = sum_k decay^k * cross entropy of softmax(logits_k) against the model's distribution over the head's tokens
-
-Li et al., "EAGLE-3", arXiv 2503.01840.
-"""
-
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import LlamaConfig, PreTrainedModel
 
-from cascade.engine.heads.eagle import Eagle3, Shared
+from cascade.engine.heads.head import Head
+from cascade.errors import ConfigError
 
 CHECKPOINT = "training.pt"  # beside the head, to go on from
+VOCABULARY = "lm_head.weight"  # matrices that are no hidden ones
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Size of a head; its hidden size is its model's."""
-
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    reads: tuple[int, ...]  # hidden states, as Transformers counts them
-    tokens: tuple[int, ...]  # that it knows, increasing
+Batch = Callable[[int], Tensor]  # token ids ``[rows, n]`` of a step by its number, the same ones each time
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long it is trained, and how far it is unrolled."""
+    """How long a head is trained, and how fast."""
 
     steps: int
-    unrolled: int = 4
+    unrolled: int = 4  # guesses behind each position, of EAGLE-3
     decay: float = 0.8  # of the loss, from guess to guess
     muon_lr: float = 0.01  # of hidden matrices
     adam_lr: float = 1e-3  # of the rest
@@ -57,62 +36,13 @@ class Schedule:
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
 
-class Unrolled:
-    """Attention of rows of texts that are unrolled: nothing is stored but for the one step of training."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # keys and values by layer, step after step
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
-        """See `Place.attend`; rows lie behind each other."""
-        group = query.shape[1] // key.shape[1]
-        query, key, value = (self._by_row(part) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value))))
-        steps = self._steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
-        steps.append((key, value))
-        (keys, values), *later = steps
-        seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-        scores = [(query @ keys.transpose(2, 3)).masked_fill(~seen, -torch.inf)]
-        scores += [(query * own).sum(-1, keepdim=True) for own, _ in later]
-        weights = (torch.cat(scores, -1).float() * query.shape[3] ** -0.5).softmax(-1).to(value.dtype)
-        n = keys.shape[2]
-        out = weights[..., :n] @ values
-        for place, (_, own) in enumerate(later):
-            out = out + weights[..., n + place, None] * own
-        whole: Tensor = out.transpose(1, 2).flatten(0, 1)[None]
-        return whole
-
-    def _by_row(self, part: Tensor) -> Tensor:
-        """``[1, heads, rows * n, head_dim]`` as ``[rows, heads, n, head_dim]``."""
-        rows: Tensor = part[0].unflatten(1, (self._rows, -1)).transpose(0, 1)
-        return rows
-
-
-def train_eagle3(
-    network: PreTrainedModel, batch: Callable[[int], Tensor], shape: Shape, schedule: Schedule, folder: Path
-) -> float:
-    """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
-
-    ``batch`` gives the token ids ``[rows, n]`` of a step by its number. What was trained before goes on from its last
-    checkpoint there.
-    """
-    torch.manual_seed(0)
-    head = new_head(network, shape)
-
-    mean = fit(head, lambda ids: _loss(network, head, ids, schedule), batch, schedule, folder)
-    write(head, shape, folder)
-    return mean
-
-
-def fit(
-    head: nn.Module, loss: Callable[[Tensor], Tensor], batch: Callable[[int], Tensor], schedule: Schedule, folder: Path
-) -> float:
+def fit(head: Head, loss: Callable[[Tensor], Tensor], batch: Batch, schedule: Schedule, folder: Path) -> float:
     """Train ``head``; returns the mean loss of its last steps, in nats a guess.
 
-    ``loss`` is that of token ids ``[rows, n]``, on the head's device. Goes on from the last checkpoint in ``folder``.
+    ``loss`` is that of token ids ``[rows, n]``, on the head's device. Goes on from the last checkpoint in ``folder``; raises
+    `ConfigError` if that is of another head.
     """
-    device = next(head.parameters()).device
-    optimizers = _optimizers(head, schedule)
+    optimizers, device = _optimizers(head, schedule), next(head.parameters()).device
     first, mean = _resume(folder / CHECKPOINT, head, optimizers)
     for step in (bar := tqdm(range(first, schedule.steps), desc="train", initial=first, total=schedule.steps, mininterval=5)):
         now = loss(batch(step).to(device))
@@ -130,88 +60,16 @@ def fit(
     return mean
 
 
-def new_head(network: PreTrainedModel, shape: Shape) -> Eagle3:
-    """An untrained head, whose last norm and projection to its tokens are the model's."""
-    text, embed, lm_head = network.config.get_text_config(), network.get_input_embeddings(), network.get_output_embeddings()
-    ids = torch.tensor(shape.tokens)
-    head = Eagle3(
-        _config(text, shape),
-        Shared(embed, lm_head),
-        draft_vocab_size=len(ids),
-        reads=shape.reads,
-        num_layers=1,
-        vocab_size=len(embed.weight),
-        fc_inputs=len(shape.reads) * text.hidden_size,
-        ids=ids,
-    )
-    with torch.no_grad():
-        head.lm_head.weight.copy_(lm_head.weight[ids])
-        last = getattr(getattr(network.base_model, "norm", None), "weight", None)
-        if isinstance(last, Tensor):
-            head.norm.weight.copy_(last)
-        for layer in head.own_layers:  # so that it begins as what it reads
-            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                part.weight.zero_()
-        head.fc.weight.zero_()
-        head.fc.weight[:, -text.hidden_size :].fill_diagonal_(1.0)
-    return head.to(network.device)
-
-
-def _config(text: Any, shape: Shape) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        num_hidden_layers=1,
-        rms_norm_eps=1e-6,
-        vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-    )
-
-
-def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
-    """Mean nats per guess over ``ids`` ``[rows, n]``, those further ahead counting less."""
-    n = ids.shape[1] - schedule.unrolled
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        with torch.no_grad():
-            said = network(ids, output_hidden_states=True, use_cache=False)
-            known = torch.tensor(head.known, device=ids.device)
-            wanted = said.logits[:, 1:, known].float().softmax(-1)
-        total, weight = torch.zeros((), device=ids.device), 0.0
-        for step, logits in enumerate(unroll(head, said.hidden_states, ids, schedule.unrolled)):
-            target = wanted[:, step : step + n].flatten(0, 1)
-            total = total + schedule.decay**step * F.cross_entropy(logits.float(), target)
-            weight += schedule.decay**step
-    return total / weight
-
-
-def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> Iterator[Tensor]:
-    """What a head says at each step behind each of the first positions of ``ids`` ``[rows, n]``.
-
-    That are the first ``n - steps``: ``[rows * (n - steps), tokens]``. ``hidden`` are all hidden states of the model.
-    """
-    rows, n = ids.shape[0], ids.shape[1] - steps
-    states = head.state([hidden[layer][:, :n].flatten(0, 1) for layer in head.reads])
-    place: Any = Unrolled(rows)
-    positions = torch.arange(n, device=ids.device).repeat(rows)[None]
-    for step in range(steps):
-        tokens = ids[:, 1 + step : 1 + step + n].flatten()
-        out = head(tokens, states, positions + step, lambda x, out, layer, angles: layer(x, out, angles, place, None))
-        yield head.logits(out)
-        states = head.fed(out)
-
-
-def _optimizers(head: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    hidden = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
-    rest = [p for name, p in head.named_parameters() if p.ndim == 1 or name == "lm_head.weight"]
+def _optimizers(head: Head, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    hidden = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.endswith(VOCABULARY)]
+    rest = [p for name, p in head.named_parameters() if p.ndim == 1 or name.endswith(VOCABULARY)]
     return [
         torch.optim.Muon(hidden, lr=schedule.muon_lr, weight_decay=0.01, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=schedule.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def _save(path: Path, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, mean: float) -> None:
+def _save(path: Path, head: Head, optimizers: Sequence[torch.optim.Optimizer], step: int, mean: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"step": step, "mean": mean, "head": head.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
     partial = path.with_suffix(".partial")
@@ -219,27 +77,14 @@ def _save(path: Path, head: nn.Module, optimizers: Sequence[torch.optim.Optimize
     os.replace(partial, path)  # a kill while saving leaves the previous checkpoint whole
 
 
-def _resume(path: Path, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, float]:
+def _resume(path: Path, head: Head, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, float]:
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, map_location="cpu", weights_only=True)
+    wanted, given = ({name: part.shape for name, part in of.items()} for of in (head.state_dict(), state["head"]))
+    if wanted != given:
+        raise ConfigError(f"{path} is the training of another drafter: choose another folder, or remove that file")
     head.load_state_dict(state["head"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     return int(state["step"]), float(state["mean"])
-
-
-def write(head: Eagle3, shape: Shape, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """The head's files; ids of hidden states count as those of the ``speculators`` library."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = torch.tensor(shape.tokens)
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
-    weights["d2t"] = ids - torch.arange(len(ids))
-    weights["t2d"] = torch.zeros(head.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = head.config.to_dict() | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(ids),
-        "eagle_aux_hidden_state_layer_ids": list(shape.reads),
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""A head that goes on with hidden states by itself, token after token; knows nothing of its layers.
+
+Position i of its text is the token at i + 1 together with what is kept of the hidden states at i, so that it guesses the token
+at i + 2. Behind the text its own output takes the place of hidden states.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cascade.draft import Draft
+from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.kv import Span
+
+
+class Chain(Head):
+    """EAGLE and what is like it: has keys and values of its own."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def logits(self, out: Tensor) -> Tensor:
+        """``[n, tokens it knows]`` of what `_pass` gives."""
+        raise NotImplementedError
+
+    def fed(self, out: Tensor) -> Tensor:
+        """What is in the place of a state behind the text."""
+        return out
+
+    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
+        """``[n, width]`` of its last layer, for ``tokens`` ``[n]`` and ``states`` ``[n, width]``."""
+        raise NotImplementedError
+
+    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+        last = self._read(texts, place)
+        found: list[list[Step]] = [[] for _ in texts]
+        active = [number for number, out in enumerate(last) if texts[number].guesses and out is not None]
+        if active:
+            hidden = torch.stack([out for number, out in enumerate(last) if number in active and out is not None])
+            with place.rooms([texts[number] for number in active]) as rooms:
+                self._go_on([texts[number] for number in active], rooms, hidden, [found[number] for number in active], place)
+        return [drafted(steps) for steps in found]
+
+    def _go_on(
+        self, texts: Sequence[Text], rooms: Sequence[Any], hidden: Tensor, found: Sequence[list[Step]], place: Place
+    ) -> None:
+        """Guess behind each text, and behind its guesses."""
+        active, told = list(range(len(texts))), []
+        for step in range(max(text.guesses for text in texts)):
+            said = choose(self.whole(self.logits(hidden)), [(texts[one].params, texts[one].end + step, 1) for one in active])
+            told.append((active, said))
+            kept = [row for row, one in enumerate(active) if texts[one].guesses > step + 1 and rooms[one] is not None]
+            if not kept:
+                break
+            active = [active[row] for row in kept]
+            tokens, states = said[0][kept], self.fed(hidden[kept])
+            starts = [texts[one].end - 1 + step for one in active]
+            spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, starts, strict=True))]
+            hidden = self._pass(tokens, states, starts, place, spans)
+        for rows, said in told:  # one by one, for no guess waits for the host
+            for one, step_ in zip(rows, steps_of(said), strict=True):
+                found[one].append(step_)
+
+    def _read(self, texts: Sequence[Text], place: Place) -> list[Tensor | None]:
+        """Go on with what a pass has read; what the last token of each text makes of it, ``[width]``, if there is any."""
+        spans: list[Span] = []
+        tokens: list[int] = []
+        starts: list[int] = []
+        parts: list[Part] = []
+        ends: list[int | None] = []
+        for text in texts:
+            first = max(0, text.start - 1)  # whose next token is known only now
+            if first < text.start and not text.store.writable(first):
+                first = text.start
+            new = list(text.tokens[first + 1 - text.start :])
+            if new:
+                spans.append(Span(text.store, len(tokens), len(tokens) + len(new), first))
+                parts.append(Part(text.store, first, first + len(new)))
+                starts += range(first, first + len(new))
+                tokens += new
+            ends.append(len(tokens) - 1 if new else None)
+        if not tokens:
+            return [None] * len(texts)
+        ids = torch.tensor(tokens).to(self.device, non_blocking=True)
+        out = self._pass(ids, place.states(parts), starts, place, spans)
+        return [None if end is None else out[end] for end in ends]
+
+    def first(self, text: Text, place: Place) -> Tensor:
+        spans = [Span(text.store, 0, text.end - 1, 0)]
+        ids = torch.tensor(text.tokens[1:]).to(self.device)
+        out = self._pass(ids, place.states([Part(text.store, 0, text.end - 1)]), range(text.end - 1), place, spans)
+        return self.whole(self.logits(out)).argmax(-1)

@@ -1,0 +1,91 @@
+"""Trains Medusa heads for a model, and writes them as such heads are published.
+
+The model stays as it is ("Medusa-1"): the k-th head reads its last hidden state of a token, and is to say the token k + 1
+behind it.
+
+    loss = sum_k decay^k * cross entropy of head k against the text
+
+Heads begin as the model's own output embedding. Cai et al., arXiv 2401.10774.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cascade.engine.heads.formats import MEDUSA_FILES
+from cascade.engine.heads.medusa import Block, Medusa
+from cascade.engine.heads.reader import decoder
+from cascade.engine.heads.training import Batch, Schedule, fit
+
+LAYERS = 1  # of each head, before its output embedding
+
+
+def train_medusa(network: PreTrainedModel, batch: Batch, num_heads: int, schedule: Schedule, folder: Path) -> float:
+    """Train ``num_heads`` for ``network`` and write them to ``folder``; see `fit`.
+
+    Rows must have more than ``num_heads + 1`` tokens.
+    """
+    torch.manual_seed(0)
+    head = new_heads(network, num_heads)
+    mean = fit(head, lambda ids: _loss(network, head, ids, schedule), batch, schedule, folder)
+    write(head, folder, network.name_or_path)
+    return mean
+
+
+def new_heads(network: PreTrainedModel, num_heads: int) -> Medusa:
+    """Untrained ones, which say what the model says."""
+    text, lm_head = network.config.get_text_config(), network.get_output_embeddings()
+    size, vocab_size = int(text.hidden_size), len(lm_head.weight)
+    blocks = []
+    for _ in range(num_heads):
+        block = Block([nn.Linear(size, size) for _ in range(LAYERS)], nn.Linear(size, vocab_size, bias=False))
+        with torch.no_grad():
+            block.lm_head.weight.copy_(lm_head.weight)
+            for layer in block.layers:
+                for parameter in layer.parameters():
+                    parameter.zero_()
+        blocks.append(block)
+    sizes = {"num_layers": int(text.num_hidden_layers), "hidden_size": size, "vocab_size": vocab_size}
+    return Medusa(blocks, ids=None, **sizes).to(network.device)
+
+
+def _loss(network: PreTrainedModel, head: Medusa, ids: Tensor, schedule: Schedule) -> Tensor:
+    """Mean nats per guess over ``ids`` ``[rows, n]``, those further ahead counting less."""
+    model: Any = decoder(network)[0]
+    n = ids.shape[1] - 1 - len(head.blocks)
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        with torch.no_grad():
+            states = model(input_ids=ids, use_cache=False)[0][:, :n].flatten(0, 1)
+        total, weight = torch.zeros((), device=ids.device), 0.0
+        for place, block in enumerate(head.blocks):
+            wanted = ids[:, place + 2 : place + 2 + n].flatten()  # the next one is the model's own
+            total = total + schedule.decay**place * F.cross_entropy(block(states).float(), wanted)
+            weight += schedule.decay**place
+    return total / weight
+
+
+def write(head: Medusa, folder: Path, base: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The heads' files, under their authors' names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {}
+    for name, tensor in head.state_dict().items():
+        _, block, part, *rest = name.split(".")
+        published = f"{block}.{LAYERS}.weight" if part == "lm_head" else f"{block}.{rest[0]}.linear.{rest[1]}"
+        weights[published] = tensor.to(dtype).contiguous()
+    save_file(weights, folder / MEDUSA_FILES[0], metadata={"format": "pt"})
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": base,
+        "hidden_size": head.width,
+        "vocab_size": head.vocab_size,
+        "medusa_num_heads": len(head.blocks),
+        "medusa_num_layers": LAYERS,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,292 @@
+"""MTP layers: found in checkpoints as they are published, the same as Transformers' own, and refused in one sentence."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cascade import Cascade, family
+from cascade.engine.checkpoint import read_config
+from cascade.engine.heads import mtp_formats
+from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.mtp import Mtp
+from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.heads.probe import probe
+from cascade.engine.model import Model
+from cascade.errors import ModelError
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from tests.architectures import VOCAB, build
+from tests.heads import Made, Paper, Weights
+from tests.mtp import LAYERS, MODELS, NAMES, mtp, network_of
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = [(37 * place + 11) % VOCAB for place in range(24)]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def whole(folder: Path, style: str, *, beside: bool = False) -> Made:
+    """A checkpoint of a model with its MTP layer, which may lie in a file that is in no index."""
+    made = mtp(folder, style)
+    network_of(style).save_pretrained(folder)
+    if beside:
+        save_file(made.weights, folder / "mtp.safetensors")
+    else:
+        save_file({**load_file(folder / "model.safetensors"), **made.weights}, folder / "model.safetensors", {"format": "pt"})
+    return made
+
+
+def guesses(model: Model, number: int) -> tuple[list[int], list[int]]:
+    """A text with its own token, and what is guessed behind it."""
+    store = model.new_cache()
+    [scored] = model.run([Row(store, 0, TEXT, 1, GREEDY, guesses=number)])
+    store.free()
+    return [*TEXT, *scored.own], list(scored.draft.trunk.tokens)
+
+
+@pytest.mark.parametrize("style", MODELS)
+@pytest.mark.parametrize("beside", [False, True])
+def test_layers_lie_in_the_checkpoint_of_the_model(tmp_path: Path, style: str, beside: bool) -> None:
+    """Guards loading without a source: the model loads as ever, and its layer is found whatever file it is in."""
+    made = whole(tmp_path, style, beside=beside)
+    check_mtp(str(tmp_path))
+    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
+    assert model.drafter == "mtp"
+    text, said = guesses(model, 4)
+    assert said == Paper(made, network_of(style)).guesses(text, 4, GREEDY)
+
+
+@pytest.mark.parametrize("style", ["mtp-glm", "mtp-mimo"])
+def test_sources_of_their_own(tmp_path: Path, style: str) -> None:
+    """Guards folders and files with nothing but the layer, by kind and by their tensors."""
+    made = mtp(tmp_path, style)
+    folder = made.write()
+    for source, kind in ((folder, "auto"), (folder, "mtp"), (str(tmp_path / "model.safetensors"), "mtp")):
+        network = network_of(style)
+        model = Model(network, num_threads=1, head=load_head(source, network, kind=kind))
+        text, said = guesses(model, 3)
+        assert said == Paper(made, network_of(style)).guesses(text, 3, GREEDY)
+
+
+@pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="Transformers has no MTP layers yet")
+@pytest.mark.parametrize("style", ["mtp-deepseek", "mtp-glm", "mtp-qwen"])
+def test_transformers_says_the_same(tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the reading of checkpoints and formulas against the same mistake in the layer and in our own formulas."""
+    whole(tmp_path, style)
+    network: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    network.set_attn_implementation("eager")
+    network.config.num_mtp_layers = 1
+    if style == "mtp-qwen":
+        network.config.mtp_layer_types = ["full_attention"]
+    else:
+        network._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.{LAYERS}.*"}  # is for the published depth
+    reference = transformers.modeling_layers.MtpModel.from_pretrained(network).eval()
+    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
+    assert model.reader is not None
+    seen: list[Tensor] = []
+    monkeypatch.setattr(model.reader.head, "whole", lambda logits: seen.append(logits) or logits)
+    text, said = guesses(model, 1)
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        states = network(ids[:, :-1], output_hidden_states=True, use_cache=False).hidden_states[-1]
+        positions = torch.arange(1, ids.shape[1])[None]
+        found, logits, _ = reference(ids[:, 1:], states, None, positions, None)
+    assert found.tolist() == [said]
+    torch.testing.assert_close(seen[0], logits[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("other", ["embed", "head"])
+def test_embeddings_of_their_own_are_used(tmp_path: Path, other: str) -> None:
+    """Guards embeddings beside the layer: the model's are held once, and others are not dropped without a word."""
+    made, network = mtp(tmp_path, "mtp-glm"), network_of("mtp-glm")
+    head = load_head(made.write(), network)
+    assert isinstance(head, Mtp)
+    names = {name for name, _ in head.named_parameters()}
+    assert not names & {"embed_tokens.weight", "lm_head.weight"}
+    rolled = made.weights[f"{NAMES['mtp-glm'][other]}.weight"].roll(1, 0)
+    made.weights[f"{NAMES['mtp-glm'][other]}.weight"] = rolled
+    model = Model(network, num_threads=1, head=load_head(made.write(), network))
+    plain = network_of("mtp-glm")
+    embeddings = {"embed": plain.get_input_embeddings(), "head": plain.get_output_embeddings()}
+    text, said = guesses(model, 1)
+    with torch.no_grad():
+        states = plain(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False).hidden_states[-1][0]
+        embeddings[other].weight = torch.nn.Parameter(rolled)
+        assert made.out is not None
+        assert said == [int(embeddings["head"](made.out(plain, text, states)[-1]).argmax())]
+
+
+def spoiled(weights: Weights, problem: str) -> Weights:
+    """Tensors with one mistake."""
+    names = NAMES["mtp-glm"]
+    if problem == "lacks":
+        del weights[f"{names['enorm']}.weight"]
+    elif problem == "lacks in layer":
+        del weights[f"{names['block']}.self_attn.o_proj.weight"]
+    elif problem == "unknown":
+        weights[f"{names['block']}.strange.weight"] = torch.zeros(1)
+    elif problem == "shape":
+        weights[f"{names['proj']}.weight"] = torch.zeros(32, 60)
+    elif problem == "vocabulary":
+        weights[f"{names['head']}.weight"] = torch.zeros(VOCAB + 8, 32)
+    elif problem == "quantised":
+        weights[f"{names['proj']}.weight"] = weights[f"{names['proj']}.weight"].to(torch.float8_e4m3fn)
+    elif problem == "other model":
+        weights = {name.replace(f".{LAYERS}.", ".9."): tensor for name, tensor in weights.items()}
+    return weights
+
+
+PROBLEMS = [
+    ("lacks", "lacks the tensor enorm.weight"),
+    ("lacks in layer", r"its layer lacks the tensor block.self_attn.o_proj.weight, unlike those of Glm4MoeForCausalLM"),
+    ("unknown", "its layer has the tensor block.strange.weight, unlike those of Glm4MoeForCausalLM"),
+    ("shape", r"its tensor eh_proj.weight is \[32, 60\], and has to be \[32, 64\]"),
+    ("vocabulary", "made for a vocabulary of 104 tokens, and the model has 96"),
+    ("quantised", r"its MTP layers are quantised \(float8_e4m3fn\)"),
+    ("other model", "holds no MTP layers for a model of 6 layers"),
+]
+
+
+@pytest.mark.parametrize(("problem", "words"), PROBLEMS)
+def test_layers_that_do_not_fit_are_refused(tmp_path: Path, problem: str, words: str) -> None:
+    """Guards against a layer of another model, or half of one, that loads without a word."""
+    made = mtp(tmp_path, "mtp-glm")
+    made.weights = spoiled(made.weights, problem)
+    source = made.write()
+    with pytest.raises(ModelError, match=words) as caught:
+        load_head(source, network_of("mtp-glm"), kind="mtp")
+    assert "\n" not in str(caught.value)
+    assert source in str(caught.value)
+
+
+def test_models_without_layers_are_named(tmp_path: Path) -> None:
+    """Guards the common mistake: a model that was never trained with such layers, or that is no checkpoint."""
+    build("llama").save_pretrained(tmp_path)
+    for look in (check_mtp, partial(Model.from_pretrained, drafter="", drafter_kind="mtp")):
+        with pytest.raises(ModelError, match="holds no MTP layers for a model of 2 layers: choose another drafter than 'mtp'"):
+            look(str(tmp_path))
+    with pytest.raises(ModelError, match="holds no MTP layers"):
+        Cascade.from_pretrained([family.paths()[0]], drafter="mtp")
+    with pytest.raises(ModelError, match="was not loaded from a checkpoint, so give it a source"):
+        load_head("", build("llama"), kind="mtp")
+    with pytest.raises(ModelError, match="There is no folder"):
+        load_head(str(tmp_path / "nowhere"), build("llama"), kind="mtp")
+    (tmp_path / "broken.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ModelError, match="No MTP layers can be loaded from"):
+        load_head(str(tmp_path / "broken.safetensors"), build("llama"), kind="mtp")
+
+
+def test_architectures_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    """Guards layers that see a part of the text only, and models without rotary positions."""
+    weights = mtp(tmp_path, "mtp-mimo").weights
+    sliding: Any = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}
+    for network, words in (
+        (build("qwen2", num_hidden_layers=LAYERS, **sliding), "the model has no layer with full attention"),
+        (build("gpt2", n_layer=LAYERS), "GPT2LMHeadModel has no"),
+    ):
+        source = Made("mtp", weights, {}, tmp_path).write()
+        with pytest.raises(ModelError, match=words) as caught:
+            load_head(source, network, kind="mtp")
+        assert "\n" not in str(caught.value)
+
+
+def test_parts_that_need_32_bits_keep_them(tmp_path: Path) -> None:
+    """Guards routers: DeepSeek's correction of scores is rounded away in bfloat16."""
+    whole(tmp_path, "mtp-deepseek")
+    network: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    head = load_head("", network, kind="mtp")
+    dtypes = {name: tensor.dtype for name, tensor in (*head.named_parameters(), *head.named_buffers())}
+    assert dtypes.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+
+
+def test_of_several_layers_the_first_is_used(tmp_path: Path) -> None:
+    """Guards checkpoints with a layer for each guess: the others' tensors do not mix with the first one's."""
+    made, said = mtp(tmp_path, "mtp-glm"), []
+    second = {name.replace(f".{LAYERS}.", f".{LAYERS + 1}."): tensor.roll(1, 0) for name, tensor in made.weights.items()}
+    for weights in (made.weights, {**second, **made.weights}):
+        made.weights, network = weights, network_of("mtp-glm")
+        said.append(guesses(Model(network, num_threads=1, head=load_head(made.write(), network)), 3))
+    assert said[0] == said[1]
+
+
+def test_indices_are_followed(tmp_path: Path) -> None:
+    """Guards large checkpoints: files by their index, in which the layer may be spread over several."""
+    made = whole(tmp_path, "mtp-qwen")
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {f"model-{part + 1:05}-of-00002.safetensors": names[part::2] for part in range(2)}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
+    text, said = guesses(model, 3)
+    assert said == Paper(made, network_of("mtp-qwen")).guesses(text, 3, GREEDY)
+
+
+def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards downloads: a layer of its own model lies in a few of many large files."""
+    made, asked = mtp(tmp_path, "mtp-glm"), []
+    save_file(made.weights, tmp_path / "b.safetensors")
+    files = {**dict.fromkeys(made.weights, "b.safetensors"), "model.layers.0.mlp.up_proj.weight": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    def fetched(source: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((source, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(mtp_formats, "snapshot_download", fetched)
+    checkpoint, _ = mtp_formats.read_mtp("some/model", LAYERS, revision="abc")
+    assert asked == [("some/model", "abc", [name]) for name in ("model.safetensors.index.json", "b.safetensors")]
+    assert "block.self_attn.o_proj.weight" in checkpoint.weights
+    network_of("mtp-glm").config.save_pretrained(tmp_path)
+    monkeypatch.setattr(mtp_formats, "read_config", lambda source, **_: read_config(str(tmp_path)))
+    check_mtp("some/model", revision="abc")
+    assert asked[2:] == [("some/model", "abc", ["model.safetensors.index.json"])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_are_what_the_model_says(tmp_path: Path, temperature: float) -> None:
+    """Guards the whole way from `drafter="mtp"` to guesses that are right, with a layer that says what its model says."""
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    sizes: dict[str, Any] = {"vocab_size": 4096, "tie_word_embeddings": False}
+    network: Any = build("qwen2", **sizes)
+    donor: Any = build("qwen2", 1, **sizes)
+    with torch.no_grad():
+        network.get_input_embeddings().weight[:] = network.get_input_embeddings().weight[0].clone()
+        for layer in (*network.model.layers, donor.model.layers[0]):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        network.model.norm.weight.fill_(1.0)
+    network.save_pretrained(tmp_path)
+    names, ones = NAMES["mtp-mimo"], torch.ones(32)
+    weights = {f"{names['block']}.{name}": tensor for name, tensor in donor.model.layers[0].state_dict().items()}
+    weights |= {f"{names[norm]}.weight": ones.clone() for norm in ("enorm", "hnorm", "norm")}
+    weights[f"{names['proj']}.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 32)], -1)
+    save_file(weights, tmp_path / "mtp.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(family.paths()[-1]) / name, tmp_path / name)
+    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
+    assert probe(model, "it") == 1.0
+    store = model.new_cache()
+    [scored] = model.run([Row(store, 0, [5, 6, 7], 1, params, guesses=4)])
+    [verified] = model.run([Row(store, 3, scored.own, 1, params, draft=scored.draft.trunk)])
+    assert verified.own[:4] == list(scored.draft.trunk.tokens)
+    said = []
+    for drafter in (None, "mtp"):
+        with Cascade.from_pretrained([str(tmp_path)], drafter=drafter) as cascade:
+            said.append(cascade.generate([5, 6, 7], params).token_ids)
+            assert cascade.names == ((drafter, "full") if drafter else ("full",))
+    assert said[0] == said[1]

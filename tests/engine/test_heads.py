@@ -63,9 +63,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def deep(name: str) -> PreTrainedModel:
     """A model with as many layers as heads of different kinds want to read."""
-    types = SERVED[name].get("layer_types", [])
-    layers = {"n_layer": LAYERS} if "n_embd" in SERVED[name] else {"num_hidden_layers": LAYERS}
-    return build(name, **layers, **({"layer_types": types * (LAYERS // len(types))} if types else {}))
+    own = SERVED[name]
+    layers = {"n_layer" if "n_embd" in own else "num_hidden_layers": LAYERS}
+    kinds = {key: own[key] * (LAYERS // len(own[key])) for key in ("layer_types", "no_rope_layers") if key in own}
+    return build(name, **layers, **kinds)
 
 
 @cache

@@ -68,6 +68,7 @@ class Head(nn.Module):
     width: int  # numbers that it keeps of a position, see `state`
     attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.kv.Survey.heads`
     most = MAX_FORKED  # tokens that it can guess
+    cost = 0.0  # of a guess, as a share of a pass of one token; 0 where that is not known
     _ids: Tensor | None
 
     def __init__(self, vocab_size: int, ids: Tensor | None = None) -> None:

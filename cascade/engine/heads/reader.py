@@ -70,7 +70,8 @@ class Reader:
         for layer, heads in enumerate(self.head.attends, first):
             found.windows[layer], found.heads[layer] = None, heads
         self._kept = first + len(self.head.attends)
-        found.kept[self._kept] = self.head.width
+        if self.head.width:
+            found.kept[self._kept] = self.head.width
 
     def settle(self, attention: Attention, windows: dict[int, int | None]) -> None:
         """How keys and values are held."""
@@ -78,7 +79,7 @@ class Reader:
 
     def keep(self, spans: Sequence[Span]) -> None:
         """Keep what the head reads of the pass that was run."""
-        if not spans:
+        if not spans or not self.head.width:
             self._hidden.clear()
             return
         states = self.head.state([self._hidden[layer][0] for layer in self.head.reads])

@@ -22,7 +22,7 @@ MAX_KNOWN = 2**13  # first tokens of a tenant's n-grams
 WINDOW = 8  # guesses
 READ = 2**11  # last tokens of a new text whose n-grams are kept
 MOST_SEEN = 15
-LONGEST_PAUSE = 64  # passes in which a window is not offered that was not scored
+LONGEST_PAUSE = 64  # passes in which guesses are not offered that were not scored
 
 TAKEN, SAID, SETTLED = 1, 2, 4  # kinds of a window's guesses: from anywhere, from one pass, the same from two
 SEEN = 8  # kind of an n-gram that came once; then 16, 32 and 64
@@ -86,8 +86,8 @@ class Looker:
         self._window: list[Guess] = []
         self._start = 0  # position of the window
         self._offered = False  # with the last guess
-        self._pause = 0  # guesses without it to come
-        self._missed = 0  # times in a row that it was not scored
+        self._once: list[int] = []  # first tokens of n-grams that came once, offered with the last guess
+        self._windows, self._grams_once = Rest(), Rest()
 
     @property
     def wants(self) -> int:
@@ -95,9 +95,14 @@ class Looker:
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """Own tokens behind the window are its next guesses, each a position further."""
-        if not self._offered:
-            return
-        self._offered = False
+        if self._once:
+            self._grams_once.told(any(token in draft.tokens for token in self._once))
+            self._once = []
+        if self._offered:
+            self._offered = False
+            self._take(draft, scored)
+
+    def _take(self, draft: Draft, scored: Scored) -> None:
         old, window = self._window, self._window[:1]
         tokens, own, at = draft.tokens, scored.own, -1
         for node in range(min(len(tokens), len(own) - 1)):
@@ -111,8 +116,7 @@ class Looker:
         for guess in window[1:]:
             if len(guess.chain) == GRAM:
                 self._grams.saw(guess.chain)
-        self._missed = 0 if len(window) > 1 else self._missed + 1
-        self._pause = min(LONGEST_PAUSE, 2**self._missed) - 1
+        self._windows.told(len(window) > 1)
         self._window = window + old[len(window) :]
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
@@ -123,10 +127,13 @@ class Looker:
         if most <= 0:
             return NO_DRAFT
         tree = Tree(self._origin)
+        once = self._grams_once.over()
         for line, times in self._grams.behind(text[-1]):
-            tree.add((token, SEEN << times.bit_length() - 1) for token in line[:most])
-        self._pause -= 1
-        self._offered = self._pause < 0
+            if times > 1 or once:
+                tree.add((token, SEEN << times.bit_length() - 1) for token in line[:most])
+            if times == 1 and once:
+                self._once.append(line[0])
+        self._offered = self._windows.over()
         if self._offered:
             self._move(text)
             tree.add((chain[-1], kind) for chain, kind in self._window[:most])
@@ -134,8 +141,7 @@ class Looker:
 
     def cut(self) -> None:
         """What was guessed was guessed behind another text."""
-        self._window.clear()
-        self._offered = False
+        self._window, self._once, self._offered = [], [], False
 
     def close(self, text: Sequence[int]) -> None:
         """All that it knows is its tenant's."""
@@ -148,6 +154,24 @@ class Looker:
         missing = range(end + len(window), end + WINDOW)
         self._window = window[:WINDOW] + [Guess((text[7919 * place % end],), TAKEN) for place in missing]
         self._start = end
+
+
+class Rest:
+    """Of guesses that no pass scores: twice as long each time."""
+
+    def __init__(self) -> None:
+        self._left = 0  # guesses without them
+        self._missed = 0  # times in a row
+
+    def over(self) -> bool:
+        """Whether they are offered with this guess."""
+        self._left -= 1
+        return self._left < 0
+
+    def told(self, scored: bool) -> None:
+        """Those that were offered were scored, or not."""
+        self._missed = 0 if scored else self._missed + 1
+        self._left = min(LONGEST_PAUSE, 2**self._missed) - 1
 
 
 class Tree:

@@ -1,6 +1,7 @@
-"""How figures are named, and what a round of answers gave."""
+"""How figures are named, how clients ask, and what a round of answers gave."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias, TypeVar
@@ -20,6 +21,18 @@ def rotated(all: Sequence[T], number: int) -> Sequence[T]:
     """Another one first in every round, so that none is favoured by always coming early or late."""
     first = number % len(all)
     return (*all[first:], *all[:first])
+
+
+async def in_turn(ask: Callable[[int], Awaitable[T]], clients: int, each: int) -> list[T]:
+    """Answers to requests 0, 1, ... of so many clients at once, each of whom sends ``each`` one after another, client by client.
+
+    So those who are through early do not wait for the last, as in a batch.
+    """
+
+    async def client(number: int) -> list[T]:
+        return [await ask(request) for request in range(number, clients * each, clients)]
+
+    return [answer for answers in await asyncio.gather(*map(client, range(clients))) for answer in answers]
 
 
 @dataclass(slots=True)

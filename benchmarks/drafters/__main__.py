@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     prompts: tuple[Prompt, ...] = BUILT_IN
     tokens: int = 96  # of an answer to one request at a time
-    crowd: Crowd = Crowd()
+    crowd: Crowd = field(default_factory=Crowd)
 
     @property
     def num_requests(self) -> int:
@@ -55,7 +55,7 @@ class Plan:
         return len(MODES) * len(self.prompts) + self.crowd.num_requests(len(MODES))
 
 
-QUICK = Plan((0.0,), BUILT_IN[:2], 16, Crowd(clients=2, in_turn=1, tokens=16))
+QUICK = Plan((0.0,), BUILT_IN[:1], 8, Crowd(clients=2, in_turn=1, tokens=8))
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

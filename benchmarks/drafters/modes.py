@@ -1,4 +1,4 @@
-"""What is compared, and the cascades that serve it: a model has one drafter that reads it, so there is one for each of these."""
+"""What is compared, and the cascades that serve it: one for each drafter that reads a model, for that has one such."""
 
 import argparse
 import inspect
@@ -48,9 +48,7 @@ class Served:
         self._default = default
         self._by_head = by_head
 
-    def stream(
-        self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling
-    ) -> AsyncIterator[Chunk]:
+    def stream(self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> AsyncIterator[Chunk]:
         return self._of(speculation).astream(prompt, params, speculation, handling)
 
     async def ask(self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:

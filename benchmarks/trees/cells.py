@@ -24,7 +24,7 @@ def rotated(all: Sequence[T], number: int) -> Sequence[T]:
 
 
 async def in_turn(ask: Callable[[int], Awaitable[T]], clients: int, each: int) -> list[T]:
-    """Answers to requests 0, 1, ... of so many clients at once, each of whom sends ``each`` one after another, client by client.
+    """Answers to requests 0, 1, ... of so many clients at once, client by client; each sends ``each``, one after another.
 
     So those who are through early do not wait for the last, as in a batch.
     """

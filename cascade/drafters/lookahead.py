@@ -1,8 +1,8 @@
 """A window of guesses that each pass makes better, and n-grams of what it said there: lookahead decoding (arXiv 2402.02057).
 
 The window is a line behind the text. Own tokens behind its nodes, be these right or wrong, take the place of its guesses in the
-next pass (Jacobi iteration, arXiv 2305.10427). A chain of tokens each of which a pass has said behind the one before is an n-gram;
-it is a guess wherever its first token comes again. N-grams of the text itself are kept, too.
+next pass (Jacobi iteration, arXiv 2305.10427). A chain of tokens each of which a pass has said behind the one before is an
+n-gram; it is a guess wherever its first token comes again. N-grams of the text itself are kept, too.
 
 Nodes of the window are seldom right, and count for what they are: their chances are learnt by how far they are settled, so
 that they are scored where a pass has room for them at no cost. What is not scored is offered ever more seldom.
@@ -147,7 +147,7 @@ class Looker:
         """All that it knows is its tenant's."""
 
     def _move(self, text: Sequence[int]) -> None:
-        """Let the window begin behind the text; guesses that are missing are any of its tokens, as those that Jacobi began with."""
+        """Let the window begin behind the text. Guesses that are missing are any of its tokens, to begin with."""
         end = len(text)
         gone = end - self._start
         window = self._window[gone:] if 0 <= gone <= len(self._window) else []

@@ -70,7 +70,9 @@ def resolved(source: str) -> str:
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: Literal["auto", "lookup", "suffix", "recycling", "lookahead", "corpus", "head", "medusa", "eagle", "eagle3", "exit"] = "auto"
+    kind: Literal[
+        "auto", "lookup", "suffix", "recycling", "lookahead", "corpus", "head", "medusa", "eagle", "eagle3", "exit"
+    ] = "auto"
     # of a corpus a text file, of a head a path or hub id, or embedded:eagle3
     source: Annotated[str, Field(min_length=1)] | None = None
     # of "exit": it runs the first so many of its model, or all but some; those that pay best if neither is named

@@ -25,6 +25,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from tests.chain.test_planner import REST, follow
 from tests.chain.test_tier import opening, settle, text_of
 
+INSIDE = ("suffix", "recycling", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -73,7 +74,7 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
     """Toy tiers with four drafters in each, one of which is a fool."""
     lower = [ToyModel(agreement=0.6), ToyModel(agreement=0.8)] if request.param != "alone" else []
     made = [
-        Tier(str(level), level, model, drafters=[*drafters("suffix", "recycling", "lookahead"), Nonsense()])
+        Tier(str(level), level, model, drafters=[*drafters(*INSIDE), Nonsense()])
         for level, model in enumerate([*lower, ToyModel()])
     ]
     join(made)
@@ -86,7 +87,7 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
 
 def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: int = 60, **changes: Any) -> Open:
     chain = tuple(tier.name for tier in reversed(tiers[:-1]))
-    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=("suffix", "recycling", "lookahead", "nonsense"))
+    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=(*INSIDE, "nonsense"))
     return replace(first, **changes)
 
 
@@ -124,7 +125,8 @@ def full(kinds: Sequence[str]) -> Iterator[Tier]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "least"), [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["lookahead"], 1.5), (["recycling", "suffix"], 2.5)]
+    ("kinds", "least"),
+    [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["lookahead"], 1.5), (["recycling", "suffix"], 2.5)],
 )
 def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""

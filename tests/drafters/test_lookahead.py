@@ -67,7 +67,7 @@ def test_what_the_text_has_never_said_is_known() -> None:
 
 
 def test_a_window_that_is_not_scored_rests() -> None:
-    """Guards speed where guesses cost: what no pass scores is offered ever more seldom, and again with every pass once it is."""
+    """Guards speed where guesses cost: what no pass scores is offered ever more seldom, and each time once it is."""
     looker, text, offered = Lookahead().begin(""), [*range(10, 30)], []
     for place in range(600):
         draft = looker.guess(text, len(text) - 1, 16)

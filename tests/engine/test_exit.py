@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from cascade import Cascade, SamplingParams, family
-from cascade.draft import NO_DRAFT
 from cascade.engine.attention import Gathered, Paged
 from cascade.engine.graphs import eager
 from cascade.engine.heads.exit import Exit
@@ -213,7 +212,7 @@ def test_own_tokens_are_those_without_it() -> None:
 
 
 def test_passes_are_captured_all_the_same() -> None:
-    """Guards speed on GPUs: no hidden state of a pass is read, so it is a graph as without a drafter, and guesses are the same."""
+    """Guards speed on GPUs: no hidden state of a pass is read, so it is a graph as without a drafter; guesses are the same."""
     network = deep("llama")
     model = Model(network, attention=Gathered(BLOCK), capture=eager, cache_tokens=1024, num_threads=1, head=Exit(network))
     exit_of(model).skip(range(FIRST, LAYERS))
@@ -252,7 +251,7 @@ def silent(layers: Sequence[int]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("useless", [[2, 3, 4, 5], [3, 4, 5], [1, 3]])
 def test_layers_that_do_nothing_are_skipped(useless: list[int]) -> None:
-    """Guards the choice at load: of layers that are not needed as many go as one of the choices has, and all guesses are right."""
+    """Guards the choice at load: of layers that are not needed all go that one of the choices has, and guesses are right."""
     model = Model.drafting(silent(useless), None, "exit", num_threads=1)
     assert exit_of(model).skipped == frozenset(useless)
     assert select(model, skip=useless) == 1.0
@@ -293,7 +292,7 @@ def test_models_of_one_layer_are_refused() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_guesses_are_accepted_by_sessions(temperature: float) -> None:
-    """Guards the way of guesses into the next pass: layers that suffice save passes at any temperature; the text is the same."""
+    """Guards the way of guesses into the next pass: layers that suffice save passes, at any temperature; texts are the same."""
     tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
 

@@ -97,7 +97,8 @@ class Exit(Head):
 def _size(network: PreTrainedModel) -> int:
     """Numbers that a pass of one token reads, but for experts that are not chosen."""
     embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
-    return sum(weight.numel() for weight in network.parameters()) - (embedding.numel() if embedding is not head else 0)
+    unread: int = 0 if embedding is head else embedding.numel()
+    return sum(weight.numel() for weight in network.parameters()) - unread
 
 
 class Shape:

@@ -97,8 +97,8 @@ class Exit(Head):
 def _size(network: PreTrainedModel) -> int:
     """Numbers that a pass of one token reads, but for experts that are not chosen."""
     embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
-    unread: int = 0 if embedding is head else embedding.numel()
-    return sum(weight.numel() for weight in network.parameters()) - unread
+    read: int = sum(weight.numel() for weight in network.parameters())
+    return read if embedding is head else read - int(embedding.numel())
 
 
 class Shape:

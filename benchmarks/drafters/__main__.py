@@ -2,9 +2,9 @@
 
     make bench-drafters
 
-Modes take turns on every kind of prompt, at three temperatures, one request at a time; then 16 clients ask in turn, too. All
-of it in the library of this process. No request knows another's text; a corpus is made of modules of Python that the prompts
-are not from. All modes must give the same text, else the run fails. A full run draws `docs/drafters.svg`. The last line is one
+Modes take turns on every kind of prompt, at three temperatures, one request at a time; then under a level load of 16. All of it
+in the library of this process. No request knows another's text; a corpus is made of modules of Python that the prompts are not
+from. All modes must give the same text, else the run fails. A full run draws `docs/drafters.svg`. The last line is one
 JSON document.
 """
 
@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ class Plan:
     crowd: Crowd = field(default_factory=Crowd)
 
     @property
-    def num_requests(self) -> int:
-        """At one temperature, those that warm up aside."""
-        return len(MODES) * len(self.prompts) + self.crowd.num_requests(len(MODES))
+    def num_steps(self) -> int:
+        """At one temperature: requests one at a time, and rounds of the crowd."""
+        return len(MODES) * len(self.prompts) + self.crowd.num_rounds(len(MODES))
 
 
-QUICK = Plan((0.0,), BUILT_IN[:1], 8, Crowd(clients=2, in_turn=1, tokens=8))
+QUICK = Plan((0.0,), BUILT_IN[:1], 8, Crowd(clients=2, tokens=8, round_s=0.05, rounds=1))
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,8 +76,9 @@ def plan(chosen: argparse.Namespace) -> Plan:
     if chosen.quick:
         return QUICK
     kinds = dict.fromkeys(prompt.category for prompt in BUILT_IN)
-    prompts = [one for kind in kinds for one in [one for one in BUILT_IN if one.category == kind][: chosen.prompts]]
-    return replace(Plan(prompts=tuple(prompts)), **({"tokens": chosen.tokens} if chosen.tokens else {}))
+    by_kind = [[prompt for prompt in BUILT_IN if prompt.category == kind] for kind in kinds]
+    prompts = tuple(prompt for prompts in by_kind for prompt in prompts[: chosen.prompts])
+    return Plan(prompts=prompts, tokens=chosen.tokens or Plan.tokens)
 
 
 def measure(size: Plan) -> Found:
@@ -85,7 +86,7 @@ def measure(size: Plan) -> Found:
     found: dict[str, Sequence[Cell]] = {}
     with served() as cascades, Progress(console=console, transient=True) as progress:
         for temperature in size.temperatures:
-            task = progress.add_task(f"Temperature {temperature:g}", total=size.num_requests)
+            task = progress.add_task(f"Temperature {temperature:g}", total=size.num_steps)
 
             def step(task: Any = task) -> None:
                 progress.advance(task)

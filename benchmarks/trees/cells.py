@@ -1,11 +1,14 @@
 """How figures are named, how clients ask, and what a round of answers gave."""
 
 import asyncio
+import itertools
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias, TypeVar
 
+from cascade.answer import Completion
 from cascade.bench.measure import EdgeTotals
 
 T = TypeVar("T")
@@ -23,16 +26,26 @@ def rotated(all: Sequence[T], number: int) -> Sequence[T]:
     return (*all[first:], *all[:first])
 
 
-async def in_turn(ask: Callable[[int], Awaitable[T]], clients: int, each: int) -> list[T]:
-    """Answers to requests 0, 1, ... of so many clients at once, client by client; each sends ``each``, one after another.
+async def level_load(
+    ask: Callable[[int], Awaitable[Completion]], clients: int, seconds: float
+) -> tuple[float, dict[int, Completion]]:
+    """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
 
-    So those who are through early do not wait for the last, as in a batch.
+    An answer that goes on behind the end counts by the share of its time before it: the load is level as long as it counts.
     """
+    numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
+    end = time.perf_counter() + seconds
 
-    async def client(number: int) -> list[T]:
-        return [await ask(request) for request in range(number, clients * each, clients)]
+    async def client() -> None:
+        nonlocal tokens
+        while (asked := time.perf_counter()) < end:
+            number = next(numbers)
+            answer = answers[number] = await ask(number)
+            answered = time.perf_counter()
+            tokens += len(answer.token_ids) * (min(answered, end) - asked) / (answered - asked)
 
-    return [answer for answers in await asyncio.gather(*map(client, range(clients))) for answer in answers]
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return tokens / seconds, answers
 
 
 @dataclass(slots=True)

@@ -197,18 +197,20 @@ def test_drafters_fit_into_a_window(tmp_path: Path) -> None:
     assert console.measure(table).maximum <= drafters.WIDTH
 
 
-def test_clients_ask_in_turn() -> None:
-    """Guards loads: a client that is through asks on, whatever the others do, and answers stand where they did."""
+def test_loads_are_level() -> None:
+    """Guards speeds of crowds: a client that is through asks on, and one request is all that each has."""
     running: list[int] = []
 
-    async def ask(number: int) -> int:
-        running.append(number % 3)
-        assert running.count(number % 3) == 1, "a client has one request at a time"
+    async def ask(number: int) -> Completion:
+        running.append(number)
+        assert len(running) <= 3
         await asyncio.sleep(0.001 * (number % 3))
-        running.remove(number % 3)
-        return number
+        running.remove(number)
+        return Completion("", tuple(range(number + 1)), "length", 0, Stats(1, number + 1, ()))
 
-    assert asyncio.run(cells.in_turn(ask, 3, 4)) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    speed, answers = asyncio.run(cells.level_load(ask, 3, 0.05))
+    assert sorted(answers) == [*range(len(answers))]
+    assert 0 < speed * 0.05 <= sum(len(answer.token_ids) for answer in answers.values())
 
 
 @pytest.mark.parametrize("kind", cost.KINDS)

@@ -346,5 +346,5 @@ def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) 
     kinds = (*(one.kind for one in inner), *([head] if head else ()))
     drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
     if head:
-        drafters[-1].append(InPass(head, len(inner)))
+        drafters[-1].append(InPass(head, len(inner), cost=getattr(models[-1], "guess_cost", 0.0)))
     return kinds, drafters

@@ -59,6 +59,7 @@ class TierReplica:
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
+        encode = None if tokenizer is None else tokenizer.encode_part
         self._tier = Tier(
             self._config.name,
             level,
@@ -67,7 +68,7 @@ class TierReplica:
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
-            drafters=make(engine.drafters, drafters, None if tokenizer is None else tokenizer.encode_part),
+            drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)

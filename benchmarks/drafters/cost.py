@@ -14,7 +14,7 @@ CONTEXT = 8192  # tokens of the text
 TOKENS = 2000  # that are guessed behind it, one after another
 MOST = 16  # of a guess
 WORDS = 500  # of the vocabulary: few, so that there is much to find
-KINDS = ("lookup", "suffix", "recycling")
+KINDS = ("lookup", "suffix", "recycling", "lookahead")
 
 
 def measure(kind: str) -> dict[str, Any]:

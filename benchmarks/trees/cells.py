@@ -1,10 +1,14 @@
-"""How figures are named, and what a round of answers gave."""
+"""How figures are named, how clients ask, and what a round of answers gave."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias, TypeVar
 
+from cascade.answer import Completion
 from cascade.bench.measure import EdgeTotals
 
 T = TypeVar("T")
@@ -20,6 +24,28 @@ def rotated(all: Sequence[T], number: int) -> Sequence[T]:
     """Another one first in every round, so that none is favoured by always coming early or late."""
     first = number % len(all)
     return (*all[first:], *all[:first])
+
+
+async def level_load(
+    ask: Callable[[int], Awaitable[Completion]], clients: int, seconds: float
+) -> tuple[float, dict[int, Completion]]:
+    """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
+
+    An answer that goes on behind the end counts by the share of its time before it: the load is level as long as it counts.
+    """
+    numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
+    end = time.perf_counter() + seconds
+
+    async def client() -> None:
+        nonlocal tokens
+        while (asked := time.perf_counter()) < end:
+            number = next(numbers)
+            answer = answers[number] = await ask(number)
+            answered = time.perf_counter()
+            tokens += len(answer.token_ids) * (min(answered, end) - asked) / (answered - asked)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return tokens / seconds, answers
 
 
 @dataclass(slots=True)

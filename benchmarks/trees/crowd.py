@@ -5,17 +5,15 @@ as there are requests at once ask again as soon as they are answered, until the 
 counts is what came while it lasted; an answer that went on behind its end counts by the share of its time before it.
 """
 
-import asyncio
-import itertools
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from benchmarks.trees.cells import Text, at, rotated, spread
+from benchmarks.trees.cells import Text, at, level_load, rotated, spread
 from benchmarks.trees.systems import Ask
+from cascade.answer import Completion
 from cascade.bench.measure import PROMPTS, Mode, stranger
 from cascade.params import SamplingParams, Speculation
 
@@ -66,24 +64,14 @@ async def _load(ask: Ask, temperature: float, load: int, size: Size) -> dict[str
 
 async def _round(ask: Ask, mode: Mode, temperature: float, load: int, size: Size) -> tuple[float, dict[int, Text]]:
     """Tokens per second under a level load, and the texts; requests are the same in every round, one after another."""
-    numbers, texts, tokens = itertools.count(), dict[int, Text](), 0.0
-    begin = time.perf_counter()
-    end = begin + size.round_s
 
-    async def client() -> None:
-        nonlocal tokens
-        while (asked := time.perf_counter()) < end:
-            number = next(numbers)
-            params = SamplingParams(
-                max_tokens=min(size.tokens, size.most // load), temperature=temperature, seed=number, ignore_eos=True
-            )
-            text = (await ask(PROMPTS[number % len(PROMPTS)], params, mode.speculation, stranger())).token_ids
-            answered = time.perf_counter()
-            tokens += len(text) * (min(answered, end) - asked) / (answered - asked)
-            texts[number] = text
+    async def one(number: int) -> Completion:
+        tokens = min(size.tokens, size.most // load)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, ignore_eos=True)
+        return await ask(PROMPTS[number % len(PROMPTS)], params, mode.speculation, stranger())
 
-    await asyncio.gather(*(client() for _ in range(load)))
-    return tokens / size.round_s, texts
+    speed, answers = await level_load(one, load, size.round_s)
+    return speed, {number: answer.token_ids for number, answer in answers.items()}
 
 
 def figures(cells: Cells) -> dict[str, Any]:

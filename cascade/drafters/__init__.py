@@ -3,6 +3,7 @@
 from cascade.drafters.spec import (
     AUTO,
     DEFAULT,
+    EXIT,
     HEADS,
     KINDS,
     DrafterSpec,
@@ -13,4 +14,16 @@ from cascade.drafters.spec import (
     specs,
 )
 
-__all__ = ["AUTO", "DEFAULT", "HEADS", "KINDS", "DrafterSpec", "check_drafters", "head_of", "make", "source_and_kind", "specs"]
+__all__ = [
+    "AUTO",
+    "DEFAULT",
+    "EXIT",
+    "HEADS",
+    "KINDS",
+    "DrafterSpec",
+    "check_drafters",
+    "head_of",
+    "make",
+    "source_and_kind",
+    "specs",
+]

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cascade.draft import NO_DRAFT, Draft
+from cascade.drafters.paying import MOST, paying
 from cascade.scorer import UNREAD, Scored
 
-MOST = 6  # guesses of a pass, where each is a step of its own, one after the other
-BLOCK = 16  # the same of drafters whose guesses are made at once
+BLOCK = 16  # guesses of a pass where they are made at once, else `MOST`
 AT_ONCE = ("dflash", "dspark")
+
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together
 LEAST = 0.2  # mean of right guesses in a row below which a text goes on without
@@ -16,22 +17,25 @@ TRY = 8  # texts of which one asks all the same, when others have given up
 
 
 class InPass:
-    """The head of the kind ``name``, inside the model's passes."""
+    """The head of the kind ``name``, inside the model's passes. A guess takes ``cost`` of a pass, where that is known."""
 
-    def __init__(self, name: str, level: int = 0) -> None:
+    def __init__(self, name: str, level: int = 0, *, cost: float = 0.0) -> None:
         self.name = name
         self.level = level
+        self.cost = cost
         self.most = BLOCK if name in AT_ONCE else MOST
         self.right = float(self.most)  # guesses in a row that were scored and right, of all texts
+        self.rate = 1.0  # share of guesses that were right if those before them were, of all texts
         self._texts = 0
 
     def begin(self, tenant: str) -> "Asker":
         self._texts += 1
-        return Asker(self, gives_up=self.right < LEAST and self._texts % TRY != 0)
+        pays = self.right >= LEAST and paying(self.rate, self.cost) > 0
+        return Asker(self, gives_up=not pays and self._texts % TRY != 0)
 
 
 class Asker:
-    """One text: asks each pass for as many guesses as were right of late, and one more.
+    """One text: asks each pass for as many guesses as were right of late, and one more, as far as these pay.
 
     Guesses that are not scored, since they do not pay at this load, count like wrong ones. A text that gives up does so for
     good: the head has not read what came since.
@@ -42,12 +46,15 @@ class Asker:
         self._origin = bytes([drafter.level << 1])
         self._said = NO_DRAFT  # by the last pass
         self._right = max(1.0, drafter.right)  # guesses in a row, the latest counting most
+        self._rate = max(drafter.rate, (1 + drafter.cost) / 2)  # a try takes some passes
         self._gave_up = gives_up
 
     @property
     def wants(self) -> int:
         """Guesses that the next pass shall make."""
-        return UNREAD if self._gave_up else min(self._drafter.most, 1 + round(self._right))
+        drafter = self._drafter
+        most = min(drafter.most, 1 + round(self._right))
+        return UNREAD if self._gave_up else max(1, paying(self._rate, drafter.cost, most))
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass guessed behind what it said itself."""
@@ -56,7 +63,10 @@ class Asker:
             right = min(len(self._said.find(new)), len(draft.find(new)))
             self._right = MEMORY * self._right + (1 - MEMORY) * right
             self._drafter.right = SHARED * self._drafter.right + (1 - SHARED) * right
-            self._gave_up |= self._right < LEAST
+            for judged in range(min(right + 1, self._said.height)):
+                self._rate = MEMORY * self._rate + (1 - MEMORY) * (judged < right)
+                self._drafter.rate = SHARED * self._drafter.rate + (1 - SHARED) * (judged < right)
+            self._gave_up |= self._right < LEAST or not paying(self._rate, self._drafter.cost)
         self._said = scored.draft
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:

@@ -5,15 +5,14 @@ drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it 
 (SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that is given (REST, arXiv 2311.08252).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
+from cascade.drafters.tenants import Tenants
 from cascade.native.matches import GRAM, LONGEST, Ints, Matches
 from cascade.scorer import UNREAD, Scored
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
-MAX_TENANTS = 16  # whose texts are held: those who came last
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 BESIDE = 4  # tokens of the second branch, at most
 
@@ -37,14 +36,10 @@ class Suffix:
 
     def __init__(self, level: int = 0) -> None:
         self.level = level
-        self.texts: OrderedDict[str, Matches] = OrderedDict()  # by tenant
+        self.tenants = Tenants(lambda: Matches(MAX_HELD))
 
     def begin(self, tenant: str) -> "Matcher":
-        texts = self.texts.setdefault(tenant, Matches(MAX_HELD))
-        self.texts.move_to_end(tenant)
-        if len(self.texts) > MAX_TENANTS:
-            self.texts.popitem(last=False)
-        return Matcher(self.level, texts, keeps=True)
+        return Matcher(self.level, self.tenants.of(tenant), keeps=True)
 
 
 class Corpus:

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
+from cascade.drafters.tenants import Tenants
 from cascade.scorer import UNREAD, Scored
 
 NEXT = 3  # tokens that are known behind each
 MAX_KNOWN = 2**15  # tokens of a tenant behind which some are known
-MAX_TENANTS = 16
 DEPTH = 5  # of a guess
 BROAD = 2  # levels of the tree on which runner-ups are offered
 MOST_SEEN = 127
@@ -24,14 +24,10 @@ class Recycling:
 
     def __init__(self, level: int = 0) -> None:
         self.level = level
-        self.tenants: OrderedDict[str, Followers] = OrderedDict()
+        self.tenants = Tenants(Followers)
 
     def begin(self, tenant: str) -> "Recycler":
-        followers = self.tenants.setdefault(tenant, Followers())
-        self.tenants.move_to_end(tenant)
-        if len(self.tenants) > MAX_TENANTS:
-            self.tenants.popitem(last=False)
-        return Recycler(self.level, followers)
+        return Recycler(self.level, self.tenants.of(tenant))
 
 
 class Followers:

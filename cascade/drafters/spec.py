@@ -8,17 +8,10 @@ from cascade.errors import ConfigError
 from cascade.scorer import Drafter
 
 AUTO = "auto"  # what nobody has to think about
-KINDS = ("lookup", "suffix", "recycling", "corpus")
-HEADS = (
-    "head",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "dflash",
-    "dspark",
-)  # read the model: of the first the files say which it is
+KINDS = ("lookup", "suffix", "recycling", "lookahead", "corpus")
+HEADS = ("head", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark")  # read the model: of the first the files say the kind
 WITHIN = ("mtp",)  # of these: lie in the model's own checkpoint unless a source is named
+EXIT = "exit"  # runs some of the model's own layers
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
 
@@ -28,21 +21,36 @@ class DrafterSpec:
 
     kind: str
     source: str = ""  # of a corpus a file of plain text, of a head a path or hub id
+    layers: int | None = None  # of "exit", which runs the first so many of its model,
+    skip: tuple[int, ...] = ()  # or all but these; those that pay best if neither is named
 
     def __post_init__(self) -> None:
-        if self.kind not in (*KINDS, *HEADS):
-            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS, *HEADS))}")
+        kinds = (*KINDS, *HEADS, EXIT)
+        if self.kind not in kinds:
+            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *kinds))}")
         if self.kind == "corpus" and not self.source:
             raise ConfigError("drafter of kind 'corpus' needs a source: the path of a text file")
-        if self.reads and not self.source and self.kind not in WITHIN:
+        if self.kind in HEADS and not self.source and self.kind not in WITHIN:
             raise ConfigError(f"drafter of kind {self.kind!r} needs a source: the path or hub id of its weights")
-        if self.source and not self.reads and self.kind != "corpus":
+        if self.source and self.kind not in (*HEADS, "corpus"):
             raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        for name, value in (("layers", self.layers), ("skip", list(self.skip))):
+            if value and self.kind != EXIT:
+                raise ConfigError(f"drafter.{name} is {value!r}, but {self.kind!r} runs no layers of its model: remove it")
+        if self.layers is not None and self.skip:
+            raise ConfigError(f"drafter.layers is {self.layers} and drafter.skip is {list(self.skip)}: name one of the two")
+        if self.layers is not None and self.layers < 1:
+            raise ConfigError(f"drafter.layers is {self.layers}: it must be 1 at least")
+        if min(self.skip, default=0) < 0 or len({*self.skip}) < len(self.skip):
+            raise ConfigError(f"drafter.skip is {list(self.skip)}: it must name layers from 0 on, each once")
 
     @property
     def reads(self) -> bool:
         """Whether it reads the model: it is made for one, and lives in its passes."""
-        return self.kind in HEADS
+        return self.kind in (*HEADS, EXIT)
 
     @property
     def within(self) -> bool:
@@ -70,10 +78,15 @@ def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> t
     return tuple(found)
 
 
-def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str]:
-    """Of the one that reads the model, for `cascade.engine.model.Model.drafting`: "auto" where its files say the kind."""
+def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str, int | None, tuple[int, ...]]:
+    """Of the one that reads the model, for `cascade.engine.model.Model.drafting`: "auto" where its files say the kind.
+
+    Then the layers that it runs and those that it skips.
+    """
     head = head_of(chosen)
-    return (None, AUTO) if head is None else (head.source, AUTO if head.kind == HEADS[0] else head.kind)
+    if head is None:
+        return None, AUTO, None, ()
+    return head.source, AUTO if head.kind == HEADS[0] else head.kind, head.layers, head.skip
 
 
 def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:
@@ -87,9 +100,13 @@ def check_drafters(kinds: Iterable[str], tiers: Sequence[str]) -> None:
         raise ConfigError(f"a tier is named {common.pop()!r}, as one of its drafters is: give it another name")
 
 
-def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | None) -> list[Drafter]:
-    """The drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`."""
+def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | None, guess_cost: float = 0.0) -> list[Drafter]:
+    """The drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`.
+
+    ``guess_cost`` is that of the one that reads the model, see `cascade.drafters.in_pass.InPass`.
+    """
     from cascade.drafters.in_pass import InPass
+    from cascade.drafters.lookahead import Lookahead
     from cascade.drafters.matching import Corpus, Lookup, Suffix  # compiles kernels, which who only names drafters needs not
     from cascade.drafters.recycling import Recycling
 
@@ -103,10 +120,12 @@ def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | N
                 made.append(Suffix(level))
             case "recycling":
                 made.append(Recycling(level))
+            case "lookahead":
+                made.append(Lookahead(level))
             case "corpus":
                 made.append(Corpus(level, _read(spec.source, encode)))
             case head:
-                made.append(InPass(head, level))
+                made.append(InPass(head, level, cost=guess_cost))
     return made
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -16,12 +16,14 @@ from cascade.engine.attention import Attention, Contiguous, Paged, choose_attent
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
 from cascade.engine.graphs import Capture, Graphs, Recorder
+from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
+from cascade.engine.heads.selection import select
 from cascade.engine.kv import SURVEY, Span, Survey
 from cascade.engine.lean import choose_kit, fatten, slim
 from cascade.engine.loading import load
@@ -67,7 +69,7 @@ class Model:
         room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
         ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU. Passes on a CPU take ``num_threads``;
         without a number, as many of those PyTorch may use as they are worth, see `cascade.engine.threads`.
-        ``head`` guesses behind rows that want it; passes are not captured then.
+        ``head`` guesses behind rows that want it; passes whose hidden states it reads are not captured.
         """
         self._network = network.eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
@@ -90,7 +92,8 @@ class Model:
             self.cache_tokens: int = self._attention.hold(room)
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.device} has no memory for a cache of {room} tokens: set cache_tokens to fewer") from error
-        self._pass = self._captured(capture) if self.captures and head is None else self._score
+        noted = head is not None and head.reads  # hidden states of each pass
+        self._pass = self._captured(capture) if self.captures and not noted else self._score
         self.threads: Threads = self._counted(num_threads)
 
     @classmethod
@@ -108,13 +111,16 @@ class Model:
         num_threads: int | None = None,
         drafter: str | None = None,
         drafter_kind: str = "auto",
+        drafter_layers: int | None = None,
+        drafter_skip: Collection[int] = (),
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
         ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
         head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of the
-        model's own checkpoint are the drafter "" of kind "mtp". The rest is for the model itself.
+        model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
+        ``drafter_layers`` or all but ``drafter_skip``, see `select`. The rest is for the model itself.
         """
         if drafter == "" and drafter_kind == Mtp.kind:
             check_mtp(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -127,14 +133,26 @@ class Model:
             quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
-        return cls.drafting(network, drafter, drafter_kind, num_threads=num_threads, **memory)
+        chosen = (drafter, drafter_kind, drafter_layers, drafter_skip)
+        return cls.drafting(network, *chosen, num_threads=num_threads, **memory)
 
     @classmethod
-    def drafting(cls, network: PreTrainedModel, drafter: str | None, drafter_kind: str = "auto", **options: Any) -> Self:
-        """Take over a loaded network and its head, a path or hub id, if there is one; raises `ModelError`.
-
-        A ``drafter`` "" of the kind "mtp" lies in the network's own checkpoint.
-        """
+    def drafting(
+        cls,
+        network: PreTrainedModel,
+        drafter: str | None,
+        drafter_kind: str = "auto",
+        layers: int | None = None,
+        skip: Collection[int] = (),
+        **options: Any,
+    ) -> Self:
+        """Take over a loaded network and its head, see `from_pretrained`, if there is one; raises `ModelError`."""
+        if drafter_kind == Exit.kind:
+            model = cls(network, head=Exit(network), **options)
+            select(model, layers, skip)
+            return model
+        if layers is not None or skip:
+            raise ModelError(f"drafter_kind is {drafter_kind!r}, but layers are named: those are for 'exit'")
         if drafter is None:
             return cls(network, **options)
         model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
@@ -157,10 +175,15 @@ class Model:
         return self.reader.head.kind if self.reader is not None else ""
 
     @property
+    def guess_cost(self) -> float:
+        """Of its head, as a share of a pass; 0 where that is not known."""
+        return self.reader.head.cost if self.reader is not None else 0.0
+
+    @property
     def path(self) -> str:
         """How keys and values are held and whether passes are captured, for people."""
         held = type(self._attention).__name__.lower()
-        if self.reader is not None:
+        if self.reader is not None and self.reader.head.reads:
             return f"{held}, not captured, for {self.drafter} reads hidden states"
         return held + ("" if self._pass == self._score else ", captured")
 

@@ -71,10 +71,26 @@ class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
     kind: Literal[
-        "auto", "lookup", "suffix", "recycling", "corpus", "head", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"
+        "auto",
+        "lookup",
+        "suffix",
+        "recycling",
+        "lookahead",
+        "corpus",
+        "head",
+        "medusa",
+        "eagle",
+        "eagle3",
+        "mtp",
+        "dflash",
+        "dspark",
+        "exit",
     ] = "auto"
     # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
     source: Annotated[str, Field(min_length=1)] | None = None
+    # of "exit": it runs the first so many of its model, or all but some; those that pay best if neither is named
+    layers: Annotated[int, Field(ge=1)] | None = None
+    skip: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -85,12 +101,14 @@ class DrafterConfig(Section):
                 raise ValueError(str(error)) from None
         elif self.source:
             raise ValueError("a source needs its kind beside it; 'head' finds out which one it is")
+        elif self.layers or self.skip:
+            raise ValueError("layers and skip need their kind beside them, 'exit'")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
         """The drafter, if it is not "auto"."""
-        return DrafterSpec(self.kind, resolved(self.source or ""))
+        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip or ())
 
 
 def _listed(chosen: Any) -> Any:

@@ -1,6 +1,7 @@
 """What benchmarks are made of still works: they run rarely, and for minutes."""
 
 import asyncio
+import io
 import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -10,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import cascade, device_metrics, gpu, hop, price, reference, scale, vs_transformers
 from benchmarks.drafters import __main__ as drafters
-from benchmarks.drafters import cost
+from benchmarks.drafters import cost, report
+from benchmarks.drafters.modes import MODES
 from benchmarks.trees import __main__ as trees
 from benchmarks.trees import acceptance, cells, crowd, served, simulated
 from cascade import family
 from cascade.answer import Completion, Stats
+from cascade.bench.load import Cell
+from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 
 
@@ -154,13 +159,58 @@ def test_served_modes_are_compared() -> None:
     assert [trees.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
 
 
-def test_drafters_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_drafters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `make bench-drafters` against kinds and modes that have changed: its last line names them all, and texts agree."""
-    drafters.main(["--quick"])
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {*line["drafters"]} == {mode.name for mode in drafters.MODES[1:]}
+    drafters.main(["--quick", "--results", str(tmp_path / "drafters.json"), "--picture", str(tmp_path / "drafters.svg")])
+    out = capsys.readouterr()
+    line = json.loads(out.out.splitlines()[-1])
+    assert {*line["drafters"]} == {mode.name for mode in MODES[1:]}
     assert all(one["t0"]["speedup"] > 0 and one["t0"]["accepted_len"] >= 1 for one in line["drafters"].values())
     assert line["best"] in line["drafters"]
+    assert json.loads((tmp_path / "drafters.json").read_text())["head"] == line
+    assert (tmp_path / "drafters.svg").read_text().count("suffix + tiny") == 2
+
+
+def cells_of(temperature: str) -> list[Cell]:
+    """As a full run has them."""
+    places = [(category, 1) for category in ("code", "tests", "data", "prose")] + [("all", 16)]
+    made = [Cell(mode, category, load, 96, 1.5, 1) for mode in MODES for category, load in places]
+    for cell in made:
+        cell.edges.add([Edge("", "full", passes=40, emitted=96)])
+    return made
+
+
+def test_drafters_fit_into_a_window(tmp_path: Path) -> None:
+    """Guards what is kept and what is shown: a full run's document is small, its tables are no wider than a window."""
+    found = {name: cells_of(name) for name in map(cells.at, drafters.Plan().temperatures)}
+    head = report.head(found)
+    path = tmp_path / "drafters.json"
+    drafters.write({"head": head, "cost": {}, "hardware": "", "cells": report.entries(found)}, path)
+    document = json.loads(path.read_text())
+    assert len(document["cells"]) == 3 * 6 * len(MODES)
+    assert document["cells"][-1]["tokens_per_full_pass"] == 2.4
+    assert path.stat().st_size < 100_000
+    console = Console(width=drafters.WIDTH, file=io.StringIO())
+    table = report.table("t0", found["t0"])
+    assert console.measure(table).minimum <= drafters.WIDTH
+    assert console.measure(table).maximum <= drafters.WIDTH
+
+
+def test_loads_are_level() -> None:
+    """Guards speeds of crowds: a client that is through asks on, and one request is all that each has."""
+    running: list[int] = []
+
+    async def ask(number: int) -> Completion:
+        running.append(number)
+        assert len(running) <= 3
+        await asyncio.sleep(0.001 * (number % 3))
+        running.remove(number)
+        return Completion("", tuple(range(number + 1)), "length", 0, Stats(1, number + 1, ()))
+
+    speed, answers = asyncio.run(cells.level_load(ask, 3, 0.05))
+    assert sorted(answers) == [*range(len(answers))]
+    assert 0 < speed * 0.05 <= sum(len(answer.token_ids) for answer in answers.values())
 
 
 @pytest.mark.parametrize("kind", cost.KINDS)

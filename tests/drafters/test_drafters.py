@@ -14,8 +14,10 @@ from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import KINDS, DrafterSpec, make
 from cascade.drafters.in_pass import MOST, TRY, InPass
-from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
+from cascade.drafters.matching import Corpus, Lookup, Suffix, kind
+from cascade.drafters.paying import paying, speed
 from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
+from cascade.drafters.tenants import MAX_TENANTS
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
@@ -23,6 +25,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from tests.chain.test_planner import REST, follow
 from tests.chain.test_tier import opening, settle, text_of
 
+INSIDE = ("suffix", "recycling", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -68,10 +71,10 @@ def drafters(*kinds: str) -> list[Drafter]:
 
 @pytest.fixture(params=["alone", "above two tiers"])
 def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
-    """Toy tiers with three drafters in each, one of which is a fool."""
+    """Toy tiers with four drafters in each, one of which is a fool."""
     lower = [ToyModel(agreement=0.6), ToyModel(agreement=0.8)] if request.param != "alone" else []
     made = [
-        Tier(str(level), level, model, drafters=[*drafters("suffix", "recycling"), Nonsense()])
+        Tier(str(level), level, model, drafters=[*drafters(*INSIDE), Nonsense()])
         for level, model in enumerate([*lower, ToyModel()])
     ]
     join(made)
@@ -84,7 +87,7 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
 
 def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: int = 60, **changes: Any) -> Open:
     chain = tuple(tier.name for tier in reversed(tiers[:-1]))
-    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=("suffix", "recycling", "nonsense"))
+    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=(*INSIDE, "nonsense"))
     return replace(first, **changes)
 
 
@@ -109,7 +112,7 @@ def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
     text, answer = text_of(tiers[-1], asked)
     assert text == full_text(ToyModel(), asked)
     edges = {edge.drafter for edge in answer._edges if edge.verifier == tiers[-1].name}
-    assert edges <= ({"1"} if asked.chain else {"", "suffix", "recycling", "nonsense"})
+    assert edges <= ({"1"} if asked.chain else {"", *asked.drafters})
 
 
 @pytest.fixture
@@ -122,7 +125,8 @@ def full(kinds: Sequence[str]) -> Iterator[Tier]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "least"), [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["recycling", "suffix"], 2.5)]
+    ("kinds", "least"),
+    [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["lookahead"], 1.5), (["recycling", "suffix"], 2.5)],
 )
 def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""
@@ -191,7 +195,7 @@ def test_memory_of_tenants_is_bounded() -> None:
     for tenant in range(3 * MAX_TENANTS):
         suffix.begin(str(tenant))
         recycling.begin(str(tenant))
-    assert len(suffix.texts) == len(recycling.tenants) == MAX_TENANTS
+    assert len(suffix.tenants) == len(recycling.tenants) == MAX_TENANTS
     followers = Followers()
     for token in range(MAX_KNOWN + 10):
         followers.saw(token, 1)
@@ -278,6 +282,38 @@ def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
     for _ in range(60):
         asker.saw(1, NO_DRAFT, Scored([3], draft=Draft((3,), bytes(1))))  # right, but not scored: it does not pay
     assert asker.wants == UNREAD
+
+
+def test_no_more_guesses_are_asked_for_than_pay() -> None:
+    """Guards heads that are nearly as slow as their model: a guess that takes half a pass is right in more than half of all
+    cases, or not made; and one that nearly always is right is not the only one."""
+    asker, chance, asked = InPass("exit", 0, cost=0.3).begin(""), random.Random(1), 0
+    for _ in range(300):
+        size = asker.wants
+        asked += size
+        right = next((place for place in range(size) if chance.random() > 0.95), size)
+        said = Draft((1,) * size, bytes(size))
+        asker.saw(1, said, Scored([*[1] * right, 2][: size + 1], draft=said))
+    assert asked > 2.5 * 300
+    asker = InPass("exit", 0, cost=0.5).begin("")
+    for place in range(100):
+        said = Draft((1,), bytes(1))
+        asker.saw(1, said, Scored([1 if place % 3 else 2, 1], draft=said))
+    assert asker.wants != UNREAD
+    for _ in range(20):
+        asker.saw(1, said, Scored([2], draft=said))
+    assert asker.wants == UNREAD
+
+
+def test_paying_is_what_is_fastest() -> None:
+    """Guards the rule: none where a guess costs more than it gives, more the surer and the cheaper they are."""
+    assert paying(0.3, 0.4) == paying(0.0, 0.1) == 0
+    assert paying(1.0, 0.9) == paying(0.0, 0.0) == MOST
+    for cost in (0.1, 0.3, 0.5):
+        numbers = [paying(right / 20, cost) for right in range(21)]
+        assert numbers == sorted(numbers)
+        assert all(speed(right / 20, cost) > 1 or not paying(right / 20, cost) for right in range(21))
+    assert speed(0.5, 0.25) == pytest.approx(1.5 / 1.25)
 
 
 def test_texts_give_up_where_others_have() -> None:

@@ -78,9 +78,10 @@ def deep(name: str) -> PreTrainedModel:
     """A model with as many layers as heads of different kinds want to read, by its architecture or its own head's style."""
     if name in MODELS:
         return network_of(name)
-    types = SERVED[name].get("layer_types", [])
-    layers = {"n_layer": LAYERS} if "n_embd" in SERVED[name] else {"num_hidden_layers": LAYERS}
-    return build(name, **layers, **({"layer_types": types * (LAYERS // len(types))} if types else {}))
+    own = SERVED[name]
+    layers = {"n_layer" if "n_embd" in own else "num_hidden_layers": LAYERS}
+    kinds = {key: own[key] * (LAYERS // len(own[key])) for key in ("layer_types", "no_rope_layers") if key in own}
+    return build(name, **layers, **kinds)
 
 
 @cache

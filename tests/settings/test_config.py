@@ -76,6 +76,24 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"drafter": {"kind": "head", "source": "a/b"}, "tensor_parallel_size": 2}),
         r"reads a whole model without adapters, and tensor_parallel_size is 2: remove one of the two",
     ),
+    "layers without a kind": (one(engine_kwargs={"drafter": {"layers": 4}}), r"need their kind beside them, 'exit'"),
+    "layers of a lookup": (
+        one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
+        r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
+    ),
+    "no layers": (one(engine_kwargs={"drafter": {"kind": "exit", "layers": 0}}), r"drafter.0.layers is 0: .*equal to 1"),
+    "some layers and others": (
+        one(engine_kwargs={"drafter": {"kind": "exit", "layers": 4, "skip": [7]}}),
+        r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
+    ),
+    "a layer twice": (
+        one(engine_kwargs={"drafter": {"kind": "exit", "skip": [7, 7]}}),
+        r"drafter.skip is \[7, 7\]: it must name layers from 0 on, each once",
+    ),
+    "an early exit with a file": (
+        one(engine_kwargs={"drafter": {"kind": "exit", "source": "a/b"}}),
+        r"drafter.source is 'a/b', but 'exit' reads no file: remove it",
+    ),
     "file without a kind": (one(engine_kwargs={"drafter": {"source": "f"}}), r"a source needs its kind beside it"),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
@@ -530,8 +548,10 @@ def test_drafters_are_named_in_many_ways() -> None:
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
     assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
     assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
-    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp")
-    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp")
+    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None, ())
+    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None, ())
+    assert named("exit") == (DrafterSpec("exit"),)
+    assert named({"kind": "exit", "skip": [3, 5]}) == (DrafterSpec("exit", skip=(3, 5)),)
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
     assert config.drafters == ("suffix", "eagle3")
     assert config.chain_names == ("suffix", "eagle3", "a", "b")

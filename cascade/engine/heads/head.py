@@ -75,6 +75,7 @@ class Head(nn.Module):
     attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.kv.Survey.heads`
     windows: tuple[int | None, ...] = ()  # of these layers, see `cascade.engine.kv.Survey`; none slides if this is empty
     most = MAX_FORKED  # tokens that it can guess
+    cost = 0.0  # of a guess, as a share of a pass of one token; 0 where that is not known
     _ids: Tensor | None
 
     def __init__(self, vocab_size: int, ids: Tensor | None = None) -> None:

@@ -32,14 +32,14 @@ def probe(model: "Model", source: str) -> float:
     """The share of a head's guesses that are what the model says; raises `ModelError` if another reading is clearly right."""
     reader = model.reader
     assert reader is not None
-    text, reads = _written(model), reader.head.reads
-    agreement = _agreement(model, text)
+    text, reads = written(model), reader.head.reads
+    agreement = agreement_on(model, text)
     if agreement > CHANCE:
         return agreement
     found = {}
     for other in _readings(reader.head, reader.num_layers):
         reader.listen(other)
-        found[other] = _agreement(model, text)
+        found[other] = agreement_on(model, text)
     reader.listen(reads)
     best = max(found, key=found.__getitem__, default=reads)
     if found and found[best] > agreement + CLEAR:
@@ -49,7 +49,7 @@ def probe(model: "Model", source: str) -> float:
         )
     if (way := reader.head.otherwise()) is not None:
         with way as words:
-            better = _agreement(model, text)
+            better = agreement_on(model, text)
         if better > agreement + CLEAR:
             raise ModelError(
                 f"Of the guesses of the drafter {source!r} {agreement:.0%} are right: with {words} in its config.json "
@@ -72,7 +72,7 @@ def _readings(head: Head, num_layers: int) -> list[tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def _written(model: "Model") -> list[int]:
+def written(model: "Model") -> list[int]:
     """What the model writes behind a few tokens."""
     text = [(7919 * place + 1) % model.vocab_size for place in range(PROMPT)]
     store = model.new_cache()
@@ -86,7 +86,7 @@ def _written(model: "Model") -> list[int]:
 
 
 @torch.inference_mode()
-def _agreement(model: "Model", text: Sequence[int]) -> float:
+def agreement_on(model: "Model", text: Sequence[int]) -> float:
     """The share of first guesses behind its tokens that the text goes on with."""
     assert model.reader is not None
     store = model.new_cache()

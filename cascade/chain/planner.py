@@ -149,6 +149,7 @@ class _Record:
     tokens: float = 0.0
     seconds: float = 0.0
     rows: float = 0.0
+    borrowed: bool = False  # it says what another load gave, if anything: the first trial here takes its place
     tried: int = 0  # number of its last trial, 0: none
     lost: int = 0  # trials one after another that did not make it the best
     price_s: float = PRICE_S
@@ -161,7 +162,7 @@ class _Record:
     @property
     def hope(self) -> float:
         """The rate that it may well have."""
-        return self.rate * (1 + DOUBT / math.sqrt(max(1.0, self.rows)))
+        return self.rate * (1.0 if self.borrowed else 1 + DOUBT / math.sqrt(max(1.0, self.rows)))
 
     def add(self, tokens: float, seconds: float, rows: float) -> None:
         self.tokens = MEMORY * self.tokens + tokens
@@ -170,9 +171,11 @@ class _Record:
 
     def join(self, trial: "_Record") -> None:
         """One more trial."""
-        self.tokens = AGED * self.tokens + trial.tokens
-        self.seconds = AGED * self.seconds + trial.seconds
-        self.rows = AGED * self.rows + trial.rows
+        left = 0.0 if self.borrowed and trial.rows else AGED
+        self.borrowed &= not trial.rows
+        self.tokens = left * self.tokens + trial.tokens
+        self.seconds = left * self.seconds + trial.seconds
+        self.rows = left * self.rows + trial.rows
 
 
 @dataclass(slots=True)
@@ -187,6 +190,7 @@ class _Plan:
     num_trials: int = 0
     passes: int = 0  # settled ones since the course is in use
     rows: int = 0
+    unchecked: int = 0  # passes since it is known what the tier gives alone
     cost_s: float = 0.0  # of the trial
     trial: _Record = field(default_factory=_Record)
     lent: float = 0.0  # rate without drafts of the load whose records these are, until it is known here
@@ -208,7 +212,7 @@ class _Plan:
                 if course == near.best:
                     self.records[course] = replace(known)
                 else:
-                    self.records[course] = replace(known, tokens=min(known.tokens, self.lent * known.seconds), rows=math.inf)
+                    self.records[course] = replace(known, tokens=min(known.tokens, self.lent * known.seconds), borrowed=True)
 
     def saw(self, used: Course, seen: Seen, num_sessions: int) -> None:
         """What some of so many sessions had of a pass, who were to use ``used``."""
@@ -216,6 +220,7 @@ class _Plan:
             return  # they have yet to follow
         tokens, seconds = seen.tokens / num_sessions, seen.seconds / num_sessions
         trying = used != self.best
+        self.unchecked = self.unchecked + 1 if used != ALONE else 0
         if seen.settled:
             (self.trial if trying else self.records[used]).add(tokens, seconds, seen.rows)
             self.passes += 1
@@ -226,12 +231,14 @@ class _Plan:
             self.cost_s += seconds - tokens / best
         elif best and not self.passes:  # slowed by what a trial has left below
             self.purse.save(tokens / best - seconds)
-        if trying and (
-            self.cost_s > self._price(used) or (self.passes >= GLANCE and self.rows >= TRIAL and self._decided(best))
-        ):
+        if trying and (self._dear() or (self.passes >= GLANCE and self.rows >= TRIAL and self._decided(best))):
             self._judge()
         elif not trying and self.passes >= GLANCE:
             self._seek()
+
+    def _dear(self) -> bool:
+        """Whether a trial has cost what it may."""
+        return self.cost_s > self._price(self.course) and not self._free(self.course)
 
     def _decided(self, best: float) -> bool:
         """Whether a trial tells enough: not while what is tried may well be better than the best, and is not seen to be."""
@@ -243,7 +250,7 @@ class _Plan:
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
         if self.passes or self.course != ALONE:  # how fast the full tier is alone stays known
             record.join(self.trial)
-        self.purse.save(min(0.0, -self.cost_s))
+        self.purse.save(0.0 if self._free(self.course) else min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials
         record.lost += 1
@@ -264,6 +271,8 @@ class _Plan:
         self.purse.hold(self._price(next_))
         if (fastest := self._fastest()) != self.best:
             self._use(fastest)
+        elif self._free(ALONE) and self.unchecked >= REST << min(4, self.records[ALONE].lost):
+            self._use(ALONE)
         elif self.passes >= rest and 2 * self.purse.seconds >= self._price(next_):
             self._use(next_)
 
@@ -291,6 +300,12 @@ class _Plan:
         if rates[fastest] > self._margin(fastest) * rates[self.best]:
             return fastest
         return ALONE if rates[ALONE] > rates[self.best] else self.best
+
+    def _free(self, course: Course) -> bool:
+        """Whether to try it takes nothing from the purse: where answers begin and end all the time, rates of one moment are not
+        those of the next, and what the others are held against, at no cost of what is promised, must be known.
+        """
+        return self.crowded and course == ALONE
 
     def _margin(self, course: Course) -> float:
         """Times the rate of the best course that make this one the best."""

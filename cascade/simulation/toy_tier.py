@@ -1,5 +1,6 @@
 """Tiers of a toy cascade, which agree as often as they are said to: fakes, for benchmarks of clusters and for tests."""
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeAlias
@@ -12,6 +13,7 @@ from cascade.simulation.trace import Closeness
 Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
 
 LEAST_TOKENS = 8  # of a vocabulary: a tier says one of them, nearly says two more, and all above it may say others
+LOTS = 4096  # different ones
 CACHED = 1 << 16  # contexts and positions remembered
 
 
@@ -60,7 +62,7 @@ def _said(key: int, vocab_size: int, agreement: Agreement) -> tuple[RunnerUp, ..
     if next(lots) >= agreement[0]:
         said = (next_ + 1 + int(next(lots) * (vocab_size - 1))) % vocab_size
     close = above[1].token if len(above) > 1 else said
-    beside = Closeness.of(agreement[0]).beside(said, next_, close, said, lambda: next(lots))
+    beside = _Tabled.of(agreement[0]).beside(said, next_, close, said, lambda: next(lots))
     found = [RunnerUp(said, 0.0)]
     for token, gap in beside:
         others = {one.token for one in (*found, *beside)}
@@ -71,8 +73,18 @@ def _said(key: int, vocab_size: int, agreement: Agreement) -> tuple[RunnerUp, ..
 
 
 def _lots(key: int, depth: int) -> Iterator[float]:
-    """Numbers from 0 to 1 for the tier ``depth`` below the full one."""
-    number = 0
-    while True:
-        yield uniform(mix(key ^ mix(depth)), number)
-        number += 1
+    """Numbers from 0 to 1, of `LOTS`, for the tier ``depth`` below the full one."""
+    for number in itertools.count():
+        yield (int(LOTS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / LOTS
+
+
+class _Tabled(Closeness):
+    """Remembers gaps: to find one takes longer than all else that a toy does."""
+
+    def gap(self, lot: float, *, right: bool) -> float:
+        return _gap(self.scale, lot, right)
+
+
+@lru_cache(4 * LOTS)
+def _gap(scale: float, lot: float, right: bool) -> float:
+    return Closeness(scale).gap(lot, right=right)

@@ -37,8 +37,8 @@ class Size:
     """How much is asked."""
 
     stretch: float = 10.0
-    tokens: int = 128  # of an answer
-    alone: int = 32  # the same of the full tier alone, which always takes as long
+    tokens: int = 96  # of an answer
+    alone: int = 24  # the same of the full tier alone, which always takes as long
     prompts: int = 2
     windows: tuple[int, ...] = WINDOWS
     kinds: tuple[str, ...] = KINDS

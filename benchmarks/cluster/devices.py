@@ -68,9 +68,7 @@ class Setup:
         """Of the tiers, as they are served."""
         agreement = AGREEMENT[self.kind]
         if agreement is None:
-            return [
-                apart(lambda path=path: Model.from_pretrained(path, dtype="float32", device="cpu")) for path in family.paths()
-            ]
+            return [apart(partial(Model.from_pretrained, path, dtype="float32", device="cpu")) for path in family.paths()]
         return [ToyTier(VOCAB, agreement[level:], context_len=CONTEXT) for level in range(len(agreement) + 1)]
 
     def tiers(self) -> list[SimTier]:

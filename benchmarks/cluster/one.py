@@ -94,7 +94,8 @@ def _measure(setup: Setup, size: Size) -> dict[str, Any]:
             run.tokens += len(completion.token_ids)
             run.texts.append(completion.token_ids)
             run.edges.add(completion.stats.edges)
-    return figures(setup, runs)
+        passes = {tier.name: dict(tier.pass_cost)[1] for tier in client.describe().tiers}
+    return figures(setup, runs) | {"pass_over_device": pass_over_device(setup, passes)}
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:
@@ -136,6 +137,12 @@ def figures(setup: Setup, runs: Sequence[Run]) -> dict[str, Any]:
         "measured": ratios({name: run.tokens_per_second for name, run in by_name.items()}),
         "simulated": ratios({name: run.expected.tokens_per_second for name, run in by_name.items()}),
     }
+
+
+def pass_over_device(setup: Setup, seconds: Mapping[str, float]) -> dict[str, float]:
+    """By how much passes of one token were longer, as each tier has seen them last, than those of its device."""
+    devices = {tier.name: tier.engine_kwargs.emulated for tier in setup.config.tiers}
+    return {name: round(seconds[name] / device.points[0][1], 3) for name, device in devices.items() if device is not None}
 
 
 def ratios(speeds: Mapping[str, float]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Size:
     tokens: int = 64  # of an answer
     most: tuple[int, ...] = (2, 2, 4)  # replicas of tiny, medium, full
     loads: tuple[int, ...] = (4, 32, 4)  # requests at once
-    phase_s: float = 40.0  # of each load; tokens count in its last quarter
+    phase_s: float = 32.0  # of each load; tokens count in its last quarter
 
 
 def measure(size: Size) -> dict[str, Any]:

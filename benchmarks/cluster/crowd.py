@@ -30,11 +30,7 @@ LOADS = (1, 16, 64)
 ALONE = Mode("alone", Speculation("off"))
 THREE = Mode("three", Speculation(tiers=family.NAMES[:-1]))
 AUTO = Mode("auto", Speculation())
-CHOSEN = {
-    ((1, 1, 1), 16),
-    ((1, 1, 1), 64),
-    ((2, 2, 4), 64),
-}  # replicas and loads where the planner chooses, too: it takes its time
+CHOSEN = {((1, 1, 1), 16), ((2, 2, 4), 64)}  # replicas and loads where the planner chooses, too: it takes its time
 QUIET_S = 1.0  # until sessions that were broken off are over
 
 
@@ -46,7 +42,7 @@ class Size:
     tokens: int = 96  # of an answer
     span_s: float = 0.6  # of the devices' time, that counts
     warm_up_s: float = 0.3  # before it; where the planner chooses, `choosing_s`
-    choosing_s: float = 3.0
+    choosing_s: float = 2.5
     loads: tuple[int, ...] = LOADS
     replicas: tuple[tuple[int, ...], ...] = REPLICAS
 

@@ -100,18 +100,20 @@ def simulated(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     speculation: Speculation,
+    warm_up: int,
 ) -> Simulated:
     """One request for each prompt, with the tiers that a ``speculation`` asks for; seeds number them.
 
-    One more comes before and does not count: servers have learnt by then what guesses are worth.
+    One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
     """
     lower = speculation.chosen(tuple(tier.name for tier in tiers))
     seeds = (len(prompts), *range(len(prompts)))
     asked = (prompts[0], *prompts)
+    sizes = (warm_up, *(params.max_tokens for _ in prompts))
     arrivals = [PAUSE_S * place for place in range(len(asked))]
     requests = tuple(
-        Request(tuple(prompt), replace(params, seed=seed), arrive_s=at)
-        for prompt, seed, at in zip(asked, seeds, arrivals, strict=True)
+        Request(tuple(prompt), replace(params, seed=seed, max_tokens=tokens), arrive_s=at)
+        for prompt, seed, tokens, at in zip(asked, seeds, sizes, arrivals, strict=True)
     )
     scenario = Scenario(
         (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),

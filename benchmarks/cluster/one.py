@@ -29,7 +29,7 @@ ALONE = Mode("alone", Speculation("off"))
 PAIRS = tuple(Mode(f"async pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
 THREE = Mode("async three", Speculation(tiers=LOWER))
 AUTO = Mode("auto", Speculation())
-WARM_TOKENS = 8
+WARM_ALONE = 8  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Size:
     stretch: float = 10.0
     tokens: int = 96  # of an answer
     alone: int = 24  # the same of the full tier alone, which always takes as long
+    warm_up: int = 48  # of one that does not count, in each mode
     prompts: int = 2
     windows: tuple[int, ...] = WINDOWS
     kinds: tuple[str, ...] = KINDS
@@ -80,12 +81,11 @@ def _measure(setup: Setup, size: Size) -> dict[str, Any]:
     prompts = [tokenizer.encode(text) for text in PROMPTS[: size.prompts]]
     params = SamplingParams(max_tokens=size.tokens, temperature=0, ignore_eos=True)
     tiers = setup.tiers()
-    locked = [best_lockstep(tiers, prompts, params, name, size.windows) for name in LOWER]
+    locked = [best_lockstep(tiers, prompts, params, name, size) for name in LOWER]
     runs = [predicted(tiers, prompts, params, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
     with Server.start(setup.values, port=0) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
-            warm = WARM_TOKENS if run.mode is ALONE else size.tokens
-            answer(client, prompts[0], replace(params, max_tokens=warm, seed=len(prompts)), run.mode)
+            answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
         for seed, run in itertools.product(range(len(prompts)), runs):
             tokens = size.alone if run.mode is ALONE else size.tokens
             begin = time.perf_counter()
@@ -107,7 +107,12 @@ def predicted(
 ) -> Run:
     """What the simulator says."""
     tokens = size.alone if mode is ALONE else size.tokens
-    return Run(mode, simulated(tiers, prompts, replace(params, max_tokens=tokens), mode.speculation))
+    return Run(mode, simulated(tiers, prompts, replace(params, max_tokens=tokens), mode.speculation, warm_up(mode, size)))
+
+
+def warm_up(mode: Mode, size: Size) -> int:
+    """Tokens of the first answer; the full tier alone has nothing to learn."""
+    return min(WARM_ALONE, size.warm_up) if mode is ALONE else size.warm_up
 
 
 def best_lockstep(
@@ -115,14 +120,14 @@ def best_lockstep(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     drafter: str,
-    windows: Sequence[int],
+    size: Size,
 ) -> Mode:
     """The lockstep pair of a drafter with the window that is best in the simulator."""
     modes = [
         Mode(f"lockstep pair, {drafter}, {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
-        for window in windows
+        for window in size.windows
     ]
-    times = [simulated(tiers, prompts, params, mode.speculation).seconds for mode in modes]
+    times = [simulated(tiers, prompts, params, mode.speculation, size.warm_up).seconds for mode in modes]
     return modes[times.index(min(times))]
 
 

@@ -32,7 +32,7 @@ def test_the_file_can_be_served() -> None:
 def test_lockstep_pairs_are_the_best_of_their_kind() -> None:
     """Guards the strongest baseline: of all windows the one that the simulator finds fastest is measured."""
     tiers = Setup().tiers()
-    mode = one.best_lockstep(tiers, PROMPTS, PARAMS, "medium", (1, 4, 16))
+    mode = one.best_lockstep(tiers, PROMPTS, PARAMS, "medium", one.Size(windows=(1, 4, 16)))
     assert mode.speculation.window == 4
     assert mode.speculation.schedule == "lockstep"
 
@@ -50,7 +50,7 @@ def test_other_texts_fail_the_run() -> None:
         one.Run(mode, Simulated(2.0, ((1, 2),), 1.0), tokens=2, seconds=1.0, texts=[(1, 2)])
         for mode in (
             one.ALONE,
-            one.best_lockstep(Setup().tiers(), PROMPTS, PARAMS, "tiny", (4,)),
+            one.best_lockstep(Setup().tiers(), PROMPTS, PARAMS, "tiny", one.Size(windows=(4,))),
             *one.PAIRS,
             one.THREE,
             one.AUTO,

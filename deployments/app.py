@@ -4,6 +4,7 @@ serve run deployments.app:build config=my.yaml
 serve deploy cluster/serve/demo.yaml
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +85,8 @@ def forked(config: CascadeConfig, py_executable: str) -> CascadeConfig:
 
 def _on_gpus(tier: TierConfig) -> bool:
     """Whether it may have one: CUDA is not to be touched before a fork, and libraries do when they are imported."""
+    if tier.engine_kwargs.emulated is not None:
+        return False
     actor = tier.deployment_config.ray_actor_options
     return bool(tier.accelerator_type or actor.get("num_gpus") or tier.placement_group_config)
 
@@ -157,6 +160,17 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
                 "change their ray_actor_options, accelerator_type or num_replicas, or add machines"
             )
     return None
+
+
+def emulated_gpus(config: CascadeConfig) -> int:
+    """GPUs that a Ray has to be told of though they are not there: those of emulated devices, of all replicas there may be."""
+    total = 0.0
+    for tier in config.tiers:
+        if tier.engine_kwargs.emulated is not None:
+            deployment = tier.deployment_config
+            most = (deployment.autoscaling_config or {}).get("max_replicas") or _num_replicas(deployment)
+            total += most * _of_replica(tier_options(tier)).get("GPU", 0.0)
+    return math.ceil(total)
 
 
 def _of_replica(options: Mapping[str, Any]) -> dict[str, float]:

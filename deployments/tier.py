@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
-from cascade.chain.profile import measure
+from cascade.chain.profile import Profile, measure
 from cascade.chain.tier import Tier
 from cascade.drafters import make, source_and_kind
 from cascade.engine.adapters import AdaptedModel
+from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
 from cascade.engine.model import Model
@@ -22,6 +23,8 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
+from cascade.simulation.emulated import Emulated
+from cascade.simulation.toy_tier import ToyTier
 from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
@@ -57,7 +60,7 @@ class TierReplica:
         self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
         self._model = await _start(self._config, self._ranks)
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
+        self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         self._tier = Tier(
@@ -67,7 +70,7 @@ class TierReplica:
             policy=engine.policy,
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
-            new_state=state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
+            new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
@@ -126,10 +129,10 @@ async def _apart(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(apart, work)
 
 
-async def _start(config: TierConfig, ranks: Ranks | None) -> Model:
+async def _start(config: TierConfig, ranks: Ranks | None) -> Model | Emulated:
     """The model; raises `ModelError`, at once when one of several ranks cannot load its share."""
     if ranks is None:
-        return await _apart(partial(_load, config))
+        return await _apart(partial(_load if config.engine_kwargs.emulated is None else _emulate, config))
     leading = asyncio.create_task(_apart(ranks.lead))
     while not leading.done():
         ranks.check()
@@ -142,7 +145,7 @@ def _load(config: TierConfig) -> Model:
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
-        device=engine.device,
+        device=engine.device if engine.emulated is None else "cpu",
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
         quantization=engine.quantization,
@@ -155,6 +158,28 @@ def _load(config: TierConfig) -> Model:
     if engine.lora_modules:
         return AdaptedModel(network, engine.lora_modules, **options)
     return Model.drafting(network, *source_and_kind(engine.drafters), **options)
+
+
+def _emulate(config: TierConfig) -> Emulated:
+    """A fake of the tier's device, with its model or a toy in it."""
+    engine = config.engine_kwargs
+    assert engine.emulated is not None
+    cost = Profile(engine.emulated.points, engine.emulated.context_s)
+    if engine.emulated.agreement is None:
+        model = _load(config)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
+    source = config.model_loading_config.source
+    read = read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    limits: dict[str, int] = {"context_len": context_len(read)}
+    if engine.cache_tokens is not None:
+        limits["cache_tokens"] = engine.cache_tokens
+    return Emulated(ToyTier(read.get_text_config().vocab_size, engine.emulated.agreement, **limits), cost)
+
+
+def _profile(model: Model | Emulated, max_tokens: int) -> Profile:
+    """What passes cost: those of an emulated device are known, and too long to be timed."""
+    return model.profile if isinstance(model, Emulated) else measure(model, max_tokens=max_tokens)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

@@ -8,6 +8,7 @@ from hypothesis import settings
 
 # which begin behind Ray's
 LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_processes", "test_local", "test_pass", "test_cuda")
+FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
@@ -56,7 +57,7 @@ def cluster() -> Iterator[Cluster]:
 
     grpc_port, http_port = free_port(), free_port()
     fork_server = ForkServer(ENVIRONMENT)
-    _start_ray()
+    _start_ray(FAKE_GPUS)
     try:
         serve.start(
             proxy_location=ProxyLocation.EveryNode,

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.toy import _fold
+from cascade.simulation.toy import fold
 from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 
@@ -77,7 +77,7 @@ class Parrot(CountingModel):
         said = asked[: asked.index(self.end)] if self.end in asked else ()
         place = len(context) - turn - 1
         right = said[place] if place < len(said) else self.end
-        lot = _fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
+        lot = fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
         logits[right if lot < self.agreement else right ^ 1] = 40.0
         return tuple(logits)
 

@@ -102,14 +102,15 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
+        if problem := self._problem(opening):
+            self._send_up(up, Failed(opening.session, problem, self._name))
+            return
+        verdicts = self._drafting.calibrations.of("", opening.params.temperature)
+        session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
-            if problem := self._problem(opening):
-                raise InvalidRequest(problem)
-            verdicts = self._drafting.calibrations.of("", opening.params.temperature)
-            session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
             state = self._state(session)
         except InvalidRequest as error:
-            self._send_up(up, Failed(opening.session, str(error), self._name))
+            self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
         slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
         self.slots[opening.session] = slot

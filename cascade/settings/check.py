@@ -166,7 +166,7 @@ def _device(tier: TierConfig) -> tuple[str, int]:
     kind = tier.accelerator_type or ""
     if tier.engine_kwargs.device is None and kind in ACCELERATORS:
         return kind, ACCELERATORS[kind] * GIB
-    name = tier.engine_kwargs.device or default_device()
+    name = tier.engine_kwargs.device or ("cpu" if tier.engine_kwargs.emulated else default_device())
     try:
         return name, free_bytes(torch.device(name))
     except (RuntimeError, AssertionError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from cascade import family
@@ -24,6 +24,8 @@ from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine.sharing import sharing_problem
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
+from cascade.settings.emulated import EmulatedConfig, emulation_problem
+from cascade.settings.section import Section
 
 MAX_PROMPTS = 4096  # of one request, whatever a server's limits
 MAX_ANSWERS = 1024  # for each prompt
@@ -32,12 +34,7 @@ EMBEDDED = "embedded:"  # begins sources of the embedded family, such as embedde
 MAX_TIERS = 5
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, and nothing changes later."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
 
 class ModelLoadingConfig(Section):
@@ -140,6 +137,7 @@ class EngineKwargs(Section):
     drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # kinds that guess here
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
+    emulated: EmulatedConfig | None = None  # a fake device, for benchmarks alone
 
     @model_validator(mode="after")
     def _drafts_plainly(self) -> Self:
@@ -151,6 +149,27 @@ class EngineKwargs(Section):
             other = "lora_modules" if self.lora_modules else f"tensor_parallel_size is {self.tensor_parallel_size}"
             raise ValueError(f"drafter {head.kind!r} reads a whole model without adapters, and {other}: remove one of the two")
         return self
+
+    @model_validator(mode="after")
+    def _emulated_plainly(self) -> Self:
+        if self.emulated is None:
+            return self
+        if self.device not in (None, "cpu"):
+            raise ValueError(f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and emulated is the only device of a replica: "
+                "remove one of the two"
+            )
+        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head_of(self.drafters))
+        if self.is_toy and given:
+            raise ValueError(f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two")
+        return self
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether the tier runs no model, see `EmulatedConfig`."""
+        return self.emulated is not None and self.emulated.agreement is not None
 
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:
@@ -313,6 +332,12 @@ class CascadeConfig(Section):
             raise ValueError(f"a tier is named {common.pop()!r}, as one of its drafters is; give the tier another name")
         if "router" in names:
             raise ValueError("no tier can be named 'router'; that is the name of the ingress")
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_together(self) -> Self:
+        if problem := emulation_problem({tier.name: tier.engine_kwargs.emulated for tier in self.tiers}):
+            raise ValueError(problem)
         return self
 
     @property

@@ -163,7 +163,7 @@ class ToyModel:
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
         """Of the token behind ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
         logits = _language(self.seed, self.vocab_size, context)
-        lot = _mix(_fold(context, self.seed ^ hash(self.agreement)) ^ _GOLDEN)
+        lot = mix(fold(context, self.seed ^ hash(self.agreement)) ^ _GOLDEN)
         return logits if lot < self.agreement * 2**64 else logits[1:] + logits[:1]
 
     def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
@@ -259,30 +259,31 @@ def _history(opening: Open, text: list[int]) -> "SequenceState":
 
 @lru_cache(_CACHED)
 def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> tuple[float, ...]:
-    key = _fold(context, seed)
-    return tuple(_SPREAD * _uniform(key, token) for token in range(vocab_size))
+    key = fold(context, seed)
+    return tuple(_SPREAD * uniform(key, token) for token in range(vocab_size))
 
 
 @lru_cache(_CACHED)
 def _gumbel(seed: int, position: int, vocab_size: int) -> tuple[float, ...]:
     """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.gumbel`."""
-    key = _mix(_mix(position + _GOLDEN) ^ _mix(seed))
-    return tuple(-math.log(-math.log(_uniform(key, token))) for token in range(vocab_size))
+    key = mix(mix(position + _GOLDEN) ^ mix(seed))
+    return tuple(-math.log(-math.log(uniform(key, token))) for token in range(vocab_size))
 
 
-def _fold(tokens: tuple[int, ...], seed: int) -> int:
-    key = _mix(seed + _GOLDEN)
+def fold(tokens: tuple[int, ...], seed: int) -> int:
+    """A key of 64 bits for tokens and a seed."""
+    key = mix(seed + _GOLDEN)
     for token in tokens:
-        key = _mix(key ^ (token + 1) * _GOLDEN)
+        key = mix(key ^ (token + 1) * _GOLDEN)
     return key
 
 
-def _uniform(key: int, index: int) -> float:
-    """Strictly between 0 and 1."""
-    return ((_mix(key + (index + 1) * _GOLDEN) >> 11) + 0.5) * 2.0**-53
+def uniform(key: int, index: int) -> float:
+    """The number ``index`` of a key, strictly between 0 and 1."""
+    return ((mix(key + (index + 1) * _GOLDEN) >> 11) + 0.5) * 2.0**-53
 
 
-def _mix(z: int) -> int:
+def mix(z: int) -> int:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
     z &= _MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK

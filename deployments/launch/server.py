@@ -25,7 +25,7 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, ListenConfig
 from deployments.admission.access import Access
-from deployments.app import ENVIRONMENT, bind, build, forked, parse, shortage
+from deployments.app import ENVIRONMENT, bind, build, emulated_gpus, forked, parse, shortage
 from deployments.launch.fork_server import ForkServer
 from deployments.links.tls import check, check_door
 
@@ -103,7 +103,7 @@ class Server:
         _check_files(config)
         if not ray.is_initialized():
             tell("Starting Ray")
-            _start_ray()
+            _start_ray(emulated_gpus(config))
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
             from cascade.settings.check import limits  # with PyTorch
 
@@ -295,7 +295,8 @@ def _keep_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _start_ray() -> None:
+def _start_ray(num_gpus: int = 0) -> None:
+    """Join a cluster, or start one on this machine and tell it of ``num_gpus`` that are not there, or of those that are."""
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
@@ -307,6 +308,8 @@ def _start_ray() -> None:
         return
     _keep_token()
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
+    if num_gpus:
+        options["num_gpus"] = num_gpus
     try:
         ray.init(**options)
     except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens

@@ -151,7 +151,7 @@ def test_served_modes_are_compared() -> None:
     assert not trees.lossless({"systems": {"library": found}})
     assert served.prepared(found) == {"t0": None, "t1.0": None}
     assert not served.branched(found)
-    load = crowd.Size(tokens=8, warm_up_s=0, rounds_s=0, rounds=2, loads=(1, 3))
+    load = crowd.Size(tokens=8, warm_up=0, rounds=2, round_s=0.01, loads=(1, 3))
     crowded = crowd.figures(asyncio.run(crowd.measure(_answer, load)))
     assert trees.lossless(crowded)
     assert set(crowd.headline(crowded)) == set(map(cells.at, crowd.TEMPERATURES))

@@ -244,16 +244,18 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
     [
         ({"tokens": (1, 99)}, "32 token ids"),
         ({"tokens": (1,) * 5000, "prompt_len": 5000}, "4096 tokens"),
+        ({"params": SamplingParams(presence_penalty=1.0, seed=0)}, "honours temperature and the filters"),
     ],
 )
 def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields: dict[str, object], words: str) -> None:
-    """Guards the model against rows that would break it, and the caller against silence."""
+    """Guards the model against rows that would break it, and the caller against silence, and replicas against a tenth try."""
     request = replace(opening(), **{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
     inbox = Inbox()
     tiers[-1].post([request], inbox)
     message = inbox.messages.get(timeout=10)
     assert isinstance(message, Failed)
     assert words in message.reason
+    assert message.fault == ("params" in request_fields)  # parameters fail on every replica
 
 
 def test_stopped_tier_answers(models: list[CountingModel]) -> None:

@@ -90,3 +90,14 @@ def test_forks_are_for_cpus() -> None:
         {**CascadeConfig.demo().tiers[2].deployment_config.ray_actor_options, "runtime_env": {"py_executable": "fork"}},
         {"runtime_env": {"py_executable": "fork"}},
     ]
+
+
+def test_emulated_devices_are_no_gpus() -> None:
+    """Guards starts of emulated clusters: GPUs that are not there are no reason to import everything eight times."""
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for tier in values["tiers"]:
+        tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: 1.0}}
+        tier["deployment_config"]["ray_actor_options"] = {"num_gpus": 1}
+    config = forked(CascadeConfig.parse(values), "fork")
+    options = [tier.deployment_config.ray_actor_options for tier in config.tiers]
+    assert options == [{"num_gpus": 1, "runtime_env": {"py_executable": "fork"}}] * 3

@@ -148,7 +148,10 @@ def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -
 def test_who_does_not_pay_is_not_asked() -> None:
     """Guards "never slower": a planner that leaves drafters out saves their guesses, and the text is the same."""
     planner, inside = Planner(), Course(drafters=True)
-    follow(planner, inside, {ALONE: 1.0, inside: 0.5}, 2 * REST, pass_s=10.0)  # far slower than what follows
+    speed = {ALONE: 0.001, inside: 0.0005}  # far slower than what follows
+    used = follow(planner, inside, speed, 8 * REST)
+    while used[-1] == ALONE or planner.course(inside, 1) == inside:  # until a trial is over
+        used += follow(planner, inside, speed, 1)
     tier = Tier("full", 0, Parrot(), planner=planner, drafters=drafters("suffix"))
     tier.start()
     asked = replace(opening(0, 0.0, 40), chain=(), drafters=("suffix",), adaptive=True)

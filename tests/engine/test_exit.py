@@ -37,7 +37,7 @@ class FirstLayers:
     """Guesses of a network whose other layers do nothing, computed anew for each."""
 
     network: PreTrainedModel
-    made: ClassVar[Any] = SimpleNamespace(kind="exit")
+    made: ClassVar[Any] = SimpleNamespace(kind="exit", most=99)
 
     def __post_init__(self) -> None:
         for layer in decoder(self.network)[1][FIRST:]:
@@ -63,7 +63,7 @@ class WithoutLayers:
 
     network: PreTrainedModel
     skipped: frozenset[int]
-    made: ClassVar[Any] = SimpleNamespace(kind="exit")
+    made: ClassVar[Any] = SimpleNamespace(kind="exit", most=99)
 
     @torch.no_grad()
     def guesses(self, text: Sequence[int], number: int, params: SamplingParams) -> list[int]:

@@ -158,7 +158,7 @@ def test_the_probe_refuses_on_proof_alone(
     assert model.reader is not None
     reads = model.reader.head.reads
     shifted = tuple(layer + 1 for layer in reads)
-    monkeypatch.setattr(probing, "_agreement", lambda model, text: better if model.reader.head.reads == shifted else 0.01)
+    monkeypatch.setattr(probing, "agreement_on", lambda model, text: better if model.reader.head.reads == shifted else 0.01)
     if better < 0.5:
         assert probe(model, "it") == 0.01
         assert "1 % of the guesses of the drafter it are right" in caplog.text
@@ -175,7 +175,7 @@ def test_the_probe_tells_places_from_those_behind(tmp_path: Path, monkeypatch: p
     model = Model(network, num_threads=1, head=load_head(make("dspark", tmp_path).write(sample_from_anchor=False), network))
     assert model.reader is not None
     head: Any = model.reader.head
-    monkeypatch.setattr(probing, "_agreement", lambda model, text: 0.5 if head.layout.shifted else 0.0)
+    monkeypatch.setattr(probing, "agreement_on", lambda model, text: 0.5 if head.layout.shifted else 0.0)
     with pytest.raises(ModelError, match=r'0% are right: with "sample_from_anchor": true in its config\.json it would be 50%'):
         probe(model, "it")
     assert not head.layout.shifted

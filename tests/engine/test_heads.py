@@ -409,7 +409,7 @@ def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) ->
     model = Guessing(network, num_threads=1, head=load_head(source, network))
     assert probe(model, source) == 1.0
     with Cascade([model], tokenizer) as cascade:
-        completion = cascade.generate([5, 6, 7], params)
+        completion = cascade.generate([5, 6, 7], params, Speculation(tiers=("medusa",)))
         passes = cascade.tiers[0].snapshot().passes
     assert completion.token_ids == expected.token_ids
     assert passes <= 2 + len(completion.token_ids) / 4

@@ -1,0 +1,94 @@
+"""A cascade with a device for each replica, measured on two cores: emulated devices, fake GPUs in Ray, the server as it is.
+
+    make bench-cluster
+
+Parts: ``one`` (one request at a time: the full model alone, pairs in lockstep and not, three tiers, beside the simulator),
+``scale`` (1 to 64 requests at once, one to four full replicas) and ``autoscale`` (a load that rises and falls). Texts must be
+those that the full model writes alone, else the run fails. Devices are fakes (`cascade.simulation.emulated`): what is measured
+is everything around them. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from benchmarks.cluster import autoscale, crowd, one
+from benchmarks.trees.__main__ import lossless
+from cascade.engine.devices import processor
+
+RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
+PARTS = ("one", "scale", "autoscale")
+QUICK_STRETCH = 3.0
+console = Console(stderr=True, highlight=False)
+T = TypeVar("T")
+
+
+def timed(label: str, work: Callable[[], T]) -> T:
+    begin = time.perf_counter()
+    result = work()
+    console.print(f"[bold]{label}[/]: {time.perf_counter() - begin:.0f} s")
+    return result
+
+
+def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
+    """The document: what ran, and its head, which is the last line."""
+    single, many, rising = one.Size(), crowd.Size(), autoscale.Size()
+    if quick:
+        single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8, prompts=1, windows=(4,), kinds=("code",))
+        many = crowd.Size(stretch=QUICK_STRETCH, loads=(1, 4), replicas=((1, 1, 1),), choosing_s=0.3)
+        rising = autoscale.Size(stretch=QUICK_STRETCH, most=(1, 1, 2), loads=(1, 4), phase_s=4.0)
+    found: dict[str, Any] = {}
+    if "one" in parts:
+        found["one"] = timed("One request", lambda: one.measure(single))
+        console.print(*(one.table(kind, figures) for kind, figures in found["one"].items()))
+    if "scale" in parts:
+        found["scale"] = timed("Many requests", lambda: crowd.measure(many))
+        console.print(crowd.table(found["scale"]))
+    if "autoscale" in parts:
+        found["autoscale"] = timed("A load that rises and falls", lambda: autoscale.measure(rising))
+        console.print(autoscale.table(found["autoscale"]))
+    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "autoscale": rising.stretch}}
+    return {"head": head(found)} | found | sizes | {"hardware": f"{processor()}, {os.cpu_count()} cores"}
+
+
+def head(found: dict[str, Any]) -> dict[str, Any]:
+    """One figure for each claim; nothing of parts that did not run."""
+    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline, "autoscale": autoscale.headline}
+    return {part: say(found[part]) if part in found else {} for part, say in says.items()}
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description="A cascade on emulated devices.")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="whether it works, not how fast")
+    parser.add_argument(
+        "--results", type=Path, help="where the document is kept; of a whole run, benchmarks/results/cluster.json"
+    )
+    chosen = parser.parse_args(arguments)
+    if unknown := {*chosen.parts} - {*PARTS}:
+        parser.error(f"--parts has {min(unknown)!r}: it takes {', '.join(PARTS)}")
+    whole = {*chosen.parts} == {*PARTS} and not chosen.quick
+    chosen.results = chosen.results or (RESULTS if whole else None)
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = options(arguments)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    found = measure(chosen.parts, quick=chosen.quick)
+    if chosen.results is not None:
+        chosen.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found["head"]))
+    if not lossless(found):
+        raise SystemExit("Texts differ from those of the full model alone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Many requests at once on emulated devices: the full model alone, three tiers and what the planner chooses, by replicas.
+
+As many clients as there are requests at once each send one request after another. After a while in which the planner finds out
+what pays, the tokens that come in a span of time are counted. Every text, those that were broken off too, must be the toy's.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from rich.table import Table
+
+from benchmarks.cluster.devices import CONTEXT, VOCAB, Setup
+from cascade import family
+from cascade.answer import Chunk
+from cascade.bench.measure import PROMPTS, Mode, stranger
+from cascade.client import AsyncClient
+from cascade.engine.tokenizer import Tokenizer
+from cascade.messages import Open
+from cascade.params import SamplingParams, Speculation
+from cascade.simulation.toy import full_text
+from cascade.simulation.toy_tier import ToyTier
+from deployments.launch.server import Server
+
+REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
+LOADS = (1, 16, 64)
+ALONE = Mode("alone", Speculation("off"))
+THREE = Mode("three", Speculation(tiers=family.NAMES[:-1]))
+AUTO = Mode("auto", Speculation())
+CHOSEN = {((1, 1, 1), 16), ((2, 2, 4), 64)}  # replicas and loads where the planner chooses, too: it takes its time
+QUIET_S = 1.0  # until sessions that were broken off are over
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is asked."""
+
+    stretch: float = 20.0
+    tokens: int = 96  # of an answer
+    span_s: float = 0.6  # of the devices' time, that counts
+    warm_up_s: float = 0.3  # before it; where the planner chooses, `choosing_s`
+    choosing_s: float = 2.5
+    loads: tuple[int, ...] = LOADS
+    replicas: tuple[tuple[int, ...], ...] = REPLICAS
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Clients that send requests of one mode until they are told to stop."""
+
+    client: AsyncClient
+    mode: Mode
+    params: SamplingParams
+    prompts: list[list[int]]
+    tokens: int = 0  # that have come
+    texts: dict[int, list[int]] = field(default_factory=dict)  # by seed, as far as they have come
+    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    def grow(self, load: int) -> None:
+        """Let there be ``load`` clients."""
+        for number in range(len(self._tasks), load):
+            self._tasks.append(asyncio.create_task(self._send(number)))
+
+    async def stop(self, left: int = 0) -> None:
+        """Break off the requests of all clients but the first ``left``; raises what went wrong with any of them."""
+        gone, self._tasks = self._tasks[left:], self._tasks[:left]
+        for task in gone:
+            task.cancel()
+        for outcome in await asyncio.gather(*gone, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def rate(self, seconds: float) -> float:
+        """Tokens that come in a second, seen for so long."""
+        loop = asyncio.get_running_loop()
+        tokens, begin = self.tokens, loop.time()
+        await asyncio.sleep(seconds)
+        return (self.tokens - tokens) / (loop.time() - begin)
+
+    async def _send(self, number: int) -> None:
+        for place in itertools.count():
+            seed = number + 1000 * place
+            text = self.texts.setdefault(seed, [])
+            asked = self.client.stream(self._prompt(seed), replace(self.params, seed=seed), self.mode.speculation, stranger())
+            async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], asked)) as chunks:
+                async for chunk in chunks:
+                    text += chunk.token_ids
+                    self.tokens += len(chunk.token_ids)
+
+    def _prompt(self, seed: int) -> list[int]:
+        return self.prompts[seed % len(self.prompts)]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that has come is what the toy writes alone."""
+        toy = ToyTier(VOCAB, context_len=CONTEXT)
+        for seed, text in self.texts.items():
+            prompt, params = tuple(self._prompt(seed)), replace(self.params, seed=seed, max_tokens=max(1, len(text)))
+            if full_text(toy, Open("text", prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
+                return False
+        return True
+
+
+def crowd(client: AsyncClient, mode: Mode, tokens: int) -> Crowd:
+    """Of clients that continue the usual prompts."""
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    return Crowd(client, mode, params, [tokenizer.encode(text) for text in PROMPTS])
+
+
+def measure(size: Size) -> dict[str, Any]:
+    """Every load, on a server for each number of replicas."""
+    found = {}
+    for replicas in size.replicas:
+        with Server.start(Setup("code", size.stretch, replicas).values, port=0) as server:
+            found[named(replicas)] = asyncio.run(_measure(server.address, replicas, size))
+    return found
+
+
+def named(replicas: Sequence[int]) -> str:
+    return "/".join(map(str, replicas))
+
+
+async def _measure(address: str, replicas: tuple[int, ...], size: Size) -> dict[str, Any]:
+    found = {}
+    async with AsyncClient(address) as client:
+        for load in size.loads:
+            one: dict[str, Any] = {"same_text": True}
+            for mode in (ALONE, THREE, *((AUTO,) if (replicas, load) in CHOSEN else ())):
+                clients = crowd(client, mode, size.tokens)
+                clients.grow(load)
+                await asyncio.sleep(size.stretch * (size.choosing_s if mode is AUTO else size.warm_up_s))
+                one[mode.name] = round(await clients.rate(size.stretch * size.span_s), 2)
+                await clients.stop()
+                await asyncio.sleep(QUIET_S)
+                one["same_text"] &= clients.exact
+            found[str(load)] = one | {
+                "ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto") if name in one}
+            }
+    return found
+
+
+def headline(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Ratios to the full model alone; and most replicas with most requests over one with its share of these."""
+    line: dict[str, Any] = {name: {load: one["ratios"] for load, one in loads.items()} for name, loads in found.items()}
+    names = list(found)
+    first, last = names[0], names[-1]
+    times = int(last.split("/")[-1]) // int(first.split("/")[-1])
+    most = max(map(int, found[last]))
+    whole, share = found[last][str(most)], found[first].get(str(most // times), {})
+    line["full_replicas"] = {
+        str(times): {mode: round(whole[mode] / share[mode], 3) for mode in ("alone", "three") if mode in share}
+    }
+    return line
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    modes = ("alone", "three", "auto")
+    result = Table("replicas", "requests at once", *(f"{mode}, tokens/s" for mode in modes), title="Many requests")
+    for name, loads in found.items():
+        for load, one in loads.items():
+            shown = (f"{one[mode]:.1f} ({one[mode] / one['alone']:.2f})" if mode in one else "" for mode in modes)
+            result.add_row(name, load, *shown)
+    return result

@@ -1,0 +1,128 @@
+"""The tiers and their emulated devices: as they are served, and as the simulator has them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cascade import family
+from cascade.chain.profile import PassCost
+from cascade.engine.model import Model
+from cascade.engine.threads import apart
+from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
+from cascade.scorer import Scorer
+from cascade.settings.config import CascadeConfig
+from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy_tier import ToyTier
+
+FILE = Path(__file__).parent / "emulated.yaml"
+VOCAB, CONTEXT = 4096, 1024  # of the embedded family, whose tokenizer toys have, too
+PAUSE_S = 1e4  # of virtual time, from one request to the next
+HOP_S = 0.3e-3  # one way, as links between processes of one machine were measured
+AGREEMENT: dict[str, tuple[float, ...] | None] = {"chat": (0.65, 0.82), "code": (0.78, 0.90), "embedded": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is served: a kind of tiers, each time so many times longer than it is, so many replicas of each, bottom to top."""
+
+    kind: str = "code"
+    stretch: float = 10.0
+    replicas: tuple[int, ...] = (1, 1, 1)
+    scaling: Mapping[str, Any] | None = None  # of each tier, instead of a number of replicas
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The configuration, see `Server.start`."""
+        values: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+        agreement = AGREEMENT[self.kind]
+        for level, tier in enumerate(values["tiers"]):
+            engine, deployment = tier["engine_kwargs"], tier["deployment_config"]
+            engine["emulated"] |= {"stretch": self.stretch, "agreement": None if agreement is None else agreement[level:]}
+            if agreement is None:
+                engine["dtype"] = "float32"
+            if self.scaling is None:
+                deployment["num_replicas"] = self.replicas[level]
+            else:
+                del deployment["num_replicas"]
+                deployment["autoscaling_config"] = {**self.scaling, "max_replicas": self.replicas[level]}
+        return values
+
+    @property
+    def config(self) -> CascadeConfig:
+        return CascadeConfig.parse(self.values)
+
+    @property
+    def full_pass_s(self) -> float:
+        """Seconds of a pass of one token of the full tier."""
+        device = self.config.tiers[-1].engine_kwargs.emulated
+        assert device is not None
+        return PassCost(points=device.points)(1)
+
+    def models(self) -> list[Scorer]:
+        """Of the tiers, as they are served."""
+        agreement = AGREEMENT[self.kind]
+        if agreement is None:
+            return [apart(partial(Model.from_pretrained, path, dtype="float32", device="cpu")) for path in family.paths()]
+        return [ToyTier(VOCAB, agreement[level:], context_len=CONTEXT) for level in range(len(agreement) + 1)]
+
+    def tiers(self) -> list[SimTier]:
+        """The same tiers in the simulator, with a replica each."""
+        found = []
+        for tier, model in zip(self.config.tiers, self.models(), strict=True):
+            device = tier.engine_kwargs.emulated
+            assert device is not None
+            cost = PassCost(points=device.points)
+            found.append(SimTier(tier.name, model, cost, HOP_S, tier.engine_kwargs.policy))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What the simulator says of requests that come one after the other."""
+
+    seconds: float  # of all that count together
+    texts: tuple[tuple[int, ...], ...]
+    tokens_per_pass: float  # of the full tier
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.texts)) / self.seconds
+
+
+def simulated(
+    tiers: Sequence[SimTier],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    speculation: Speculation,
+    warm_up: int,
+) -> Simulated:
+    """One request for each prompt, with the tiers that a ``speculation`` asks for; seeds number them.
+
+    One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
+    """
+    lower = speculation.chosen(tuple(tier.name for tier in tiers))
+    seeds = (len(prompts), *range(len(prompts)))
+    asked = (prompts[0], *prompts)
+    sizes = (warm_up, *(params.max_tokens for _ in prompts))
+    arrivals = [PAUSE_S * place for place in range(len(asked))]
+    requests = tuple(
+        Request(tuple(prompt), replace(params, seed=seed, max_tokens=tokens), arrive_s=at)
+        for prompt, seed, tokens, at in zip(asked, seeds, sizes, arrivals, strict=True)
+    )
+    scenario = Scenario(
+        (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),
+        requests,
+        window=speculation.draft_window(DEFAULT_WINDOW),
+        lockstep=speculation.schedule == "lockstep",
+        branches=speculation.most_branches,
+        adaptive=speculation.adaptive,
+    )
+    found = simulate(scenario)
+    assert max(map(sub, found.finish_s, arrivals)) < PAUSE_S, "a request met the one before it"
+    return Simulated(sum(map(sub, found.finish_s[1:], arrivals[1:])), found.texts[1:], found.tokens_per_pass)

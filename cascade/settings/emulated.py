@@ -1,0 +1,54 @@
+"""Devices that are not there: fakes, for measuring whole clusters on machines without such devices."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from cascade.settings.section import Section
+
+
+class EmulatedConfig(Section):
+    """A fake device of a tier: its passes end no sooner than such a device would have ended them.
+
+    The tier takes GPUs of which a Ray started for it is told though they are not there. Its model is its own, on the CPU; or
+    with an ``agreement`` a toy, for which the tier's source has the tokenizer and the limits.
+    """
+
+    # milliseconds by tokens of the pass: between them a straight line, behind the last as steep
+    pass_ms: Annotated[dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    context_ms: Annotated[float, Field(ge=0)] = 0.0  # that 1,000 positions held before those of the pass add
+    stretch: Annotated[float, Field(ge=1)] = 1.0  # times as long takes everything, so that few cores carry many devices
+    # own tokens in common with the next tier, of this one and each above it but the full one, whose list is empty
+    agreement: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """Tokens and seconds of passes, without context, as they are stretched."""
+        return tuple((tokens, ms * 1e-3 * self.stretch) for tokens, ms in sorted(self.pass_ms.items()))
+
+    @property
+    def context_s(self) -> float:
+        """Seconds that each position held adds, as they are stretched."""
+        return self.context_ms * 1e-6 * self.stretch
+
+
+def emulation_problem(devices: Mapping[str, EmulatedConfig | None]) -> str | None:
+    """One sentence if tiers, bottom to top, cannot have these devices together."""
+    there = {name: device for name, device in devices.items() if device is not None}
+    if there and len(there) < len(devices):
+        real = next(name for name in devices if name not in there)
+        return f"tier {real!r} has a real device and tier {next(iter(there))!r} an emulated one: emulate all tiers or none"
+    if len({device.stretch for device in there.values()}) > 1:
+        return "tiers differ in emulated.stretch: all share one time, so give them the same"
+    toys = {name: device.agreement for name, device in there.items() if device.agreement is not None}
+    if toys and len(toys) < len(there):
+        real = next(name for name in there if name not in toys)
+        return f"tier {real!r} has no emulated.agreement and tier {next(iter(toys))!r} has: make all tiers toys or none"
+    above: tuple[float, ...] | None = None
+    for name, agreement in reversed(toys.items()):
+        known = [] if above is None else ["its share with the next tier", *above]
+        if agreement[bool(known) :] != (above or ()) or len(agreement) != len(known):
+            return f"emulated.agreement of tier {name!r} is {list(agreement)}: it must be [{', '.join(map(str, known))}]"
+        above = agreement
+    return None

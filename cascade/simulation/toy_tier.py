@@ -1,0 +1,90 @@
+"""Tiers of a toy cascade, which agree as often as they are said to: fakes, for benchmarks of clusters and for tests."""
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TypeAlias
+
+from cascade.params import SamplingParams
+from cascade.scorer import RunnerUp
+from cascade.simulation.toy import ToyModel, fold, mix, uniform
+from cascade.simulation.trace import Closeness
+
+Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
+
+LEAST_TOKENS = 8  # of a vocabulary: a tier says one of them, nearly says two more, and all above it may say others
+LOTS = 4096  # different ones
+CACHED = 1 << 16  # contexts and positions remembered
+
+
+class ToyTier(ToyModel):
+    """A tier that agrees with the next one in the share ``agreement[0]`` of all contexts, that one with its next by the rest.
+
+    The full tier, of no ``agreement``, says what is drawn by the last ``order`` tokens of its cache, the position and the
+    request's seed, at any temperature; a tier below says the same as the next one or another token, by a lot of the same. So
+    tiers err as `Trace.drawn` has them: each depends on those above through the next one alone. Runner-ups are as close and as
+    right as `Closeness` has them, but for those that come from a tier below. Sampling parameters beside the seed are not known:
+    a row with a state fails.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        agreement: Agreement = (),
+        *,
+        order: int = 3,
+        context_len: int = 4096,
+        cache_tokens: int = 1 << 20,
+    ) -> None:
+        assert vocab_size >= LEAST_TOKENS
+        assert all(0 <= share <= 1 for share in agreement)
+        super().__init__(vocab_size, order, context_len=context_len, cache_tokens=cache_tokens)
+        self._agreement = agreement
+
+    def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
+        """The own token at ``position`` behind ``context``, and at most two runner-ups, each with its gap to the first."""
+        key = mix(fold(context, params.seed or 0) ^ position)
+        return list(_said(key, self.vocab_size, self._agreement)[:count])
+
+    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
+        """There are none."""
+        raise NotImplementedError("a toy tier has no logits: it honours a request's seed alone")
+
+
+@lru_cache(CACHED)
+def _said(key: int, vocab_size: int, agreement: Agreement) -> tuple[RunnerUp, ...]:
+    """What a tier says and nearly says at the place ``key``; the full tier nearly says nothing."""
+    if not agreement:
+        return (RunnerUp(mix(key) % vocab_size, 0.0),)
+    above = _said(key, vocab_size, agreement[1:])
+    lots = _lots(key, len(agreement))
+    said = next_ = above[0].token
+    if next(lots) >= agreement[0]:
+        said = (next_ + 1 + int(next(lots) * (vocab_size - 1))) % vocab_size
+    close = above[1].token if len(above) > 1 else said
+    beside = _Tabled.of(agreement[0]).beside(said, next_, close, said, lambda: next(lots))
+    found = [RunnerUp(said, 0.0)]
+    for token, gap in beside:
+        others = {one.token for one in (*found, *beside)}
+        nobody = (other % vocab_size for other in range(said + 1, said + vocab_size))
+        known = token < vocab_size
+        found.append(RunnerUp(token if known else next(one for one in nobody if one not in others | {next_}), gap))
+    return tuple(found)
+
+
+def _lots(key: int, depth: int) -> Iterator[float]:
+    """Numbers from 0 to 1, of `LOTS`, for the tier ``depth`` below the full one."""
+    for number in itertools.count():
+        yield (int(LOTS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / LOTS
+
+
+class _Tabled(Closeness):
+    """Remembers gaps: to find one takes longer than all else that a toy does."""
+
+    def gap(self, lot: float, *, right: bool) -> float:
+        return _gap(self.scale, lot, right)
+
+
+@lru_cache(4 * LOTS)
+def _gap(scale: float, lot: float, right: bool) -> float:
+    return Closeness(scale).gap(lot, right=right)

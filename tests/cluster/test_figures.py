@@ -1,0 +1,88 @@
+"""What the benchmark of emulated clusters makes of what it measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import __main__ as bench
+from benchmarks.cluster import autoscale, crowd, one
+from benchmarks.cluster.devices import AGREEMENT, FILE, Setup, Simulated
+from benchmarks.trees.__main__ import lossless
+from cascade.params import SamplingParams
+from cascade.settings.config import CascadeConfig
+
+PROMPTS = [list(range(20)), list(range(30))]
+PARAMS = SamplingParams(max_tokens=32, temperature=0)
+
+
+def test_the_file_can_be_served() -> None:
+    """Guards benchmarks/cluster/emulated.yaml, and that setups differ from it in what they say alone."""
+    plain = CascadeConfig.load(FILE)
+    assert Setup().config == plain
+    for kind, agreement in AGREEMENT.items():
+        devices = [tier.engine_kwargs.emulated for tier in Setup(kind, 3.0, (2, 2, 4)).config.tiers]
+        assert [device and device.agreement for device in devices] == [
+            None if agreement is None else agreement[level:] for level in range(3)
+        ]
+
+
+def test_lockstep_pairs_are_the_best_of_their_kind() -> None:
+    """Guards the strongest baseline: of all windows the one that the simulator finds fastest is measured."""
+    tiers = Setup().tiers()
+    mode = one.best_lockstep(tiers, PROMPTS, PARAMS, "medium", one.Size(windows=(1, 4, 16)))
+    assert mode.speculation.window == 4
+    assert mode.speculation.schedule == "lockstep"
+
+
+def test_ratios_are_to_the_best_pair() -> None:
+    """Guards what is claimed of three tiers: beside the best of all pairs, not the last one."""
+    speeds = {"alone": 1.0, "lockstep a": 3.0, "lockstep b": 2.0, "async pair, a": 2.5, "async pair, b": 4.0}
+    found = one.ratios(speeds | {"async three": 6.0, "auto": 5.0})
+    assert found == {"three_vs_alone": 6, "three_vs_async_pair": 1.5, "three_vs_lockstep_pair": 2, "auto_vs_alone": 5}
+
+
+def test_other_texts_fail_the_run() -> None:
+    """Guards the alarm: an answer that is not the simulator's is found, and ends the run with an error."""
+    runs = [
+        one.Run(mode, Simulated(2.0, ((1, 2),), 1.0), tokens=2, seconds=1.0, texts=[(1, 2)])
+        for mode in (
+            one.ALONE,
+            one.best_lockstep(Setup().tiers(), PROMPTS, PARAMS, "tiny", one.Size(windows=(4,))),
+            *one.PAIRS,
+            one.THREE,
+            one.AUTO,
+        )
+    ]
+    found = one.figures(Setup(), runs)
+    assert lossless({"one": {"code": found}})
+    assert found["modes"]["alone"]["measured_over_simulated"] == 2
+    assert one.headline({"code": found})["code"]["measured_over_simulated"] == [2, 2, 2]
+    runs[-1].texts = [(1, 3)]
+    assert not lossless({"one": {"code": one.figures(Setup(), runs)}})
+
+
+def test_replicas_are_compared_at_the_same_load_of_each() -> None:
+    """Guards the claim of scaling: four full replicas with 64 requests are beside one with 16, not with 64."""
+    found = {
+        name: {str(load): {"alone": speed * load, "three": speed * load, "ratios": {"three": 1.0}} for load in (16, 64)}
+        for name, speed in (("1/1/1", 2.0), ("1/1/2", 9.0), ("2/2/4", 1.9))
+    }
+    assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
+    phases = [{"load": 4, "tokens_per_second": 8.0, "replicas": {"tiny": 1, "full": 2}}]
+    assert autoscale.headline({"phases": phases}) == {"load": [4], "full_replicas": [2], "tokens_per_second": [8.0]}
+    assert bench.head({"scale": found}).keys() == {"one", "scale", "autoscale"}
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_works(tmp_path: Path) -> None:
+    """Guards `make bench-cluster`, which runs for a quarter of an hour, against parts that have changed; in its own Ray."""
+    command = [sys.executable, "-m", "benchmarks.cluster", "--quick", "--results", str(tmp_path / "cluster.json")]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    head = json.loads(ran.stdout.splitlines()[-1])
+    assert head == json.loads((tmp_path / "cluster.json").read_text())["head"]
+    assert head["one"]["code"]["three_vs_alone"] > 0
+    assert head["scale"]["1/1/1"]["4"]["three"] > 0
+    assert head["autoscale"]["load"] == [1, 4]

@@ -1,0 +1,117 @@
+"""Emulated devices: that passes take what their table says, by a clock that is a fake, too."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from cascade.chain.profile import Profile
+from cascade.draft import Draft
+from cascade.params import SamplingParams
+from cascade.scorer import Row, Scored
+from cascade.simulation.emulated import Emulated
+from cascade.simulation.toy_tier import ToyTier
+
+PARAMS = SamplingParams(temperature=0, seed=3)
+POINTS = ((1, 0.020), (11, 0.030), (21, 0.060))
+CONTEXT_S = 1e-5
+VOCAB = 32
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps, or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+class Slow(ToyTier):
+    """Takes its time itself."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(VOCAB)
+        self._clock, self._takes = clock, seconds
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        self._clock.now += self._takes
+        return super().run(rows)
+
+
+def emulated(seconds: float) -> tuple[Emulated, Clock]:
+    """A device whose model takes so long by itself."""
+    clock = Clock()
+    cost = Profile(POINTS, CONTEXT_S)
+    return Emulated(Slow(clock, seconds), cost, clock=clock, sleep=clock.sleep), clock
+
+
+@pytest.mark.parametrize(
+    ("starts", "sizes", "seconds"),
+    [
+        ((0,), (1,), 0.020),
+        ((0,), (6,), 0.025),  # between two points
+        ((0, 0), (11, 10), 0.060),  # rows share the pass
+        ((0,), (31,), 0.090),  # as steep as before the last point
+        ((100, 300), (1, 10), 0.030 + 400 * CONTEXT_S),
+    ],
+)
+def test_passes_obey_the_table(starts: tuple[int, ...], sizes: tuple[int, ...], seconds: float) -> None:
+    """Guards every figure of an emulated cluster: a pass ends when the device would have ended it, whatever the model took."""
+    device, clock = emulated(0.004)
+    rows = []
+    for start, size in zip(starts, sizes, strict=True):
+        cache = device.new_cache()
+        if start:
+            device.run([Row(cache, 0, [1] * start, 0, PARAMS)])
+        rows.append(Row(cache, start, [2] * size, 1, PARAMS))
+    begin = clock.now
+    device.run(rows)
+    assert clock.now - begin == pytest.approx(seconds)
+    assert clock.slept[-1] == pytest.approx(seconds - 0.004)
+    assert device.late == 0
+
+
+def test_guesses_are_tokens_of_a_pass() -> None:
+    """Guards the price of drafts: a pass that scores ten guesses behind a token costs what one of eleven tokens costs."""
+    device, clock = emulated(0.0)
+    begin = clock.now
+    device.run([Row(device.new_cache(), 0, [1], 1, PARAMS, draft=Draft((2,) * 10, bytes(10)))])
+    assert clock.now - begin == pytest.approx(0.030)
+
+
+def test_passes_that_are_late_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against figures of a machine that cannot carry its devices: once said, always counted."""
+    device, clock = emulated(0.5)
+    for _ in range(2):
+        device.run([Row(device.new_cache(), 0, [1], 1, PARAMS)])
+    assert (device.passes, device.late, clock.slept) == (2, 2, [])
+    [record] = caplog.records
+    assert "later than the device's would have" in record.message
+
+
+def test_says_what_its_model_says() -> None:
+    """Guards exactness: a device changes when a pass ends, and nothing else."""
+    device, _ = emulated(0.0)
+    toy = ToyTier(VOCAB)
+    rows = [Row(cache, 0, [1, 2, 3], 3, PARAMS) for cache in (device.new_cache(), toy.new_cache())]
+    assert device.run(rows[:1]) == toy.run(rows[1:])
+    assert (device.vocab_size, device.context_len) == (toy.vocab_size, toy.context_len)
+
+
+def test_profiles_are_copies() -> None:
+    """Guards the table: a tier keeps its profile current, and the device must not follow."""
+    device, clock = emulated(0.0)
+    profile = device.profile
+    assert profile.points == POINTS
+    assert profile.context_s == CONTEXT_S
+    for _ in range(50):
+        profile._correct(1, 0, 1.0)
+    begin = clock.now
+    device.run([Row(device.new_cache(), 0, [1], 1, PARAMS)])
+    assert clock.now - begin == pytest.approx(POINTS[0][1])

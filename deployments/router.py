@@ -14,7 +14,8 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cascade.answer import Answer, Capabilities, Chunk
+from cascade.answer import Answer, Chunk
+from cascade.capabilities import Capabilities
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, Unavailable
@@ -30,8 +31,10 @@ from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
     parse_handling,
     parse_input,
+    parse_known,
     parse_sampling,
     parse_speculation,
+    refuse_streaming,
     refuse_unknown,
     response,
     whole,
@@ -52,6 +55,7 @@ log = logging.getLogger(__name__)
 
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
 FULL_LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
+LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, so that other requests go on
 HELD_PLACES = 16  # a full replica that takes fewer sessions has none to spare for a lease that is held for the next request
 DESCRIBE_TIMEOUT_S = 2.0
 OBSERVE_TIMEOUT_S = 1.0
@@ -140,8 +144,7 @@ class Router:
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
         with reported(grpc_context, self.admission.metrics.refused):
-            if request.watch:
-                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
+            refuse_streaming(request, "Generate")
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 return whole([chunk async for chunk in chunks])
 
@@ -156,8 +159,7 @@ class Router:
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
         with reported(grpc_context, self.admission.metrics.refused):
-            if request.watch:
-                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
+            refuse_streaming(request, "Chat")
             turn = ChatTurn(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
                 return turn.whole([chunk async for chunk in chunks])
@@ -278,7 +280,9 @@ class Router:
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
-        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - request.since)
+        answer = await self._answer(opening, index, lambda: time.monotonic() - request.since)
+        if (last := answer.rest()) is not None:  # one of several answers, which the client knows whole
+            yield last
         retry_budget = RetryBudget(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:
@@ -311,13 +315,17 @@ class Router:
         """Check everything a request says; raises `InvalidRequest`."""
         prompt, params = parse_input(request), parse_sampling(request)
         speculation, handling = parse_speculation(request), parse_handling(request)
-        return await self.admit(await self.encode(prompt), params, speculation, handling)
+        opening = await self.admit(await self.encode(prompt), params, speculation, handling, parse_known(request))
+        await self.known([opening])
+        return opening
 
     async def _admit_turn(self, turn: ChatTurn) -> Open:
         """The same for a conversation."""
         speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
         task = await turn.task(self.assistant)
-        return await self.admit(task.ids, task.params, speculation, handling)
+        opening = await self.admit(task.ids, task.params, speculation, handling, parse_known(turn.request))
+        turn.resume(*await self.known([opening]))
+        return opening
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
@@ -328,9 +336,30 @@ class Router:
             return self.tokenizer.encode(prompt)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
-    async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
+    async def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation,
+        handling: Handling,
+        known: Sequence[int] = (),
+    ) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
-        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling))
+        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling, known))
+
+    async def known(self, openings: Sequence[Open]) -> list[Chunk]:
+        """What the client has of each answer; raises `InvalidRequest` if all of them are whole."""
+        known = [(await self._answer(opening)).known for opening in openings]
+        if all(chunk.completion is not None for chunk in known):
+            raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
+        return known
+
+    async def _answer(self, opening: Open, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
+        """An answer that begins, behind what the client has of it."""
+        decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
+        if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
+            return Answer(opening, decoder, index, elapsed)
+        return await asyncio.to_thread(Answer, opening, decoder, index, elapsed)
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.answer import Answer, Capabilities, Completion, undrafted
+from cascade.answer import Answer, Completion, undrafted
+from cascade.capabilities import Capabilities
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import Edge, Open, Proposal
@@ -133,7 +134,7 @@ CAPABLE = Capabilities(
     context_len=9,
     end_ids=frozenset([END]),
     adapters=("french",),
-    check_grammar=GRAMMARS.append,
+    check_grammar=lambda structured, output: GRAMMARS.append(structured),
     window=32,
     answer_window=256,
     max_tokens=8,

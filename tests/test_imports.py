@@ -8,7 +8,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.errors", "cascade.v1", "cascade.family"),
     ("cascade.params", "cascade.draft"),
     ("cascade.messages",),
-    ("cascade.scorer", "cascade.answer"),
+    ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
     ("cascade.native",),
     ("cascade.drafters", "cascade.client"),
     ("cascade.chain", "cascade.engine"),

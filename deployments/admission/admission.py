@@ -231,7 +231,9 @@ class Admission:
     ) -> AsyncGenerator[Chunk, None]:
         """``chunks`` of one answer when its turn has come, counted and charged."""
         outcome, num_tokens, last = "failed", 0, request.since
-        request.account.charge(opening.prompt_len)
+        request.account.charge(len(opening.tokens))
+        if len(opening.tokens) > opening.prompt_len:
+            self.metrics.resumed()
         try:
             async with self.places.turn(request.lifetime), contextlib.aclosing(chunks):
                 async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""From a request to what the full tier is asked, and from its proposals to what a client gets.
+"""From the full tier's proposals to what a client gets.
 
 Pure; the library and the router run the same code. Text and token ids are cut together: a token is handed out with the text
 that it completes, and text that may be the beginning of a stop string is held back until it is certain.
@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.errors import InvalidRequest
-from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal, mint
-from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
+from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -84,11 +82,16 @@ class Chunk:
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
     lanes: tuple[Lane, ...] = ()  # of watched requests; positions are those of the output, and such a piece may have no tokens
+    seed: int | None = None  # of the shared noise, with the first piece
 
 
 @dataclass(slots=True)
 class Answer:
-    """The text of one request as it grows; ``opening`` is what the full tier was first asked."""
+    """The text of one request as it grows; ``opening`` is what the full tier was first asked.
+
+    Output that the opening has is known to the client, whose stream broke off there: only what comes behind it is handed out,
+    and the completion has the text, ids, origins and log-probabilities of that alone.
+    """
 
     opening: Open
     decoder: TextDecoder
@@ -96,16 +99,23 @@ class Answer:
     elapsed: Callable[[], float] | None = None  # seconds since the request came; without it time is not told
     finish_reason: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
-    _origins: bytearray = field(default_factory=bytearray)
-    _logprobs: list[Logprobs] = field(default_factory=list)  # parallel to _tokens if asked for
+    _num_known: int = 0  # of them, known to the client from the beginning
+    _origins: bytearray = field(default_factory=bytearray)  # of the others
+    _logprobs: list[Logprobs] = field(default_factory=list)  # likewise, if asked for
     _prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
+    _num_known_chars: int = 0
     _num_sent_chars: int = 0
     _num_sent_tokens: int = 0
     _edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
     _spared: str = ""  # why the full tier leaves out those below, if it does
+    _told: bool = False  # a piece was handed out
+
+    def __post_init__(self) -> None:
+        if known := self.opening.tokens[self.opening.prompt_len :]:
+            self._begin_behind(known)
 
     @property
     def finished(self) -> bool:
@@ -115,6 +125,17 @@ class Answer:
     def num_tokens(self) -> int:
         """Output tokens of the full tier so far."""
         return len(self._tokens)
+
+    @property
+    def known(self) -> Chunk:
+        """What the client has of an answer that begins, as one piece without history; with a completion if that is all."""
+        text, ids = self._text[: self._num_known_chars], tuple(self._tokens[: self._num_known])
+        ends = tuple(min(end, len(text)) for end in self._ends[: self._num_known])
+        return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_known), self.index)
+
+    def rest(self) -> Chunk | None:
+        """The last piece, empty, of an answer that the client knows whole; ``None`` if there is more to come."""
+        return self._piece() if self.finished else None
 
     def take(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
         """What the full tier says: the next piece, if there is one, and the acknowledgement for the tier."""
@@ -152,6 +173,24 @@ class Answer:
         opening = self.opening
         tokens = (*opening.tokens[: opening.prompt_len], *self._tokens)
         return replace(opening, session=session, tokens=tokens)
+
+    def _begin_behind(self, known: Sequence[int]) -> None:
+        """Take up the text behind the tokens that the client has: as it would stand, had they been written here."""
+        opening, pieces, num_chars = self.opening, list[str](), 0
+        for token in known:
+            pieces.append("" if token in opening.ends else self.decoder.step(token))
+            num_chars += len(pieces[-1])
+            self._ends.append(num_chars)
+        self._tokens += known
+        self._text = "".join(pieces)
+        ended = not opening.ends.isdisjoint(known)
+        if ended or len(known) >= opening.params.max_tokens:
+            self.finish_reason = "stop" if ended else "length"
+            self._text += self.decoder.flush()
+            self._ends[-1] = len(self._text)
+        self._stop()
+        self._num_known = self._num_sent_tokens = len(known)
+        self._num_known_chars = self._num_sent_chars = min(self._ends[-1], len(self._text))
 
     def _append(self, token: int, origin: int) -> None:
         self._tokens.append(token)
@@ -194,9 +233,10 @@ class Answer:
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
-        ids, origins = tuple(self._tokens[sent]), bytes(self._origins[sent])
-        logprobs = tuple(self._logprobs[sent])
-        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs, prompt)
+        new = slice(sent.start - self._num_known, sent.stop - self._num_known)
+        ids, origins, logprobs = tuple(self._tokens[sent]), bytes(self._origins[new]), tuple(self._logprobs[new])
+        seed, self._told = None if self._told else self.opening.params.seed, True
+        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs, prompt, seed=seed)
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
@@ -214,9 +254,10 @@ class Answer:
         assert seed is not None
         reason = undrafted(self.opening, self._edges, self._spared)
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
-        ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
-        logprobs = tuple(self._logprobs[:num_tokens])
-        return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
+        num_new = num_tokens - self._num_known
+        text, ids = self._text[self._num_known_chars :], tuple(self._tokens[self._num_known : num_tokens])
+        origins, logprobs = bytes(self._origins[:num_new]), tuple(self._logprobs[:num_new])
+        return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
 
 
 def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
@@ -253,67 +294,3 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
-
-    names: tuple[str, ...]  # of the drafters inside tiers and the tiers, bottom to top
-    vocab_size: int
-    context_len: int  # positions of prompt and output together
-    end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
-    adapters: tuple[str, ...]  # of the full tier
-    check_grammar: Callable[[Structured], object]  # raises `InvalidRequest` if it cannot be compiled
-    window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
-    answer_window: int  # tokens that the full tier may write before the client takes them
-    drafters: tuple[str, ...] = ()  # of these names, those inside tiers
-    max_tokens: int | None = None  # of an answer
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidRequest` if a parameter cannot be honoured. A grammar that is new is compiled for that."""
-        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
-            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}")
-        params.check_vocabulary(self.vocab_size)
-        check_adapter(params.adapter, self.adapters)
-        if params.structured is not None:
-            self.check_grammar(params.structured)
-
-    def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
-        """What the full tier is asked to write behind the prompt ``ids``, under a new session name and with a seed.
-
-        Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
-        """
-        self.check(params)
-        self._check_prompt(ids, params.max_tokens)
-        chosen = speculation.chosen(self.names)
-        return Open(
-            session=mint(),
-            tokens=tuple(ids),
-            prompt_len=len(ids),
-            params=params.seeded(),
-            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
-            tier=self.names[-1],
-            chain=tuple(name for name in chosen if name not in self.drafters),
-            drafters=tuple(name for name in chosen if name in self.drafters),
-            window=self.answer_window,
-            draft_window=speculation.draft_window(self.window),
-            draft_branches=speculation.most_branches,
-            lockstep=speculation.schedule == "lockstep",
-            adaptive=speculation.adaptive,
-            priority=handling.priority,
-            cache_salt=handling.cache_salt,
-            watch=handling.watch,
-        )
-
-    def _check_prompt(self, ids: Sequence[int], max_tokens: int) -> None:
-        if not ids:
-            raise InvalidRequest("The prompt is empty: it must have at least one token")
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}")
-        if len(ids) + max_tokens > self.context_len:
-            raise InvalidRequest(
-                f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
-                f"together {len(ids) + max_tokens}: the models take {self.context_len}; shorten it, or lower max_tokens"
-            )

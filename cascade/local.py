@@ -9,7 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias, overload
 
-from cascade.answer import Answer, Capabilities, Chunk, Completion
+from cascade.answer import Answer, Chunk, Completion
+from cascade.capabilities import Capabilities
 from cascade.chain.local_links import join
 from cascade.chain.planner import Policy
 from cascade.chain.profile import glance

@@ -14,24 +14,26 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cascade.answer import Answer, Capabilities, Chunk
+from cascade.answer import Answer, Chunk
+from cascade.capabilities import Capabilities
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.errors import InvalidRequest
 from cascade.messages import Close, Message, Open
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
-from deployments.admission.page import joined
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
     parse_handling,
     parse_input,
+    parse_known,
     parse_sampling,
     parse_speculation,
+    refuse_streaming,
     refuse_unknown,
     response,
     whole,
@@ -46,17 +48,16 @@ from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.logs import join_serves
+from deployments.observer import Observer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
 FULL_LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
+LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, so that other requests go on
 HELD_PLACES = 16  # a full replica that takes fewer sessions has none to spare for a lease that is held for the next request
 DESCRIBE_TIMEOUT_S = 2.0
-OBSERVE_TIMEOUT_S = 1.0
-OBSERVE_S = 5.0  # how old the tiers' figures in the metrics may become
-LOWER_START_S = 60.0  # tiers that are not ready so long after the full one count as absent
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LINGER_S = 0.1  # what has come through a door before it closed is still admitted
 CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
@@ -100,8 +101,9 @@ class Router:
         )
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
-        self._siblings, self._observe_at = Siblings(), 0.0
-        self._counting = asyncio.create_task(self._count_drafters())
+        self._siblings = Siblings()
+        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings)
+        self._counting = asyncio.create_task(self._observer.count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
         self._api = Api(self).application()
@@ -140,8 +142,7 @@ class Router:
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
         with reported(grpc_context, self.admission.metrics.refused):
-            if request.watch:
-                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Generate")
+            refuse_streaming(request, "Generate")
             async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
                 return whole([chunk async for chunk in chunks])
 
@@ -156,8 +157,7 @@ class Router:
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
         with reported(grpc_context, self.admission.metrics.refused):
-            if request.watch:
-                raise InvalidRequest("watch is true: only streams tell of guesses, so ask for Chat")
+            refuse_streaming(request, "Chat")
             turn = ChatTurn(request)
             async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
                 return turn.whole([chunk async for chunk in chunks])
@@ -200,26 +200,11 @@ class Router:
 
     async def metrics(self) -> bytes:
         """What all routers count, and what the tiers say."""
-        await self._observe()
-        here = self.admission.metrics.text()
-        elsewhere = await self._siblings.pages()
-        return joined({self._siblings.me: here.decode()} | elsewhere) if elsewhere else here
+        return await self._observer.page()
 
     async def metrics_for(self, router: str) -> tuple[str, str] | None:
         """Another router asks for what this one counts: its name, and its page."""
-        return None if router == (me := self._siblings.me) else (me, self.admission.metrics.text().decode())
-
-    async def _observe(self) -> None:
-        """Bring up to date what the metrics say of the tiers, if that is old."""
-        if time.monotonic() < self._observe_at:
-            return
-        self._observe_at = time.monotonic() + OBSERVE_S
-        try:
-            states = await self._tiers.states(OBSERVE_TIMEOUT_S)
-        except Unavailable:  # as it was then
-            return
-        for name, (replicas, said) in states.items():
-            self.admission.metrics.tier(name, replicas, said)
+        return self._observer.own_page(router)
 
     async def drain(self) -> None:
         """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""
@@ -254,11 +239,6 @@ class Router:
         """Of the tiers, bottom to top."""
         return self._config.names
 
-    async def _count_drafters(self) -> None:
-        """Say in the metrics whether lower tiers have started."""
-        if (num_drafters := await self._tiers.num_drafters(LOWER_START_S)) is not None:
-            self.admission.metrics.started(num_drafters)
-
     # requests
 
     async def _asked(self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
@@ -278,7 +258,9 @@ class Router:
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""
-        answer = Answer(opening, self.tokenizer.decoder(opening.tokens), index, lambda: time.monotonic() - request.since)
+        answer = await self._answer(opening, index, lambda: time.monotonic() - request.since)
+        if (last := answer.rest()) is not None:  # one of several answers, which the client knows whole
+            yield last
         retry_budget = RetryBudget(self._config.router.stall_timeout_s)
         while not answer.finished:
             try:
@@ -311,13 +293,19 @@ class Router:
         """Check everything a request says; raises `InvalidRequest`."""
         prompt, params = parse_input(request), parse_sampling(request)
         speculation, handling = parse_speculation(request), parse_handling(request)
-        return await self.admit(await self.encode(prompt), params, speculation, handling)
+        opening = await self.admit(await self.encode(prompt), params, speculation, handling, parse_known(request))
+        if request.HasField("resume"):
+            await self.known([opening])
+        return opening
 
     async def _admit_turn(self, turn: ChatTurn) -> Open:
         """The same for a conversation."""
         speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
         task = await turn.task(self.assistant)
-        return await self.admit(task.ids, task.params, speculation, handling)
+        opening = await self.admit(task.ids, task.params, speculation, handling, parse_known(turn.request))
+        if turn.request.HasField("resume"):
+            turn.resume(*await self.known([opening]))
+        return opening
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
@@ -328,9 +316,30 @@ class Router:
             return self.tokenizer.encode(prompt)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
-    async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open:
+    async def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation,
+        handling: Handling,
+        known: Sequence[int] = (),
+    ) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
-        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling))
+        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling, known))
+
+    async def known(self, openings: Sequence[Open]) -> list[Chunk]:
+        """What the client has of each answer; raises `InvalidRequest` if all of them are whole."""
+        known = [(await self._answer(opening)).known for opening in openings]
+        if all(chunk.completion is not None for chunk in known):
+            raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
+        return known
+
+    async def _answer(self, opening: Open, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
+        """An answer that begins, behind what the client has of it."""
+        decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
+        if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
+            return Answer(opening, decoder, index, elapsed)
+        return await asyncio.to_thread(Answer, opening, decoder, index, elapsed)
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
@@ -338,8 +347,7 @@ class Router:
 
     def _hear(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            inbox = self._inboxes.get(message.session)
-            if inbox is not None:
+            if (inbox := self._inboxes.get(message.session)) is not None:
                 inbox.put_nowait(message)
 
 

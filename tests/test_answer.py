@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.answer import Answer, Capabilities, Completion, undrafted
+from cascade.answer import Answer, Chunk, Completion, undrafted
+from cascade.capabilities import Capabilities
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import Edge, Open, Proposal
@@ -94,6 +95,48 @@ def test_cuts_do_not_depend_on_the_size_of_proposals(
         assert len(completion.origins) == len(completion.token_ids)
 
 
+def pieces(answer: Answer, tokens: Sequence[int]) -> list[Chunk]:
+    """What comes of an answer whose tokens come one at a time."""
+    begin, said = answer.num_tokens, []
+    for place, token in enumerate(tokens[begin:], begin + 2):
+        said.append(answer.take(Proposal("s", place, Draft((token,), b"\2")))[0])
+    return [piece for piece in said if piece is not None]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=14),
+    stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),
+    max_tokens=st.integers(1, 14),
+    min_tokens=st.integers(0, 14),
+    ignore_eos=st.booleans(),
+)
+def test_answers_go_on_wherever_their_streams_broke_off(
+    tokens: list[int], stop: list[str], max_tokens: int, min_tokens: int, ignore_eos: bool
+) -> None:
+    """Guards the seam: a stop string that begins before it, text that was held back, the first token that counts."""
+    low = min(min_tokens, max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=low, stop=tuple(stop), ignore_eos=ignore_eos, seed=1)
+    begun = answer_of(params)
+    whole = pieces(begun, tokens)
+    assert [piece.seed for piece in whole] == [1, *[None] * (len(whole) - 1)][: len(whole)]
+    for cut in range(1, len(whole)):
+        had = tuple(token for piece in whole[:cut] for token in piece.token_ids)
+        opening = replace(begun.opening, tokens=(*begun.opening.tokens, *had))
+        answer = Answer(opening, Words())
+        assert (answer.known.text, answer.known.token_ids) == ("".join(piece.text for piece in whole[:cut]), had)
+        assert (answer.finished, answer.rest(), answer.known.completion) == (False, None, None)
+        rest = pieces(answer, tokens)
+        for name in ("text", "token_ids", "origins"):
+            joined, expected = ([one for piece in said for one in getattr(piece, name)] for said in (rest, whole[cut:]))
+            assert joined == expected
+        ended, other = rest[-1].completion, whole[-1].completion
+        assert (ended is None) == (other is None)
+        if ended is not None and other is not None:
+            assert (ended.finish_reason, ended.stats.completion_tokens) == (other.finish_reason, other.stats.completion_tokens)
+            assert ended.text == "".join(piece.text for piece in rest)
+
+
 def test_tokens_are_cut_with_the_text() -> None:
     """Guards token ids left past a stop string (vLLM 47616): ids cover exactly the text."""
     params = SamplingParams(stop=("\n\n",), seed=1)
@@ -133,7 +176,7 @@ CAPABLE = Capabilities(
     context_len=9,
     end_ids=frozenset([END]),
     adapters=("french",),
-    check_grammar=GRAMMARS.append,
+    check_grammar=lambda structured, output: GRAMMARS.append(structured),
     window=32,
     answer_window=256,
     max_tokens=8,

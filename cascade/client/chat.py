@@ -89,6 +89,15 @@ class TurnBuilder:
         """Raise `Unavailable` if the stream has ended before its text."""
         self._completion.check()
 
+    @property
+    def complete(self) -> bool:
+        """The turn has come."""
+        return self._completion.complete
+
+    def resume(self, request: pb.ChatRequest) -> bool:
+        """Let ``request`` go on behind what came; False if the server did not say by which seed."""
+        return self._completion.resume(request)
+
     def take(self, response: pb.ChatResponse) -> TurnPiece:
         """What the next response brings."""
         chunk = self._completion.take(response, response.text if response.HasField("text") else response.content)

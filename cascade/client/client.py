@@ -6,6 +6,8 @@
 What the two clients share is in `cascade.client.connection` and `cascade.client.exchange`; here one waits, the other awaits.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self, Unpack
@@ -14,9 +16,10 @@ import grpc
 
 from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatOptions, Messages, Turn, TurnPiece
-from cascade.client.connection import Connection, errors
+from cascade.client.connection import Connection
 from cascade.client.exchange import Exchange, Piece, Prompt, Whole, chat_exchange, text_exchange
 from cascade.client.responses import ServerInfo, read_server_info
+from cascade.errors import Unavailable
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 
@@ -24,9 +27,12 @@ DESCRIBE_TIMEOUT_S = 30.0
 
 
 class Client(Connection):
-    """Talks to the server at ``address``; ``application`` names the Serve application if there are several.
+    """Talks to the server at ``address``, or in turn to those at several; ``application`` names the Serve application if
+    there are several.
 
-    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. An address that begins with
+    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. A request whose server is gone is
+    sent again, also to another one, and a stream goes on where it broke off, with the same text, until no server has sent
+    anything for ``patience_s`` (0: never again). An address that begins with
     ``grpcs://`` is one of TLS; ``authority`` is then a file of certificates (PEM) to trust instead of the public ones, or of
     those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names. Arguments that cannot be used raise `ConfigError`; what a server
     refuses, or cannot finish, raises the other errors of `cascade.errors`.
@@ -81,11 +87,12 @@ class Client(Connection):
 
     def describe(self) -> ServerInfo:
         """What is served."""
-        with errors():
-            return read_server_info(self._begin("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
+        return read_server_info(self._ask("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
 
     def close(self) -> None:
-        self._channel.close()
+        self._closed = True
+        for door in self._doors:
+            door.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -94,19 +101,39 @@ class Client(Connection):
         self.close()
 
     def _whole(self, exchange: Exchange[Whole, Any]) -> Whole:
-        with errors():
-            return exchange.read(self._begin(exchange.unary, exchange.encode()))
+        return exchange.read(self._ask(exchange.unary, exchange.encode()))
+
+    def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
+        """The response to a request that has one."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            door = self._door()
+            try:
+                response = self._begin(door, rpc, request, attempts)
+                self._heard(door, attempts)
+                return response
+            except grpc.RpcError as error:
+                pause_s = self._failed(error, door, attempts)
+            time.sleep(pause_s)
 
     def _pieces(self, exchange: Exchange[Any, Piece]) -> Iterator[Piece]:
-        builder = exchange.builder()
-        with errors():
-            call = self._begin(exchange.streaming, exchange.encode())
+        builder, request, attempts = exchange.builder(), exchange.encode(), self._attempts()
+        while True:
+            door = self._door()
+            call = self._begin(door, exchange.streaming, request, attempts)
             try:
                 for response in call:
+                    self._heard(door, attempts)
                     yield builder.take(response)
                 builder.check()
+                return
+            except (grpc.RpcError, Unavailable) as error:
+                if builder.complete:
+                    return
+                pause_s = self._failed(error, door, attempts, again=builder.resume(request))
             finally:
                 call.cancel()
+            time.sleep(pause_s)
 
 
 class AsyncClient(Connection):
@@ -161,11 +188,12 @@ class AsyncClient(Connection):
 
     async def describe(self) -> ServerInfo:
         """What is served."""
-        with errors():
-            return read_server_info(await self._begin("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
+        return read_server_info(await self._ask("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        self._closed = True
+        for door in self._doors:
+            await door.channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -176,16 +204,36 @@ class AsyncClient(Connection):
         await self.close()
 
     async def _whole(self, exchange: Exchange[Whole, Any]) -> Whole:
-        with errors():
-            return exchange.read(await self._begin(exchange.unary, exchange.encode()))
+        return exchange.read(await self._ask(exchange.unary, exchange.encode()))
+
+    async def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
+        """The response to a request that has one."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            door = self._door()
+            try:
+                response = await self._begin(door, rpc, request, attempts)
+                self._heard(door, attempts)
+                return response
+            except grpc.RpcError as error:
+                pause_s = self._failed(error, door, attempts)
+            await asyncio.sleep(pause_s)
 
     async def _pieces(self, exchange: Exchange[Any, Piece]) -> AsyncIterator[Piece]:
-        builder = exchange.builder()
-        with errors():
-            call = self._begin(exchange.streaming, exchange.encode())
+        builder, request, attempts = exchange.builder(), exchange.encode(), self._attempts()
+        while True:
+            door = self._door()
+            call = self._begin(door, exchange.streaming, request, attempts)
             try:
                 async for response in call:
+                    self._heard(door, attempts)
                     yield builder.take(response)
                 builder.check()
+                return
+            except (grpc.RpcError, Unavailable) as error:
+                if builder.complete:
+                    return
+                pause_s = self._failed(error, door, attempts, again=builder.resume(request))
             finally:
                 call.cancel()
+            await asyncio.sleep(pause_s)

@@ -1,15 +1,17 @@
-"""Where a client's requests go: the address, what every call carries, and the library's errors in place of gRPC's."""
+"""Where a client's requests go: addresses, what every call carries, and the library's errors in place of gRPC's."""
 
-import contextlib
 import ipaddress
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
 
+from cascade.client.retries import Attempts, Unreached
 from cascade.errors import (
     Aborted,
     CascadeError,
@@ -29,10 +31,16 @@ OTHER_SCHEMES = ("http://", "https://", "grpc://")
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
-UNREACHED = ("failed to connect", "errors resolving", "DNS resolution failed")  # how gRPC's sentences begin
+# how gRPC's sentences begin
+UNREACHED = ("connections to all backends failing", "failed to connect", "errors resolving", "DNS resolution failed")
 # What reaches a server in the moment in which it closes is cancelled by gRPC before anybody has seen it.
 RETRIES = {"maxAttempts": 3, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 4}
-SERVICE = {"methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}]}
+SERVICE = {
+    "methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}],
+    "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts that a name stands for
+}
+PATIENCE_S = 30.0
+SHUT_S = 5.0  # for which a server that failed is asked only if there is no other
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text are more than gRPC's 4 MiB
     # A call to a host that has vanished ends within seven minutes, not never. Servers break off connections that ping more
@@ -41,6 +49,8 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
     ("grpc.service_config", json.dumps(SERVICE)),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
@@ -49,57 +59,99 @@ ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Unavailable,  # by the server, which closes
     grpc.StatusCode.ABORTED: Aborted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.FAILED_PRECONDITION: ModelError,
 }
 
 
+@dataclass(slots=True)
+class Door:
+    """A way to servers: one address, or one name for several."""
+
+    channel: Any
+    stub: Any
+    shut_until: float = 0.0  # of `time.monotonic`; a call failed there
+
+
 class Connection:
-    """What both clients hold: a channel to one server, and the metadata and the deadline of its calls."""
+    """What both clients hold: channels to servers, and the metadata, the deadline and the patience of its calls."""
 
     _channels: ClassVar[Any]  # makes channels: `grpc`, or `grpc.aio`
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
         authority: str | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        addresses = [address] if isinstance(address, str) else list(address)
+        if not addresses:
+            raise ConfigError("address is an empty list: give HOST:PORT of at least one server's gRPC door")
         self._metadata = _metadata(application, api_key)
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._doors = [self._open(one, authority) for one in addresses]
+        self._num_calls = 0
+        self._answered = False  # by any server, ever
+        self._closed = False
+
+    def _open(self, address: str, authority: str | None) -> Door:
         target, credentials = _target(address, authority)
         direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own name, meant for it
         options = (*CHANNEL_OPTIONS, DIRECT) if direct else CHANNEL_OPTIONS
         if credentials is None:
-            self._channel = self._channels.insecure_channel(target, options)
+            channel = self._channels.insecure_channel(target, options)
         else:
-            self._channel = self._channels.secure_channel(target, credentials, options)
-        self._stub = serving_pb2_grpc.CascadeStub(self._channel)
+            channel = self._channels.secure_channel(target, credentials, options)
+        return Door(channel, serving_pb2_grpc.CascadeStub(channel))
 
-    def _begin(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
-        """Call ``rpc`` with the connection's metadata, and its deadline unless another is given."""
-        return getattr(self._stub, rpc)(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+    def _attempts(self, timeout_s: float | None = None) -> Attempts:
+        """For one request, with the connection's deadline unless another is given."""
+        return Attempts(self._patience_s, timeout_s or self._timeout_s, len(self._doors), not self._answered)
+
+    def _door(self) -> Door:
+        """The next one in turn, and one that is shut only if all are: the one that was shut first."""
+        self._num_calls += 1
+        first = self._num_calls % len(self._doors)
+        now, doors = time.monotonic(), (*self._doors[first:], *self._doors[:first])
+        return min(doors, key=lambda door: max(0.0, door.shut_until - now))
+
+    def _begin(self, door: Door, rpc: str, request: Any, attempts: Attempts) -> Any:
+        """Call ``rpc`` there, with the connection's metadata."""
+        return getattr(door.stub, rpc)(request, timeout=attempts.left_s, metadata=self._metadata)
+
+    def _heard(self, door: Door, attempts: Attempts) -> None:
+        """A message came."""
+        self._answered, door.shut_until = True, 0.0
+        attempts.heard()
+
+    def _failed(self, error: grpc.RpcError | Unavailable, door: Door, attempts: Attempts, again: bool = True) -> float:
+        """The pause before the request is sent again; raises the library's error where that is of no use, or cannot be."""
+        if self._closed and isinstance(error, grpc.RpcError):
+            raise error
+        told = _told(error) if isinstance(error, grpc.RpcError) else error
+        if isinstance(told, Unavailable):
+            door.shut_until = time.monotonic() + SHUT_S
+        if not again:
+            raise told from None
+        return attempts.failed(told)
 
 
-@contextlib.contextmanager
-def errors() -> Iterator[None]:
-    """Raise the library's errors instead of gRPC's."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        code = error.code()
-        if code is grpc.StatusCode.CANCELLED:
-            raise
-        kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
-        if kind is Overloaded:
-            raise Overloaded(sentence, _retry_after_s(error)) from None
-        if sentence.startswith(UNREACHED):
-            sentence = f"No server answers at the client's address ({sentence}): start one, or mend the address"
-        raise kind(sentence) from None
+def _told(error: grpc.RpcError) -> CascadeError:
+    """The library's error in place of gRPC's."""
+    code = error.code()
+    kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
+    if kind is Overloaded:
+        return Overloaded(sentence, _retry_after_s(error))
+    if kind is Unavailable and sentence.startswith(UNREACHED):
+        return Unreached(f"No server answers at the client's address ({sentence}): start one, or mend the address")
+    return kind(sentence)
 
 
 def _retry_after_s(error: grpc.RpcError) -> float:

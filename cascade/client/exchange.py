@@ -28,6 +28,13 @@ class Builder(Protocol[Piece_co]):
     def check(self) -> None:
         """Raise `Unavailable` if the stream has ended before its answer."""
 
+    @property
+    def complete(self) -> bool:
+        """The whole answer has come."""
+
+    def resume(self, request: Any) -> bool:
+        """Let the request go on behind what came; False if that cannot be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Generic[Whole, Piece]):

@@ -50,28 +50,41 @@ class CompletionBuilder:
         self._text: list[str] = []
         self._tokens: list[pb.Token] = []
         self._prompt: list[pb.PromptToken] = []
-        self._complete = False
+        self._seed: int | None = None
+        self.complete = False
 
     def check(self) -> None:
         """Raise `Unavailable` if the stream has ended before its text."""
-        if not self._complete:
+        if not self.complete:
             raise Unavailable("The server ended the stream before the text was complete")
+
+    def resume(self, request: pb.GenerateRequest | pb.ChatRequest) -> bool:
+        """Let ``request`` go on behind the tokens that came; False if the server did not say by which seed."""
+        if self._seed is not None:
+            request.sampling.seed = self._seed
+        if not self._tokens:
+            return True
+        request.resume.token_ids[:] = [token.id for token in self._tokens]
+        return request.sampling.HasField("seed")
 
     def take(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
         """What the next response brings; ``text`` takes the place of the response's own."""
         text = response.text if text is None else text
+        if response.HasField("seed"):
+            self._seed = response.seed
         self._text.append(text)
         self._tokens += response.tokens
         self._prompt += response.prompt
         completion = None
         if response.HasField("finish"):
             completion = build_completion("".join(self._text), self._tokens, response.finish, self._prompt)
-            self._complete = True
+            self.complete = True
         ids = tuple(token.id for token in response.tokens)
         ends = tuple(token.end for token in response.tokens)
         origins, logprobs = _origins(response.tokens), _logprobs(response.tokens)
         prompt, lanes = _prompt_tokens(response.prompt), tuple(map(decode_lane, response.lanes))
-        return Chunk(text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes)
+        seed = response.seed if response.HasField("seed") else None
+        return Chunk(text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes, seed=seed)
 
 
 def read_completion(response: pb.CompleteResponse) -> Completion:

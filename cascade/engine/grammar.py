@@ -49,9 +49,10 @@ class Grammars:
         self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # and a first token
         self._lock = threading.Lock()
 
-    def check(self, structured: Structured) -> None:
-        """Raise `InvalidRequest` with the reason if it cannot be compiled."""
-        self.matcher(structured)
+    def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
+        """Raise `InvalidRequest` with the reason if it cannot be compiled, or does not allow ``output``."""
+        if not self.matcher(structured).allows(output):
+            raise InvalidRequest(f"resume has tokens that structured.{structured.kind} does not allow: give this answer's own")
 
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
@@ -145,6 +146,10 @@ class Matcher:
         if self._broken:  # nobody knows from which mask on
             return _unpack([mask], 1, vocab_size)
         return _unpack(masks, num_rows, vocab_size)
+
+    def allows(self, output: Sequence[int]) -> bool:
+        """Whether a text may begin with ``output``; raises `InvalidRequest` if that takes too much work to say."""
+        return not output or self._follow(output) is not None
 
     def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
         """Masks behind the output and behind each guess, and how many of these positions are known."""

@@ -21,6 +21,7 @@ T = TypeVar("T")
 access = logging.getLogger("deployments.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LEAVING = "The server is shutting down"
 LATE = "The request's deadline passed before its text was complete"
 FULL_RETRY_AFTER_S = 1.0  # when a client should ask a full server again
 
@@ -41,6 +42,7 @@ class Lifetime:
 
     deadline: float = float("inf")  # of `time.monotonic`
     aborted: bool = False
+    leaving: bool = False  # aborted because the server goes: another one may go on
     _waits: list[asyncio.Timeout] = field(default_factory=list)  # in progress
 
     @classmethod
@@ -48,17 +50,17 @@ class Lifetime:
         """One that begins now; without a deadline if ``timeout_s`` is ``None``."""
         return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
 
-    def abort(self) -> None:
+    def abort(self, *, leaving: bool = False) -> None:
         """End it now; to be called in its event loop."""
-        self.aborted = True
+        self.aborted, self.leaving = True, leaving
         for limit in self._waits:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
     def check(self) -> None:
-        """Raise `Aborted` or `DeadlineExceeded` if it is over."""
+        """Raise `Aborted`, `DeadlineExceeded`, or `Unavailable` if the server goes, if it is over."""
         if self.aborted:
-            raise Aborted("The request was aborted")
+            raise Unavailable(LEAVING) if self.leaving else Aborted("The request was aborted")
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(LATE)
 
@@ -103,7 +105,7 @@ class Places:
     def check(self, num_answers: int = 1) -> None:
         """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
         if self.closed:
-            raise Unavailable("The server is shutting down")
+            raise Unavailable(LEAVING)
         if num_answers > self._room:
             raise InvalidRequest(
                 f"The request asks for {num_answers} answers at once: the server takes {self._room}; "
@@ -224,14 +226,16 @@ class Admission:
     def abort_all(self) -> None:
         """End all requests: the server goes."""
         for request in list(self._active):
-            request.lifetime.abort()
+            request.lifetime.abort(leaving=True)
 
     async def counted(
         self, chunks: AsyncGenerator[Chunk, None], opening: Open, request: ActiveRequest
     ) -> AsyncGenerator[Chunk, None]:
         """``chunks`` of one answer when its turn has come, counted and charged."""
         outcome, num_tokens, last = "failed", 0, request.since
-        request.account.charge(opening.prompt_len)
+        request.account.charge(len(opening.tokens))
+        if len(opening.tokens) > opening.prompt_len:
+            self.metrics.resumed()
         try:
             async with self.places.turn(request.lifetime), contextlib.aclosing(chunks):
                 async for chunk in chunks:

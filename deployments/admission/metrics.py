@@ -33,6 +33,7 @@ class RouterMetrics:
         self._answers = Counter(
             "answers", "Answers that ended, by how: a finish reason, an error's code, left.", ["outcome"], **made
         )
+        self._resumed = Counter("resumed_answers", "Answers that clients went on with, whose streams had broken.", **made)
         self._refused = Counter("refused", "Requests that got an error, by its code.", ["code"], **made)
         self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
         self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)
@@ -69,6 +70,9 @@ class RouterMetrics:
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
+
+    def resumed(self) -> None:
+        self._resumed.inc()
 
     def piece(self, seconds: float, first: bool) -> None:
         """One piece came so long after the one before it, or after the request."""

@@ -54,6 +54,20 @@ def parse_handling(request: Asked) -> Handling:
     return Handling(request.priority, request.cache_salt, request.watch)
 
 
+def parse_known(request: Asked) -> Sequence[int]:
+    """Tokens that the client has of the answer; raises `InvalidRequest`."""
+    refuse_unknown(request.resume, "resume")
+    return request.resume.token_ids
+
+
+def refuse_streaming(request: Asked, rpc: str) -> None:
+    """Raise `InvalidRequest` if a request for a whole answer wants what streams alone have; ``rpc`` has it."""
+    if request.watch:
+        raise InvalidRequest(f"watch is true: only streams tell of guesses, so ask for {rpc}")
+    if request.HasField("resume"):
+        raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {rpc}")
+
+
 def refuse_unknown(message: ProtoMessage, where: str) -> None:
     """A parameter is honoured or refused: raises `InvalidRequest` if there are fields that this version does not know."""
     unknown = [field.field_number for field in UnknownFieldSet(message)]  # type: ignore[attr-defined]
@@ -99,6 +113,7 @@ def response(chunk: Chunk) -> pb.GenerateResponse:
         finish=None if chunk.completion is None else finish(chunk.completion),
         prompt=prompt(chunk),
         lanes=map(encode_lane, chunk.lanes),
+        seed=chunk.seed,
     )
 
 

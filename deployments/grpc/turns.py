@@ -43,6 +43,11 @@ class ChatTurn:
         self._reader = None if task.reader is None else task.reader()
         return task
 
+    def resume(self, known: Chunk) -> None:
+        """Read what the client has of the answer, of which nothing is told again."""
+        if self._reader is not None:
+            self._reader.take(known)
+
     def piece(self, chunk: Chunk) -> pb.ChatResponse:
         """The next piece of the answer."""
         reader, end = self._reader, chunk.completion
@@ -56,6 +61,7 @@ class ChatTurn:
             lanes=map(encode_lane, chunk.lanes),
             text=None if reader is None else chunk.text,
             reasoning_content=said.thoughts,
+            seed=chunk.seed,
         )
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteChatResponse:

@@ -102,7 +102,16 @@ class Backend(Protocol):
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
-    async def admit(self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Open: ...
+    async def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation,
+        handling: Handling,
+        known: Sequence[int] = (),
+    ) -> Open: ...
+
+    async def known(self, openings: Sequence[Open]) -> list[Chunk]: ...
 
     async def metrics(self) -> bytes: ...
 
@@ -219,6 +228,7 @@ class Api:
         if body.watch and not body.stream:
             raise InvalidRequest("watch is given without stream: set stream to true")
         openings = await self._openings(body, params, ids)
+        known = None if body.resume is None else await self._backend.known(openings)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
         usage = body.stream_options is not None and body.stream_options.include_usage
         name = None if params.logprobs is None else self._name
@@ -231,17 +241,19 @@ class Api:
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
                 return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
-            events = streamed(form, merged(sources), echoes)
+            events = streamed(form, merged(sources), echoes, known)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all())
 
     async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
         """One for each answer; the seeds of several answers follow each other."""
+        known = body.known(len(ids) * body.answers)
         params = params.seeded()
         assert params.seed is not None
         seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
         drafts, handling = body.drafts(), body.handling()
-        return [await self._backend.admit(prompt, one, drafts, handling) for prompt in ids for one in seeded]
+        asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
+        return [await self._backend.admit(prompt, one, drafts, handling, had) for (prompt, one), had in asked]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from cascade.answer import Chunk
 from deployments.admission.status import refusal
+from deployments.chat.reader import TurnReader
 from deployments.http.reply import DONE, Echo, Form, closing, event, opening, piece, whole
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
@@ -45,11 +46,13 @@ async def gathered(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> dict[s
     return whole(form, answers, echoes)
 
 
-async def streamed(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. What fails behind the first piece is an event too."""
-    lengths: dict[int, int] = {}  # characters of each choice so far
+async def streamed(
+    form: Form, pieces: Pieces, echoes: Sequence[Echo], known: Sequence[Chunk] | None = None
+) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events, behind what the client has. What fails behind the first piece is an event too."""
     readers = [None if form.reader is None else form.reader() for _ in echoes]
-    ended = []
+    lengths = _resumed(echoes, readers, known or ())  # characters of each choice so far
+    ended, told = [], False
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
@@ -60,15 +63,27 @@ async def streamed(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> AsyncG
                     ended.append(chunk.completion)
                 said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
                 if said:
+                    told = True
                     yield b"".join(map(event, said))
     except Exception as error:
-        if not lengths:
+        if not told:
             raise
         yield event(refusal(error).body)
         return
     if form.usage:
         yield event(closing(form, ended, readers))
     yield DONE
+
+
+def _resumed(echoes: Sequence[Echo], readers: Sequence[TurnReader | None], known: Sequence[Chunk]) -> dict[int, int]:
+    """Characters of the choices that clients have a part of, which their readers have read."""
+    lengths = {}
+    for index, chunk in enumerate(known):
+        if chunk.token_ids:
+            lengths[index] = len(echoes[index].text) + len(chunk.text)
+            if (reader := readers[index]) is not None:
+                reader.take(chunk)
+    return lengths
 
 
 async def _feed(

@@ -66,6 +66,12 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class ResumeBody(Body):
+    """What the client has of answers whose stream is broken."""
+
+    token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]  # of each choice
+
+
 class SamplingBody(Body):
     """What both kinds of completions take. ``None`` is the default everywhere."""
 
@@ -94,6 +100,7 @@ class SamplingBody(Body):
     watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
     structured: StructuredBody | None = None
     speculation: SpeculationBody | None = None
+    resume: ResumeBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
 
     @field_validator("logit_bias", mode="before")
@@ -106,6 +113,19 @@ class SamplingBody(Body):
     @property
     def answers(self) -> int:
         return self.n or 1
+
+    def known(self, num_choices: int) -> list[list[int]]:
+        """Tokens that the client has of each choice; raises `InvalidRequest`."""
+        if self.resume is None:
+            return [[] for _ in range(num_choices)]
+        if not self.stream:
+            raise InvalidRequest("resume is given without stream: set stream to true")
+        token_ids = self.resume.token_ids
+        if len(token_ids) != num_choices:
+            raise InvalidRequest(f"resume.token_ids has {len(token_ids)} lists: the request has {num_choices} choices")
+        if any(token_ids) and self.seed is None:
+            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+        return token_ids
 
     def drafts(self) -> Speculation:
         return Speculation() if self.speculation is None else self.speculation.parsed()

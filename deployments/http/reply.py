@@ -77,12 +77,13 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader 
     if reader is not None:
         delta = reader.take(chunk)
         text: dict[str, Any] = {"delta": delta.body}
-        if not (delta or end or form.history or form.name or chunk.lanes):
+        if not (delta or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
             return None
     else:
         text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
     extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
     extra |= {"lanes": [asdict(lane) for lane in chunk.lanes]} if chunk.lanes else {}
+    extra |= {} if chunk.seed is None else {"seed": chunk.seed}
     return _choice(
         form,
         index,

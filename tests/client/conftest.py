@@ -1,4 +1,4 @@
-"""A server that answers as told, and clients of it."""
+"""A server that answers as told, and clients of it that do not ask again."""
 
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +25,11 @@ def server() -> Iterator[Canned]:
 
 @pytest.fixture
 def client(server: Canned) -> Iterator[Client]:
-    with Client(server.address) as client:
+    with Client(server.address, patience_s=0) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(server: Canned) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, patience_s=0) as client:
         yield client

@@ -126,7 +126,7 @@ async def test_host_that_vanishes_ends_the_call(server: Canned, monkeypatch: pyt
     quick = [(name, sooner.get(name, value)) for name, value in CHANNEL_OPTIONS]
     monkeypatch.setattr("cascade.client.connection.CHANNEL_OPTIONS", quick)
     server.silent = True
-    async with Relay(server.address) as relay, AsyncClient(relay.address) as client:
+    async with Relay(server.address) as relay, AsyncClient(relay.address, patience_s=0) as client:
         chunks = client.stream("p")
         assert (await anext(chunks)).text == "a"
         relay.die()

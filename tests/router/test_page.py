@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from cascade.chain.planner import Planner
 from tests.doors import House, house
@@ -82,6 +82,33 @@ def streamed(*pieces: dict[str, Any]) -> str:
     """A watched answer as the server streams it, of what its pieces say of themselves."""
     choices = [{"index": 0, "text": "x" * len(piece["token_ids"]), "cascade": piece} for piece in pieces]
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
+
+
+def test_broken_answer_goes_on(page: Page, served: House) -> None:
+    """Guards readers against a router that dies: the page asks for the rest, behind the tokens that it shows."""
+    bodies: list[Any] = []
+
+    def breaking(route: Route) -> None:
+        bodies.append(route.request.post_data_json)
+        if len(bodies) == 2:
+            error = {"error": {"message": "The server is shutting down", "code": "unavailable"}}
+            route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(error)}\n\n")
+            return
+        said = route.fetch().text().split("\n\n")
+        kept = said[: len(said) // 2] if len(bodies) == 1 else said
+        route.fulfill(content_type="text/event-stream", body="\n\n".join([*kept, ""]))
+
+    page.route("**/v1/completions", breaking)
+    go(page)
+    asked = {"prompt": page.input_value("#prompt"), "max_tokens": 60, "temperature": 0.8, "seed": 1, "history": True}
+    choice = ask(served, "/v1/completions", asked)[2]["choices"][0]
+    assert "".join(page.locator("#answer .t").all_text_contents()) == choice["text"]
+    assert page.inner_text("#count") == str(len(choice["cascade"]["token_ids"]))
+    [had] = bodies[1]["resume"]["token_ids"]
+    assert had == choice["cascade"]["token_ids"][: len(had)]
+    assert 0 < len(had) < len(choice["cascade"]["token_ids"])
+    assert bodies[2] == bodies[1]
+    assert page.locator("#error").is_hidden()
 
 
 def lane(tier: str, start: int, tokens: list[int], parents: tuple[int, ...] = ()) -> dict[str, Any]:

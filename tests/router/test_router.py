@@ -15,6 +15,7 @@ from cascade.scorer import Row, Scored
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
+from deployments import observer
 from deployments import router as module
 from deployments.admission.admission import Lifetime
 from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
@@ -123,7 +124,7 @@ async def refused(router: Router, asked: pb.GenerateRequest) -> Context:
 @pytest.fixture
 async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:  # noqa: F811
     """A full tier alone; the lower ones have no replica."""
-    monkeypatch.setattr(module, "LOWER_START_S", 0.05)
+    monkeypatch.setattr(observer, "LOWER_START_S", 0.05)
     monkeypatch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(replica_status, "count_replicas", lambda: {"full": 1})
     await empty.add("full", pass_s=0.001)

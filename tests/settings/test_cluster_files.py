@@ -105,6 +105,13 @@ def test_routers_are_two_and_have_keys(spec: Any, config: CascadeConfig) -> None
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in (CLUSTER / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "twin"])
+def test_clusters_have_two_routers(name: str) -> None:
+    """Guards answers against a router that dies: a client goes on at the other one at once, not when a new one has started."""
+    [application] = yaml.safe_load((CLUSTER / "serve" / f"{name}.yaml").read_text())["applications"]
+    assert CascadeConfig.parse(application["args"]).router.deployment_config.num_replicas == 2
+
+
 def test_models_are_on_a_volume(spec: Any) -> None:
     """Guards starts: without a volume every pod downloads all weights again."""
     claim = documents()["PersistentVolumeClaim"]

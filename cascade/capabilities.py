@@ -1,0 +1,95 @@
+"""From a request to what the full tier is asked. The library and the router admit by the same code."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cascade.errors import InvalidRequest
+from cascade.messages import Open, mint
+from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
+
+    names: tuple[str, ...]  # of the drafters inside tiers and the tiers, bottom to top
+    vocab_size: int
+    context_len: int  # positions of prompt and output together
+    end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
+    adapters: tuple[str, ...]  # of the full tier
+    # raises `InvalidRequest` if it cannot be compiled, or does not allow these tokens
+    check_grammar: Callable[[Structured, Sequence[int]], object]
+    window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
+    answer_window: int  # tokens that the full tier may write before the client takes them
+    drafters: tuple[str, ...] = ()  # of these names, those inside tiers
+    max_tokens: int | None = None  # of an answer
+
+    def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
+        """Raise `InvalidRequest` if a parameter cannot be honoured, behind the tokens of the answer that the client has.
+
+        A grammar that is new is compiled for that.
+        """
+        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
+            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}")
+        params.check_vocabulary(self.vocab_size)
+        check_adapter(params.adapter, self.adapters)
+        self._check_known(known, params)
+        if params.structured is not None:
+            self.check_grammar(params.structured, known)
+
+    def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation,
+        handling: Handling,
+        known: Sequence[int] = (),
+    ) -> Open:
+        """What the full tier is asked to write behind the prompt ``ids``, under a new session name and with a seed.
+
+        ``known`` are tokens of the answer that the client has, whose stream broke off there. Raises `InvalidRequest` if the
+        prompt cannot be served, or any parameter not be honoured.
+        """
+        self.check(params, known)
+        self._check_prompt(ids, params.max_tokens)
+        chosen = speculation.chosen(self.names)
+        return Open(
+            session=mint(),
+            tokens=(*ids, *known),
+            prompt_len=len(ids),
+            params=params.seeded(),
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            tier=self.names[-1],
+            chain=tuple(name for name in chosen if name not in self.drafters),
+            drafters=tuple(name for name in chosen if name in self.drafters),
+            window=self.answer_window,
+            draft_window=speculation.draft_window(self.window),
+            draft_branches=speculation.most_branches,
+            lockstep=speculation.schedule == "lockstep",
+            adaptive=speculation.adaptive,
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
+            watch=handling.watch,
+        )
+
+    def _check_known(self, known: Sequence[int], params: SamplingParams) -> None:
+        if known and params.seed is None:
+            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+        self._check_ids(known)
+        if len(known) > params.max_tokens:
+            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}")
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}")
+
+    def _check_prompt(self, ids: Sequence[int], max_tokens: int) -> None:
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it must have at least one token")
+        self._check_ids(ids)
+        if len(ids) + max_tokens > self.context_len:
+            raise InvalidRequest(
+                f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
+                f"together {len(ids) + max_tokens}: the models take {self.context_len}; shorten it, or lower max_tokens"
+            )

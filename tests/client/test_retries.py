@@ -1,0 +1,298 @@
+"""Clients go on when servers die: real connections that are torn, in front of a whole server in this process."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cascade.answer import Chunk, Completion
+from cascade.client import AsyncClient, Client, TurnPiece
+from cascade.client.retries import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreached
+from cascade.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from cascade.params import SamplingParams, Structured
+from cascade.v1 import serving_pb2 as pb
+from deployments.launch.server import free_port
+from tests.chat.test_turns import CALLS
+from tests.client.canned import PIECES, Canned
+from tests.doors import House, house
+from tests.talkers import talking
+
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+RESET = struct.pack("ii", 1, 0)  # how the kernel closes the connections of a process that was killed
+
+
+class Torn:
+    """A way to a server whose connections break, each behind as many bytes as ``room`` says."""
+
+    def __init__(self, address: str, room: Callable[[], int]) -> None:
+        host, port = address.split(":")
+        self._there, self._room = (host, int(port)), room
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self._threads: list[threading.Thread] = []
+        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
+        self.num_torn = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._door.accept()
+                far = socket.create_connection(self._there)
+                for one in (near, far):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                for source, sink, room in ((near, far, 2**60), (far, near, self._room())):
+                    threading.Thread(target=self._pump, args=(source, sink, room), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, room: int) -> None:
+        with contextlib.suppress(OSError):
+            while room > 0 and (data := source.recv(min(room, 512))):
+                sink.sendall(data)
+                room -= len(data)
+        self.num_torn += room <= 0
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(pass_s=0.001) as built:
+        yield built
+
+
+@contextlib.contextmanager
+def tearing(house: House) -> Iterator[Torn]:
+    """A few pieces of an answer come through, then the connection is gone; behind it nothing may be left on any tier."""
+    lot = random.Random(1)
+    way = Torn(house.grpc, lambda: lot.randint(600, 2000))
+    yield way
+    way.close()
+    house.settle()
+
+
+@pytest.fixture
+def torn(served: House) -> Iterator[Torn]:
+    with tearing(served) as way:
+        yield way
+
+
+def completion(pieces: list[Chunk]) -> Completion:
+    """What the last piece brings, which the pieces join to."""
+    ended = pieces[-1].completion
+    assert ended is not None
+    assert "".join(piece.text for piece in pieces) == ended.text
+    assert tuple(itertools.chain(*(piece.token_ids for piece in pieces))) == ended.token_ids
+    assert b"".join(piece.origins for piece in pieces) == ended.origins
+    assert sum((piece.logprobs for piece in pieces), ()) == ended.logprobs
+    return ended
+
+
+def essence(ended: Completion) -> tuple[object, ...]:
+    """What may not depend on how it came."""
+    stats = ended.stats
+    counts = stats.prompt_tokens, stats.completion_tokens
+    return ended.text, ended.token_ids, ended.finish_reason, ended.seed, ended.logprobs, ended.prompt, counts
+
+
+SAMPLED = {
+    "sampled": SamplingParams(max_tokens=150, seed=4, ignore_eos=True),
+    "shaped": SamplingParams(
+        max_tokens=100, seed=5, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=90, logprobs=1, prompt_logprobs=1
+    ),
+    "structured": SamplingParams(max_tokens=120, seed=6, structured=Structured(regex="([a-z]{1,9} ){60,99}")),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+async def test_broken_streams_go_on(served: House, torn: Torn, name: str) -> None:
+    """Guards answers against the death of a router: none fails, no text changes, none is told twice; both clients."""
+    params = SAMPLED[name]
+    with Client(served.grpc) as client:
+        expected = client.generate(PROMPT, params)
+    with Client(torn.address) as client:
+        assert essence(completion(await asyncio.to_thread(lambda: list(client.stream(PROMPT, params))))) == essence(expected)
+    assert (num_torn := torn.num_torn) > 1
+    async with AsyncClient(torn.address) as asking:
+        ended = completion([piece async for piece in asking.stream(PROMPT, params)])
+    assert essence(ended) == essence(expected)
+    assert torn.num_torn > num_torn + 1
+
+
+def test_unseeded_streams_go_on_with_the_seed_of_their_first_piece(served: House, torn: Torn) -> None:
+    """Guards texts of two halves that have nothing to do with each other."""
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    with Client(torn.address) as client:
+        ended = completion(list(client.stream(PROMPT, params)))
+    assert torn.num_torn > 1
+    with Client(served.grpc) as client:
+        again = client.generate(PROMPT, SamplingParams(max_tokens=150, ignore_eos=True, seed=ended.seed))
+    assert essence(again) == essence(ended)
+
+
+async def test_broken_turns_go_on(tmp_path: Path) -> None:
+    """Guards calls of tools whose stream breaks: one call, with an id and whole arguments."""
+    with talking(tmp_path, "hermes", pass_s=0.001) as parrots, tearing(parrots) as torn:
+        await _torn_turns(parrots, torn)
+
+
+async def _torn_turns(served: House, torn: Torn) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+    params = SamplingParams(max_tokens=200, temperature=0, seed=1)
+    said = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]
+    with Client(served.grpc) as client:
+        expected = client.chat(said, params, tools=tools)
+    with Client(torn.address) as client:
+        pieces = await asyncio.to_thread(lambda: list(client.stream_chat(said, params, tools=tools)))
+    assert torn.num_torn > 0
+    async with AsyncClient(torn.address) as asking:
+        others: list[TurnPiece] = [piece async for piece in asking.stream_chat(said, params, tools=tools)]
+    for turn in (pieces[-1].turn, others[-1].turn):
+        assert turn is not None
+        assert (turn.content, turn.finish_reason) == (expected.content, "tool_calls")
+        assert [(call.name, call.arguments) for call in turn.calls] == [("get_weather", expected.calls[0].arguments)]
+        assert all(call.id for call in turn.calls)
+        assert essence(turn.completion) == essence(expected.completion)
+
+
+async def test_whole_answers_are_asked_for_again(served: House) -> None:
+    """Guards answers that come whole: the second connection holds."""
+    rooms = iter([100, 2**60, 100, 2**60])
+    way = Torn(served.grpc, lambda: next(rooms))
+    params = SamplingParams(max_tokens=50, seed=8)
+    with Client(way.address) as client:
+        answer = await asyncio.to_thread(client.generate, PROMPT, params)
+    async with AsyncClient(way.address) as asking:
+        assert (await asking.generate(PROMPT, params)).text == answer.text
+    assert way.num_torn == 2
+    way.close()
+    served.settle()
+
+
+async def test_clients_take_turns_among_addresses(served: House) -> None:
+    """Guards clusters without a balancer: all servers are asked, and a dead one, at the start or later, costs no answer."""
+    params = SamplingParams(max_tokens=60, seed=8, ignore_eos=True)
+    with house(pass_s=0.001) as other:
+        nobody = f"127.0.0.1:{free_port()}"
+        with Client([nobody, served.grpc, other.grpc]) as client:
+            before = [one.router.admission.metrics.text().count(b"length") for one in (served, other)]
+            stream = client.stream(PROMPT, params)
+            pieces = [next(stream)]
+            for _ in range(4):
+                assert client.generate(PROMPT, SamplingParams(max_tokens=4, seed=1)).token_ids
+            after = [one.router.admission.metrics.text().count(b"length") for one in (served, other)]
+            assert all(was <= now for was, now in zip(before, after, strict=True))
+            assert after[1] > before[1] or after[0] > before[0]
+            pieces += stream
+        assert completion(pieces).text
+        other.settle()
+    async with AsyncClient((other.grpc, served.grpc)) as asking:  # the first is gone by now
+        assert (await asking.generate(PROMPT, params)).token_ids == completion(pieces).token_ids
+    with pytest.raises(ConfigError, match="address is an empty list"):
+        Client([])
+
+
+# when it is enough
+
+
+def test_patience_and_deadlines_end(server: Canned) -> None:
+    """Guards against asking for ever: the server's own sentence behind the patience, or the deadline if that is sooner."""
+    server.status = grpc.StatusCode.UNAVAILABLE
+    with Client(server.address, patience_s=0.5) as client:
+        with pytest.raises(Unavailable, match=r"^one sentence$"):
+            client.generate("p")
+        assert len(server.requests) > 2
+        with pytest.raises(Unavailable, match=r"^one sentence$"):
+            list(client.stream("p"))
+    asked = len(server.requests)
+    with Client(server.address, timeout_s=0.5) as client, pytest.raises((Unavailable, DeadlineExceeded)):
+        client.generate("p")
+    assert len(server.requests) > asked + 2
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL]
+)
+def test_what_is_refused_is_not_asked_again(server: Canned, code: grpc.StatusCode) -> None:
+    """Guards servers against clients that insist: full ones, too, which say when to come again."""
+    server.status = code
+    with Client(server.address) as client:
+        for call in (lambda: client.generate("p"), lambda: list(client.stream("p"))):
+            with pytest.raises((InvalidRequest, Overloaded, Exception), match=r"^one sentence$"):
+                call()
+    assert len(server.requests) == 2
+
+
+def test_servers_that_tell_no_seed_are_not_gone_on_with(server: Canned) -> None:
+    """Guards texts against servers of before: without a seed the rest would be another text's."""
+    server.hasty = True
+    with Client(server.address) as client:
+        with pytest.raises(Unavailable, match="before the text was complete"):
+            list(client.stream("p"))
+        assert len(server.requests) == 1
+        stream = client.stream("p", SamplingParams(seed=3))
+        assert [next(stream).token_ids for _ in range(3)] == [(11,)] * 3
+        stream.close()  # type: ignore[attr-defined]
+    assert [list(request.resume.token_ids) for request in server.requests[1:]] == [[], [11], [11, 11]]
+
+
+def test_answers_that_are_whole_are_not_gone_on_with(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the end of an answer: a connection that breaks behind its last piece has nothing more to bring."""
+
+    def breaks(self: Canned, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self._note(request, context)
+        yield from PIECES
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    monkeypatch.setattr(Canned, "Generate", breaks)
+    with Client(server.address) as client:
+        assert completion(list(client.stream("p"))).text == "abc"
+    assert len(server.requests) == 1
+
+
+def test_pauses_grow_and_differ() -> None:
+    """Guards the servers that are left against all clients of a dead one at once."""
+    pauses = [[attempts.failed(Unavailable("gone")) for _ in range(9)] for attempts in (Attempts(99, None), Attempts(99, None))]
+    assert pauses[0] != pauses[1]
+    for number, pause in [*enumerate(pauses[0]), *enumerate(pauses[1])]:
+        most = min(MOST_PAUSE_S, FIRST_PAUSE_S * 2**number)
+        assert most / 2 <= pause <= most
+    attempts = Attempts(99, None)
+    [attempts.failed(Unavailable("gone")) for _ in range(9)]
+    attempts.heard()
+    assert attempts.failed(Unavailable("gone")) <= FIRST_PAUSE_S
+
+
+def test_who_lost_an_answer_waits_for_a_full_server() -> None:
+    """Guards the crowd that a dead router leaves: those beside it may be full, and say when they are not."""
+    with pytest.raises(Overloaded):
+        Attempts(99, None).failed(Overloaded("full", 7))
+    attempts = Attempts(99, None)
+    attempts.failed(Unavailable("gone"))
+    assert attempts.failed(Overloaded("full", 7)) > 7
+    assert attempts.failed(Unavailable("gone")) < 7
+
+
+def test_addresses_that_never_answered_are_asked_once() -> None:
+    """Guards users against waiting for a slip in an address; a client that was answered before waits."""
+    slip = Attempts(99, None, num_servers=2, greenhorn=True)
+    slip.failed(Unreached("nobody"))
+    with pytest.raises(Unreached):
+        slip.failed(Unreached("nobody"))
+    known = Attempts(99, None, num_servers=2)
+    for _ in range(5):
+        known.failed(Unreached("nobody"))

@@ -1,0 +1,82 @@
+"""Routers that are killed while they write: clients go on at another one, and nothing stays on the tiers."""
+
+import asyncio
+import os
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import psutil
+from ray import serve
+
+from cascade import Cascade, Completion, SamplingParams, Speculation
+from cascade.bench.scrape import scrape
+from cascade.client import AsyncClient, Client
+from deployments.launch.server import APPLICATION, Server
+from tests.conftest import LONG_S
+from tests.router.test_serve import PROMPT, alone, settle, wait_until
+
+CHAINS = (None, ("tiny",), ("tiny", "medium"))
+NUM_CLIENTS = 6
+NUM_ANSWERS = 2  # of each client, one after the other
+
+
+def asked(client: int, turn: int) -> SamplingParams:
+    return SamplingParams(max_tokens=160, temperature=0.9, seed=100 * (client % 4) + turn, ignore_eos=True, logprobs=0)
+
+
+def writing(port: int) -> int:
+    """The process that holds the other end of our connections."""
+    own = {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port}
+    ends = [one for one in psutil.net_connections("tcp") if one.laddr.port == port and one.raddr and one.raddr.port in own]
+    return next(one.pid for one in ends if one.pid is not None)
+
+
+def num_routers() -> int:
+    return int(serve.status().applications[APPLICATION].deployments["router"].replica_states.get("RUNNING", 0))
+
+
+def essence(answer: Completion) -> tuple[object, ...]:
+    return answer.text, answer.token_ids, answer.finish_reason, answer.stats.prompt_tokens, answer.stats.completion_tokens
+
+
+def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> None:
+    """Guards against failed answers, and other texts, when the process of a router dies under load: streams go on, whole
+    answers are asked for again; the dead router's leases and sessions end, and a new router comes."""
+    wait_until(lambda: num_routers() == 2)
+    expected = {(c, t): essence(alone(reference, asked(c, t))) for c in range(4) for t in range(NUM_ANSWERS)}
+    before, begun = scrape(server.url).total("resumed_answers_total"), set[int]()
+
+    def stream(number: int) -> list[Completion]:
+        with Client(server.address, timeout_s=LONG_S) as client:
+            answers = []
+            for turn in range(NUM_ANSWERS):
+                pieces = []
+                for piece in client.stream(PROMPT, asked(number, turn), Speculation(tiers=CHAINS[number % 3])):
+                    pieces.append(piece)
+                    begun.add(number)
+                ended = pieces[-1].completion
+                assert ended is not None
+                assert "".join(piece.text for piece in pieces) == ended.text
+                assert len(ended.logprobs) == len(ended.token_ids)
+                answers.append(ended)
+            return answers
+
+    async def whole(number: int) -> list[Completion]:
+        async with AsyncClient([server.address, server.address], timeout_s=LONG_S) as client:
+            return [await client.generate(PROMPT, asked(number, turn)) for turn in range(NUM_ANSWERS)]
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        crowd = {n: threads.submit(stream, n) if n % 4 else threads.submit(asyncio.run, whole(n)) for n in range(NUM_CLIENTS)}
+        wait_until(lambda: len(begun) >= NUM_CLIENTS // 2)
+        victim = writing(int(server.address.rpartition(":")[2]))
+        os.kill(victim, signal.SIGKILL)
+        wait(crowd.values(), LONG_S)
+        for number, answers in crowd.items():
+            assert [essence(one) for one in answers.result(0)] == [expected[number % 4, turn] for turn in range(NUM_ANSWERS)]
+    assert not psutil.pid_exists(victim)
+    assert scrape(server.url).total("resumed_answers_total") > before
+    settle()
+    wait_until(lambda: num_routers() == 2)
+    with urllib.request.urlopen(f"{server.url}/health", timeout=LONG_S) as answer:
+        assert answer.status == 200

@@ -1,0 +1,266 @@
+"""Answers whose stream broke go on at any router with the same text, wherever they broke off, over both protocols."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from cascade.client.chat import Turn, TurnBuilder, encode_chat
+from cascade.client.exchange import encode_request
+from cascade.client.responses import CompletionBuilder
+from cascade.params import SamplingParams, Speculation, Structured
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from tests.chat.test_turns import CONVERSATIONS, params
+from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
+from tests.doors import House, house
+from tests.router.test_http import PROMPT, ask
+from tests.talkers import talking
+
+TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3, "min_tokens": 9},
+    "stop behind min_tokens": {"stop": (" y x", "y z", " x"), "min_tokens": 6, "logprobs": 0},
+    "half a character": {"logit_bias": dict.fromkeys(range(150, 256), 30.0), "stop": ("é",), "max_tokens": 12},
+    "json": {"structured": Structured(json_schema={"type": "object"}), "presence_penalty": 1.0, "logit_bias": {}},
+    "unseeded": {"seed": None},
+}
+CASES = CHOSEN | TOGETHER
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}) as built:
+        yield built
+        built.settle()
+
+
+@pytest.fixture(scope="module")
+def stub(served: House) -> Iterator[serving_pb2_grpc.CascadeStub]:
+    with grpc.insecure_channel(served.grpc) as channel:
+        yield serving_pb2_grpc.CascadeStub(channel)
+
+
+def whole(pieces: Sequence[Any]) -> list[Any]:
+    """All that a stream of gRPC's brings but what the tiers below have done, which no two runs have in common."""
+    builder = CompletionBuilder()
+    ended = [builder.take(piece) for piece in pieces][-1].completion
+    assert ended is not None
+    stats = ended.stats
+    counts = stats.prompt_tokens, stats.completion_tokens
+    return [ended.text, ended.token_ids, ended.finish_reason, ended.seed, ended.logprobs, ended.prompt, counts]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_go_on_wherever_they_broke_off(served: House, stub: serving_pb2_grpc.CascadeStub, name: str) -> None:
+    """Guards all that counts from the prompt or looks back: limits, penalties, grammars, stop strings across the seam."""
+    chosen: dict[str, Any] = PLAIN | CASES[name]
+    request = encode_request(PROMPT, SamplingParams(**chosen), Speculation("off"))
+    pieces = list(stub.Generate(request))
+    assert [piece.HasField("seed") for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    expected, seed = whole(pieces), pieces[0].seed
+    request = encode_request(PROMPT, SamplingParams(**chosen | {"seed": seed}), None)
+    for cut in range(1, len(pieces)):
+        had = [token.id for piece in pieces[:cut] for token in piece.tokens]
+        request.resume.token_ids[:] = had
+        rest = list(stub.Generate(request))
+        assert whole([*pieces[:cut], *rest]) == expected, had
+        assert rest[0].seed == seed
+        assert not rest[-1].finish.HasField("first_token_s")
+    assert len(pieces) > 2 or name in ("top_k", "structured")
+
+
+@pytest.fixture(scope="module")
+def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with talking(tmp_path_factory.mktemp("parrots"), "hermes", pass_s=0.0005, limits={"max_tokens": 60}) as built:
+        yield built
+
+
+def turn_of(pieces: Sequence[pb.ChatResponse]) -> tuple[Any, ...]:
+    """What the assistant says and calls; ids of calls are drawn."""
+    builder = TurnBuilder()
+    turn = [builder.take(piece) for piece in pieces][-1].turn
+    assert isinstance(turn, Turn)
+    calls = [(call.index, bool(call.id), call.name, call.arguments) for call in turn.calls]
+    ended = turn.completion
+    return turn.content, calls, turn.finish_reason, turn.reasoning_content, ended.text, ended.token_ids, ended.logprobs
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_turns_go_on_wherever_they_broke_off(parrots: House, name: str) -> None:
+    """Guards what reads an answer: a call of which the client has a half is neither begun again nor words."""
+    messages, options, sampling = CONVERSATIONS[name]
+    with grpc.insecure_channel(parrots.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        sampled = params({"max_tokens": 60, "logprobs": 1, **sampling})
+        request = encode_chat(messages, sampled, Speculation("off"), None, options)  # type: ignore[arg-type]
+        pieces = list(stub.Chat(request))
+        expected = turn_of(pieces)
+        for cut in range(1, len(pieces), 1 + len(pieces) // 16):
+            request.resume.token_ids[:] = [token.id for piece in pieces[:cut] for token in piece.tokens]
+            assert turn_of([*pieces[:cut], *stub.Chat(request)]) == expected, cut
+    parrots.settle()
+
+
+# HTTP
+
+
+def events(served: House, path: str, body: dict[str, Any]) -> list[Any]:
+    """Of a streamed answer, by hand."""
+    status, _, raw = ask(served, path, body | {"stream": True, "history": True, "stream_options": {"include_usage": True}})
+    assert status == 200, raw
+    *said, last = raw.decode().removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in said]
+
+
+def choices(said: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """What each choice has become."""
+    found: dict[int, dict[str, Any]] = {}
+    for choice in (choice for event in said for choice in event["choices"]):
+        one = found.setdefault(choice["index"], {"text": "", "ids": [], "ends": [], "logprobs": [], "finish": None})
+        delta = choice.get("delta", {})
+        one["text"] += choice.get("text", "") + (delta.get("content") or "")
+        one["ids"] += choice.get("cascade", {}).get("token_ids", [])
+        one["logprobs"].append(choice["logprobs"])
+        one["finish"] = choice["finish_reason"] or one["finish"]
+    for one in found.values():
+        logprobs = [said for said in one.pop("logprobs") if said]
+        one["logprobs"] = {key: [x for said in logprobs for x in said[key]] for key in (logprobs[0] if logprobs else ())}
+    return found
+
+
+def seeds(said: Sequence[Any]) -> dict[int, list[int]]:
+    """Those that each choice tells."""
+    found: dict[int, list[int]] = {}
+    for choice in (choice for event in said for choice in event["choices"]):
+        if "seed" in choice.get("cascade", {}):
+            found.setdefault(choice["index"], []).append(choice["cascade"]["seed"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked", [{"n": 2, "logprobs": 2, "echo": True}, {"prompt": [PROMPT, "x = "], "n": 2}], ids=["echo", "prompts"]
+)
+def test_choices_go_on_over_http(served: House, asked: dict[str, Any]) -> None:
+    """Guards several answers in one stream: each goes on behind its own tokens, ended ones too, and usage counts all."""
+    body = {"prompt": PROMPT, "max_tokens": 20, "logit_bias": LIKELY, "stop": [" y x"], "temperature": 0.9, **asked}
+    said = events(served, "/v1/completions", body)
+    expected, usage = choices(said), said[-1]["usage"]
+    first = {index: told[0] for index, told in seeds(said).items()}
+    num_prompts = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+    assert [first[index] - first[0] for index in range(2 * num_prompts)] == [0, 1] * num_prompts
+    assert len({one["finish"] for one in expected.values()} | {len(one["ids"]) for one in expected.values()}) > 2
+    for cut in range(1, len(said) - 1, 2):
+        had = choices(said[:cut])
+        token_ids = [had.get(index, {"ids": []})["ids"] for index in expected]
+        if all(one["finish"] for one in had.values()) and len(had) == len(expected):
+            continue
+        rest = events(served, "/v1/completions", body | {"seed": first[0], "resume": {"token_ids": token_ids}})
+        behind = [event for event in said[:cut] if all(token_ids[choice["index"]] for choice in event["choices"])]
+        assert choices([*behind, *rest]) == expected, cut
+        assert rest[-1]["usage"] == usage
+
+
+def test_chats_go_on_over_http(parrots: House) -> None:
+    """Guards deltas: the role comes once, and a call that was begun is not begun again."""
+    messages, options, _ = CONVERSATIONS["a call"]
+    body = {"messages": messages, **options, "temperature": 0.0, "max_tokens": 60, "seed": 5}
+
+    def message(said: Sequence[Any]) -> tuple[Any, ...]:
+        deltas = [choice["delta"] for event in said for choice in event["choices"]]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        names = [call["function"]["name"] for call in calls if "name" in call["function"]]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        ends = [choice["finish_reason"] for event in said for choice in event["choices"] if choice["finish_reason"]]
+        roles = [delta["role"] for delta in deltas if "role" in delta]
+        return text, names, "".join(call["function"]["arguments"] for call in calls), ends, roles, said[-1]["usage"]
+
+    said = events(parrots, "/v1/chat/completions", body)
+    assert message(said)[1] == ["get_weather"]
+    for cut in range(2, len(said) - 2):
+        [had] = choices(said[:cut]).values()
+        rest = events(parrots, "/v1/chat/completions", body | {"resume": {"token_ids": [had["ids"]]}})
+        assert message([*said[:cut], *rest]) == message(said)
+    parrots.settle()
+
+
+def test_ids_of_answers_are_kept(served: House) -> None:
+    """Guards clients that know an answer by its id: with the same request id it is that of the broken stream."""
+    body = {"prompt": PROMPT, "stream": True, "max_tokens": 8, "seed": 1, "history": True}
+    heads = [ask(served, "/v1/completions", body, X_Request_Id="mine")[2].split(b',"object"')[0]]
+    heads.append(
+        ask(served, "/v1/completions", body | {"resume": {"token_ids": [[1]]}}, X_Request_Id="mine")[2].split(b',"object"')[0]
+    )
+    assert heads == [b'data: {"id":"cmpl-mine"'] * 2
+
+
+# refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], list[int], str]] = {
+    "out of the vocabulary": ({}, [5, 4096], "Token id 4096 is out of range: ids go from 0 to 4095"),
+    "too long": ({"max_tokens": 2}, [5, 6, 7], "resume has 3 tokens of an answer: max_tokens is 2"),
+    "ended by max_tokens": ({"max_tokens": 2}, [5, 6], "nothing is left to be written"),
+    "ended by an end": ({"stop_token_ids": (6,)}, [5, 6], "nothing is left to be written"),
+    "ended by a stop string": ({"stop": (" name",)}, [322, 306, 563, 626, 273, 538], "nothing is left to be written"),
+    "unseeded": ({"seed": None}, [5], "seed is missing"),
+    "another grammar's": ({"structured": Structured(regex="[a-c]+")}, [322], "structured.regex does not allow"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_gone_on_with_is_refused(served: House, stub: serving_pb2_grpc.CascadeStub, name: str) -> None:
+    """Guards against answers that no stream ever was: one sentence, the same over both protocols."""
+    chosen, had, words = REFUSED[name]
+    request = encode_request(PROMPT, SamplingParams(**{"seed": 1, **chosen}), None)
+    request.resume.token_ids[:] = had
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in caught.value.details()
+    said = {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
+    if "structured" in said:
+        said["structured"] = {"regex": "[a-c]+"}
+    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 20, "stream": True, "resume": {"token_ids": [had]}, **said}
+    status, _, answer = ask(served, "/v1/completions", body)
+    assert (status, answer["error"]["message"]) == (400, caught.value.details())
+    served.settle()
+
+
+def test_only_streams_go_on(served: House, stub: serving_pb2_grpc.CascadeStub) -> None:
+    """Guards parameters that would be ignored: whole answers, and lists that are not those of the choices."""
+    request = encode_request(PROMPT, SamplingParams(seed=1), None)
+    request.resume.token_ids[:] = [5]
+    with pytest.raises(grpc.RpcError, match="resume is set: only streams go on where they broke off, so ask for Generate"):
+        stub.Complete(request)
+    request.resume.MergeFromString(b"\xf8\x06\x01")
+    with pytest.raises(grpc.RpcError, match="unknown fields in resume"):
+        list(stub.Generate(request))
+    body = {"prompt": PROMPT, "seed": 1, "resume": {"token_ids": [[5]]}}
+    for asked, words in (
+        ({}, "resume is given without stream: set stream to true"),
+        ({"stream": True, "n": 2}, "resume.token_ids has 1 lists: the request has 2 choices"),
+        ({"stream": True, "prompt": ["a", "b"]}, "resume.token_ids has 1 lists: the request has 2 choices"),
+        ({"stream": True, "resume": {"token_ids": [5]}}, "resume.token_ids.0"),
+        ({"stream": True, "resume": {"token_ids": [[-1]]}}, "resume.token_ids.0.0"),
+    ):
+        status, _, answer = ask(served, "/v1/completions", body | asked)
+        assert status == 400
+        assert words in answer["error"]["message"] + str(answer["error"]["param"])
+
+
+def test_resumed_answers_are_counted(served: House, stub: serving_pb2_grpc.CascadeStub) -> None:
+    """Guards operators: routers that die are seen in the metrics of those that do not."""
+
+    def count() -> float:
+        page = ask(served, "/metrics")[2].decode()
+        return float(page.split("\ncascade_resumed_answers_total ")[1].split("\n")[0])
+
+    before = count()
+    request = encode_request(PROMPT, SamplingParams(seed=1, max_tokens=4), None)
+    list(stub.Generate(request))
+    assert count() == before
+    request.resume.token_ids[:] = [5]
+    list(stub.Generate(request))
+    assert count() == before + 1

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade import Cascade, SamplingParams, family
+from cascade import Cascade, SamplingParams, Speculation, family
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from cascade.errors import InvalidRequest
-from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal, mint
-from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
+from cascade.messages import COUPLED, Commit, Edge, Lane, Logprobs, Open, Proposal, Rules, mint
+from cascade.params import DRAFT_TOP_K, Handling, Rule, SamplingParams, Speculation, Structured, check_adapter
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -35,6 +35,7 @@ class Stats:
     edges: tuple[Edge, ...] = ()  # the full tier's first
     first_token_s: float | None = None  # from the request to the full tier's first token, seconds
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
+    rule: Rule = "coupled"  # by which the full tier accepted guesses; with "typical" the text is no sample of the full model's law
 
     @property
     def full_passes(self) -> int:
@@ -213,7 +214,8 @@ class Answer:
         seed = self.opening.params.seed
         assert seed is not None
         reason = undrafted(self.opening, self._edges, self._spared)
-        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
+        rule = self.opening.rules.rule
+        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason, rule)
         ids, origins = tuple(self._tokens[:num_tokens]), bytes(self._origins[:num_tokens])
         logprobs = tuple(self._logprobs[:num_tokens])
         return Completion(self._text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
@@ -269,6 +271,7 @@ class Capabilities:
     answer_window: int  # tokens that the full tier may write before the client takes them
     drafters: tuple[str, ...] = ()  # of these names, those inside tiers
     max_tokens: int | None = None  # of an answer
+    lossy: bool = False  # requests may ask for rules that change the law of texts
 
     def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if a parameter cannot be honoured. A grammar that is new is compiled for that."""
@@ -299,12 +302,25 @@ class Capabilities:
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
-            lockstep=speculation.schedule == "lockstep",
+            lockstep=speculation.in_rounds,
+            rules=self._rules(speculation, params, drafted=bool(chosen)),
             adaptive=speculation.adaptive,
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             watch=handling.watch,
         )
+
+    def _rules(self, speculation: Speculation, params: SamplingParams, *, drafted: bool) -> Rules:
+        """By which rules guesses are accepted: at temperature 0, or without guesses, there is but one."""
+        if speculation.rule == "typical" and not self.lossy:
+            raise InvalidRequest(
+                "speculation.rule is 'typical', which changes the distribution of texts: set lossy: true in the configuration"
+                " of the server to allow it, or take 'coupled', 'ratio' or 'block'"
+            )
+        if speculation.rule == "coupled" or not drafted or params.temperature == 0:
+            return COUPLED
+        top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
+        return Rules(speculation.rule, speculation.inner_rule, likeliest=top_k)
 
     def _check_prompt(self, ids: Sequence[int], max_tokens: int) -> None:
         if not ids:

@@ -12,14 +12,13 @@ class Dist:
     Within a process both are tensors, shared with the pass that made them; between processes they are numbers.
     """
 
-    ids: Any  # token ids [k], int64; the tokens from 0 on if it is None
+    ids: Any  # token ids [k], int64
     probs: Any  # [k], float32
 
     @property
     def listed(self) -> tuple[list[int], list[float]]:
         """The tokens that have any probability, and theirs."""
-        probs = list(map(float, self.probs))
-        ids = range(len(probs)) if self.ids is None else map(int, self.ids)
+        ids, probs = (each.tolist() if hasattr(each, "tolist") else each for each in (self.ids, self.probs))
         pairs = [pair for pair in zip(ids, probs, strict=True) if pair[1] > 0]
         return [token for token, _ in pairs], [prob for _, prob in pairs]
 

@@ -152,6 +152,11 @@ class Open:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
         assert self.params.seed is not None, "every tier must know the seed"
 
+    @property
+    def in_rounds(self) -> bool:
+        """The tier above verifies whole windows, or this session does."""
+        return self.lockstep or self.rules.above != "coupled"
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:

@@ -217,7 +217,10 @@ class Draft:
                 parents.append(at)
             there[node] = known[at, token]
         confidences = bytes(said) if self.confidences or other.confidences else b""
-        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
+        alike = self.is_line and other.is_line and other.tokens[: len(self)] == self.tokens
+        dists = (*self.dists, *other.dists[len(self) :]) if alike and len(self.dists) == len(self) else ()
+        dists = dists if len(dists) == len(tokens) else ()
+        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents), dists), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
         if not self.parents:

@@ -121,7 +121,7 @@ class Cascade:
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top. ``names``, ``window``, ``policy``, ``drafter`` and ``lossy`` are those of `Cascade`.
+        list with one for each, bottom to top. ``names``, ``window``, ``policy``, ``drafter`` and ``lossy`` are `Cascade`'s.
         With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
         on a CPU with more than one core.
 
@@ -133,16 +133,8 @@ class Cascade:
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
         with checkpoints.place(processes, policy, inner) as placed:
-            return cls(
-                placed.models,
-                placed.tokenizer,
-                names=names[-len(placed.models) :],
-                window=window,
-                policy=policy,
-                drafter=inner,
-                lower=placed.lower,
-                lossy=lossy,
-            )
+            here, made = names[-len(placed.models) :], {"drafter": inner, "lower": placed.lower, "lossy": lossy}
+            return cls(placed.models, placed.tokenizer, names=here, window=window, policy=policy, **made)  # type: ignore[arg-type]
 
     @classmethod
     def demo(

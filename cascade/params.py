@@ -261,7 +261,9 @@ class Speculation:
         rules, draft_rules = ", ".join(RULES), ", ".join(rule for rule in RULES if rule != "typical")
         _require(self.rule in RULES, "speculation.rule", self.rule, f"one of {rules}")
         # a lossy rule below would be no sample of what the tier above is told that it is
-        _require(self.inner_rule in RULES and self.inner_rule != "typical", "speculation.inner_rule", self.inner_rule, draft_rules)
+        _require(
+            self.inner_rule in RULES and self.inner_rule != "typical", "speculation.inner_rule", self.inner_rule, draft_rules
+        )
         top_k_ok = self.draft_top_k is None or _is_int(self.draft_top_k, 0, MAX_TOP_K)
         _require(top_k_ok, "speculation.draft_top_k", self.draft_top_k, "an integer from 0 (all) up")
         if self.rule == "coupled":

@@ -35,7 +35,9 @@ class Rounds:
         self._ends = opening.ends
         self._prompt_len = opening.prompt_len
         self._text = text
-        self._keys = array("q", [_signed(_mix(_mix(opening.params.seed) ^ (opening.rules.hop + 1) * _GOLDEN))])  # from the prompt on
+        self._keys = array(
+            "q", [_signed(_mix(_mix(opening.params.seed) ^ (opening.rules.hop + 1) * _GOLDEN))]
+        )  # from the prompt on
         self._dists: dict[int, Dist] = {}  # by position
 
     @classmethod

@@ -357,8 +357,6 @@ class Session:
         fresh = self._fitting(fresh)
         new, old = fresh.trunk.tokens, self.draft.trunk.tokens
         agree = new[: len(old)] == old[: len(new)]
-        if agree and len(new) < len(old) and self.draft.dists:
-            return  # it is late
         self.draft = fresh.merge(self.draft).first(MAX_NODES) if agree else fresh
 
     def _fitting(self, draft: Draft) -> Draft:

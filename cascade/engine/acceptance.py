@@ -46,7 +46,7 @@ Verdict: TypeAlias = tuple[Tensor, Tensor]
 
 
 def judge(rule: Rule, p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Verdict:
-    """How many guesses are accepted, int64 ``[1]``, and what the own token behind them is drawn from, ``[1, V]`` up to a factor."""
+    """How many guesses are accepted, int64 ``[1]``; what the own token behind them is drawn from, ``[1, V]`` up to a factor."""
     weighed = rule.weigh(p, q, x)
     accepted = rule.accepted(u < weighed.chances)[None]
     return accepted, weighed.rest.index_select(0, accepted)
@@ -62,9 +62,9 @@ def ratio(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
 def block(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
     """The likelier the line up to a guess is for the verifier, the more of what follows may have gone wrong.
 
-        w_0 = 1,   w_i = min(1, w_(i-1) p(x_i) / q(x_i)),   s_i = sum (w_i p - q)+ of the tokens behind x_i
-        guess i passes with probability s_i / (s_i + 1 - w_i), the last one with w_n; all up to the last that passes are accepted,
-        and the rest is (w p - q)+
+    w_0 = 1,   w_i = min(1, w_(i-1) p(x_i) / q(x_i)),   s_i = sum (w_i p - q)+ of the tokens behind x_i
+    guess i passes with probability s_i / (s_i + 1 - w_i), the last one with w_n; all up to the last that passes are accepted,
+    and the rest is (w p - q)+
     """
     weights = _weights(_ratios(p, q, x))
     left = (weights[:-1, None] * p[:-1] - q).clamp(min=0)
@@ -89,7 +89,7 @@ def _ratios(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
 
 
 def _weights(ratios: Tensor) -> Tensor:
-    """``w`` ``[n + 1]`` of ratios ``[n]``: log w_i = min(0, log w_(i-1) + r_i) = s_i - max(s_0, ..., s_i) for s the sums of r."""
+    """``w`` ``[n + 1]`` of ratios ``[n]``: log w_i = min(0, log w_(i-1) + r_i) = s_i - max(s_0, ..., s_i), s the sums of r."""
     sums = torch.cat([ratios.new_zeros(1), ratios.log().cumsum(0)])
     return (sums - sums.cummax(0).values).exp()
 

@@ -272,12 +272,12 @@ def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tens
 
 
 def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
+    """Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
     return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * _signed(GOLDEN)), 11))
 
 
 def keyed_uniform(keys: Tensor) -> Tensor:
-    """Uniform noise ``[n]`` float32 from 0 up to below 1, a function of ``keys`` ``[n]`` int64 alone; apart from `keyed_gumbel`."""
+    """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s."""
     bits = _shift(_mix(_mix(keys) ^ _signed(GOLDEN)), 40)
     return bits.to(torch.float32) * 2.0**-24
 

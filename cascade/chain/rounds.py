@@ -8,7 +8,8 @@ drafter has drawn decides whether it is judged. So:
   verifier's drafter. Tiers between two such edges have the same keys, and may compare their own tokens as all tiers do with
   shared noise. A pass that is repeated, here or on another replica, draws the same.
 - *A round is a whole window or nothing.* How many guesses one pass judges is what fits window and limit, however likely they
-  are; guesses that are not all there are not judged. An ending token ends a line, and is judged as any other.
+  are; guesses that are not all there are not judged. An ending token is judged as any other, and ends a line where it is judged
+  alone: a drafter goes on behind it, for a round that came sooner might be judged where another comes too late.
 """
 
 from array import array
@@ -24,6 +25,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
+def unended(opening: Open, below: Rules) -> frozenset[int]:
+    """Ending tokens that the session below stops at: none in rounds, but where what comes behind them could not be shaped."""
+    shaped = opening.params.structured is not None or opening.params.min_tokens
+    return frozenset() if below.told and not shaped else opening.ends
+
+
 class Rounds:
     """Keys of the session that ``opening`` began and whose text is ``text``, and what its own tokens were drawn from."""
 
@@ -35,9 +42,7 @@ class Rounds:
         self._ends = opening.ends
         self._prompt_len = opening.prompt_len
         self._text = text
-        self._keys = array(
-            "q", [_signed(_mix(_mix(opening.params.seed) ^ (opening.rules.hop + 1) * _GOLDEN))]
-        )  # from the prompt on
+        self._keys = array("q", [_first(opening.params.seed, opening.rules.hop)])  # of positions from the prompt's end on
         self._dists: dict[int, Dist] = {}  # by position
 
     @classmethod
@@ -90,6 +95,11 @@ class Rounds:
         for place in range(first + len(keys) - 1, position):
             keys.append(_next(keys[-1], self._text[place]))
         return keys[position - first]
+
+
+def _first(seed: int, hop: int) -> int:
+    """The key behind the prompt."""
+    return _signed(_mix(_mix(seed) ^ (hop + 1) * _GOLDEN))
 
 
 def _next(key: int, token: int) -> int:

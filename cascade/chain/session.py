@@ -17,7 +17,7 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
 from cascade.chain.hints import Hint, Pool, fed, pooled
-from cascade.chain.rounds import Rounds
+from cascade.chain.rounds import Rounds, unended
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
@@ -154,10 +154,10 @@ class Session:
 
     @property
     def window_full(self) -> bool:
-        """All the guesses of a lockstep round are here: a whole draft window, or the drafter's text has ended."""
+        """All the guesses of a lockstep round, which waits for them, are here: a whole draft window, or a text's end."""
         trunk = self.draft.trunk
-        ended = bool(trunk) and trunk.tokens[-1] in self.opening.ends
-        return ended or len(trunk) >= min(self.opening.draft_window, self.room)
+        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not self.opening.ends.isdisjoint(trunk.tokens[-1:])
+        return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
@@ -417,6 +417,7 @@ class Session:
             adaptive=False,
             lockstep=opening.lockstep if self.rounds is None else rules.rule != "coupled",
             rules=rules,
+            ends=unended(opening, rules),
         )
 
     def detach(self) -> Close | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Dist, Draft
-from cascade.engine.acceptance import RULES, judge
+from cascade.engine.acceptance import RULES, Rule, judge
 from cascade.engine.sampling import adjust, keyed_gumbel, keyed_uniform
 from cascade.params import WEIGHED
 from cascade.scorer import Draw, Row, Scored
@@ -50,11 +50,19 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
     p = torch.cat([p, p[: 1 + len(guesses) - n]])  # of what is behind the last guess, if nobody knows
     x = torch.tensor(guesses.tokens).to(logits.device, non_blocking=True)
     q = _dense(guesses.dists, vocab_size, logits.device) if guesses.dists else torch.zeros_like(p[1:])
-    accepted, rest = judge(RULES[draw.rule], p, q, x, keyed_uniform(keys[: len(guesses)]))
-    noise = keyed_gumbel(keys.index_select(0, accepted.clamp(max=n - 1)), every)
+    return judged(RULES[draw.rule], p, q, x, torch.cat([keys, keys[: 1 + len(guesses) - n]]))[:n], dists
+
+
+def judged(rule: Rule, p: Tensor, q: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+    """Own tokens ``[n + 1]`` of a line, see `acceptance`, with the noise of ``keys`` ``[n + 1]``; without a host read.
+
+    Those behind the first that is no guess mean nothing.
+    """
+    accepted, rest = judge(rule, p, q, x, keyed_uniform(keys[:-1]))
+    noise = keyed_gumbel(keys.index_select(0, accepted), torch.arange(p.shape[-1], device=p.device))
     new = (rest.log() + noise).argmax(-1)
-    places = torch.arange(n, device=logits.device)
-    return torch.where(places < accepted, torch.cat([x, new])[:n], new), dists
+    places = torch.arange(len(keys), device=p.device)
+    return torch.where(places < accepted, torch.cat([x, new]), new)
 
 
 def _judged(draw: Draw, guesses: Draft) -> bool:

@@ -210,9 +210,9 @@ def test_the_same_seed_gives_the_same_text(setup: str) -> None:
 @pytest.mark.parametrize("name", ["deaf", "lost"])
 def test_rounds_without_guesses_are_gone_alone(name: str) -> None:
     """Guards the law, and progress, where guesses come too late or the tier below dies in mid-answer, whatever it has drawn."""
-    stack, outputs = Stack(models(2)), []
+    outputs = []
     for seed in range(FEW):
-        first = opening(seed, BLOCK, 2)
+        stack, first = Stack(models(2)), opening(seed, BLOCK, 2)
         stack.open(first)
         for turn in itertools.count():
             if stack.over(first):
@@ -223,7 +223,6 @@ def test_rounds_without_guesses_are_gone_alone(name: str) -> None:
             stack.now += LOCKSTEP_PATIENCE_S / 4
             for level in range(2):
                 stack.turn(level)
-        stack.deaf = False
         outputs.append(stack.close(first))
     assert surprise(outputs, law(models(2)[-1])) < UNLIKELY_Z
 

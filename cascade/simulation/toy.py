@@ -118,7 +118,7 @@ class ToyModel:
     and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
     often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
     the sampling parameters only temperature and seed are honoured, unless a row has a state: then all are, with the noise of
-    `cascade.engine.sampling`; in rows with a `Draw` filters of likely tokens, too. A pass sleeps ``pass_s + token_s * tokens``
+    `cascade.engine.sampling`; in rows with a `Draw` filters, too. A pass sleeps ``pass_s + token_s * tokens``
     seconds.
     """
 
@@ -211,12 +211,14 @@ class ToyModel:
         """What `cascade.engine.model.Model` does where noise is not shared."""
         import torch  # rows with shared noise do without
 
-        from cascade.engine.drawing import own_tokens
+        from cascade.engine.drawing import drawn
+        from cascade.engine.logits_processors import report, shape
 
-        assert row.draw is not None
-        logits = torch.tensor([self.logits(context) for context in contexts])
-        own, dists = own_tokens(logits, row, row.draw)
-        return Scored(own.tolist(), dists=dists)
+        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
+        shaped, [known] = shape(logits, [row])
+        [scored] = drawn(shaped, [row], [Scored([0] * known)])
+        report(logits, [row], [scored.own])
+        return scored
 
     def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
         """What `cascade.engine.model.Model` does with its logits: a tree is its paths, the one that own tokens take at last."""

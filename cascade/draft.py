@@ -1,7 +1,7 @@
 """What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,7 +38,8 @@ class Draft:
     origins: bytes = b""  # one a node, see `origin`
     confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
-    dists: tuple[Dist, ...] = ()  # of each node, what it was drawn from, where a rule asks for it; only of lines
+    # of each node, what it was drawn from, where a rule asks for it; only of lines
+    dists: tuple[Dist, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         size = len(self.tokens)

@@ -122,8 +122,10 @@ class Session:
 
     @property
     def prefilling(self) -> bool:
-        """The text it was opened with is not scored yet."""
-        return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
+        """The text it was opened with is not scored yet; in rounds whether others have scored it or not."""
+        opened = len(self.opening.tokens)
+        first = self.rounds is not None and 1 < opened == len(self.text)  # else its text would depend on what they left
+        return first or (self.kv_len < opened - 1 and self.num_pending > 1)
 
     @property
     def scoring_prompt(self) -> bool:
@@ -154,7 +156,7 @@ class Session:
 
     @property
     def window_full(self) -> bool:
-        """All the guesses of a lockstep round, which waits for them, are here: a whole draft window, or a text's end."""
+        """All the guesses of a round are here: a whole draft window, or a text's end."""
         trunk = self.draft.trunk
         whole = len(trunk) >= min(self.opening.draft_window, self.room) or not self.opening.ends.isdisjoint(trunk.tokens[-1:])
         return whole and bool(self.drafter) and not self.prefilling
@@ -227,9 +229,8 @@ class Session:
             self.kv_len += len(work.tokens)
             return None
         assert 1 <= len(scored.own) <= work.num_scored
-        start, own = len(self.text), scored.own
-        if self.rounds is not None:
-            own = self.rounds.judged(start, work.draft, scored)
+        start = len(self.text)
+        own = scored.own if self.rounds is None else self.rounds.judged(start, work.draft, scored)
         self._accept(work.draft, own, scored.runner_ups, work.whose)
         for token in scored.ahead:
             if self.stalled:
@@ -379,8 +380,7 @@ class Session:
         self._told = len(self.text)
         start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
         dists = self.rounds.dists(start, len(tokens)) if self.rounds is not None else ()
-        plain = Draft(tuple(tokens), origins, dists=dists)
-        draft = plain if branches is None else branches.draft(tokens, origins, self.level)
+        draft = Draft(tuple(tokens), origins, dists=dists) if branches is None else branches.draft(tokens, origins, self.level)
         lanes = self.lanes if watch else ()
         return Proposal(self.opening.session, start, draft, self.edges, spared=self.spared, lanes=lanes)
 

@@ -8,8 +8,8 @@ drafter has drawn decides whether it is judged. So:
   verifier's drafter. Tiers between two such edges have the same keys, and may compare their own tokens as all tiers do with
   shared noise. A pass that is repeated, here or on another replica, draws the same.
 - *A round is a whole window or nothing.* How many guesses one pass judges is what fits window and limit, however likely they
-  are; guesses that are not all there are not judged. An ending token is judged as any other, and ends a line where it is judged
-  alone: a drafter goes on behind it, for a round that came sooner might be judged where another comes too late.
+  are; guesses that are not all there are not judged. An ending token is judged as any other. A drafter goes on behind it: a
+  round that came sooner for its end might be judged where another one comes too late.
 """
 
 from array import array
@@ -83,11 +83,9 @@ class Rounds:
         self._dists = {place: dist for place, dist in self._dists.items() if place < position}
 
     def dists(self, start: int, size: int) -> tuple[Dist, ...]:
-        """What the last ``size`` tokens of the text were drawn from, from ``start`` on, if the tier above asks for it."""
-        if not self._rules.told:
-            return ()
-        self._dists = {place: self._dists[place] for place in range(start, start + size)}
-        return tuple(self._dists.values())
+        """What ``size`` tokens from ``start`` on were drawn from, if the tier above asks for it and the model says it."""
+        self._dists = {place: dist for place, dist in self._dists.items() if start <= place < start + size}
+        return tuple(self._dists.values()) if self._rules.told and len(self._dists) == size else ()
 
     def _key(self, position: int) -> int:
         """Of the noise at ``position``, behind the text before it."""

@@ -270,6 +270,13 @@ def test_a_drafter_proposes_whole_rounds() -> None:
     assert proposal is not None
     assert proposal.draft.dists == (dist,) * 3
     assert session.stalled
+    session.commit(1, (0, 0))
+    assert session.text == [*PROMPT, 0, 0]
+    for _ in range(3):  # by a model that says nothing
+        session.advance(session.work(100), Scored([0]))
+    proposal = session.proposal()
+    assert proposal is not None
+    assert (proposal.draft.tokens, proposal.draft.dists) == ((0, 0, 0), ())
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block", "typical"])

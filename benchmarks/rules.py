@@ -11,12 +11,15 @@ The last line is one JSON document.
 import argparse
 import asyncio
 import json
+import math
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,20 +29,22 @@ from benchmarks.trees.cells import at
 from cascade import family
 from cascade.bench.load import Cell, Workload, joined, load
 from cascade.bench.measure import Mode
-from cascade.bench.prompts import BUILT_IN
+from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.draft import Draft
+from cascade.engine.acceptance import RULES
 from cascade.engine.devices import processor
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.messages import Proposal
-from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, SamplingParams, Speculation
+from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, WEIGHED, SamplingParams, Speculation
 from cascade.scorer import Draw, Row
 from deployments.links.codec import encode
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
 TEMPERATURES = (0.3, 0.7, 1.0)
 LOADS = (1, 8)  # requests at once
+STRIDE = 6  # tokens between two lines
 TOKENS, SEEDS = 96, 2  # of an answer; answers to a prompt
 ALONE = Mode("alone", Speculation("off"))
 CHAINS = {"medium": ("medium",), "tiny + medium": ("tiny", "medium")}
@@ -93,6 +98,44 @@ def figures(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     return found
 
 
+def tokens_per_round(temperature: float, prompts: Sequence[Prompt] = BUILT_IN, tokens: int = TOKENS) -> dict[str, float]:
+    """Tokens that a round of medium's guesses gives, by formula: the mean over lines that are the same for both rules.
+
+    Lines are drawn behind what the full model writes, every `STRIDE` tokens. It depends on luck far less than answers do.
+    """
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1, ignore_eos=True)
+    with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", drafter=None) as alone:
+        written = [(alone.tokenizer.encode(one.text), alone.generate(one.text, params).token_ids) for one in prompts]
+    texts = [[*prompt, *output[:end]] for prompt, output in written for end in range(0, tokens, STRIDE)]
+    full, medium = (Model.from_pretrained(path, dtype="float32") for path in family.paths()[:0:-1])
+    sums, number = dict.fromkeys(WEIGHED, 0.0), random.Random(0)
+    for text in texts:
+        line = drawn(medium, text, params, number)
+        p = full.logits([Row(full.new_cache(), 0, text, 1, params, draft=line)]).float().div(temperature).softmax(-1)
+        q, x = torch.stack([dist.probs for dist in line.dists]), torch.tensor(line.tokens)
+        for rule in WEIGHED:
+            sums[rule] += 1 + expected(rule, RULES[rule].weigh(p, q, x).chances.tolist())
+    return {rule: round(total / len(texts), 3) for rule, total in sums.items()}
+
+
+def drawn(model: Model, text: list[int], params: SamplingParams, number: random.Random) -> Draft:
+    """A line behind ``text``, and what each guess was drawn from."""
+    store, line = model.new_cache(), Draft()
+    for size in range(LOCKSTEP_WINDOW):
+        begin, new = (len(text) + size - 1, line.tokens[-1:]) if size else (0, text)
+        [scored] = model.run([Row(store, begin, new, 1, params, draw=Draw([number.getrandbits(63)], "coupled", 0))])
+        line = Draft((*line.tokens, *scored.own), bytes(size + 1), dists=(*line.dists, *scored.dists))
+    return line
+
+
+def expected(rule: str, chances: Sequence[float]) -> float:
+    """Accepted guesses on average, where each passes with its chance: up to the first that does not, or to the last that does."""
+    if rule == "ratio":
+        return sum(math.prod(chances[: place + 1]) for place in range(len(chances)))
+    rest = [math.prod(1 - chance for chance in chances[place:]) for place in range(1, len(chances) + 1)]
+    return sum(place * chance * none for place, (chance, none) in enumerate(zip(chances, rest, strict=True), start=1))
+
+
 def bytes_per_token(temperature: float, **shape: Any) -> dict[str, float]:
     """Bytes of a proposal of one round on the wire, by token: ids alone, with the likeliest tokens, and with all."""
     medium = family.paths()[1]
@@ -120,6 +163,7 @@ def head(found: dict[str, list[Cell]]) -> dict[str, Any]:
     ]
     return {
         "modes": by_temperature,
+        "tokens_per_round": {at(temperature): tokens_per_round(temperature) for temperature in TEMPERATURES},
         "block_at_least_ratio": f"{sum(block >= ratio for block, ratio in shares)} of {len(shares)} cells",
         "bytes_per_token": {
             at(temperature): bytes_per_token(temperature)

@@ -225,5 +225,9 @@ def test_rules_are_compared_fairly() -> None:
         asked = [mode.speculation for mode in rules.modes(name, chain)]
         assert {one.tiers for one in asked} == {chain}
         assert [one.rule for one in asked].count("coupled") == 3
+    assert rules.expected("ratio", [0.5, 0.5]) == 0.75
+    assert rules.expected("block", [0.5, 0.5]) == 1.25
+    given = rules.tokens_per_round(1.0, rules.BUILT_IN[:1], 12)
+    assert 1 <= given["ratio"] <= 1 + rules.LOCKSTEP_WINDOW
     weights = list(rules.bytes_per_token(1.0, top_p=0.9).values())
     assert 1 < weights[0] < weights[1] <= weights[2]

@@ -129,7 +129,7 @@ def drawn(model: Model, text: list[int], params: SamplingParams, number: random.
 
 
 def expected(rule: str, chances: Sequence[float]) -> float:
-    """Accepted guesses on average, where each passes with its chance: up to the first that does not, or to the last that does."""
+    """Accepted guesses on average, each of which passes with its chance: up to the first that does not, or to the last one."""
     if rule == "ratio":
         return sum(math.prod(chances[: place + 1]) for place in range(len(chances)))
     rest = [math.prod(1 - chance for chance in chances[place:]) for place in range(1, len(chances) + 1)]

@@ -358,15 +358,17 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, inner: Any) -
     grammar = Structured(regex=r"(a|b|c|d){24}")
     for shaped in ({}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"structured": grammar}):
         params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, **shaped)
+        texts = set()
         for tiers in (("medium",), ("tiny", "medium")):
             speculation = Speculation(tiers=tiers, window=4, rule=rule, inner_rule=inner)
             completion = complete(cascade, PROMPT, params, speculation)
             [edge] = [edge for edge in completion.stats.edges if edge.drafter == "medium"]
             assert edge.accepted > 0.3 * edge.proposed > 0
             assert completion.stats.rule == rule
-            assert complete(cascade, PROMPT, params, speculation).token_ids == completion.token_ids
+            texts |= {completion.token_ids, complete(cascade, PROMPT, params, speculation).token_ids}
             if "structured" in shaped:
                 assert re.fullmatch(grammar.regex or "", completion.text)
+        assert len(texts) == 1 or inner != "coupled", "whom medium drafts with changes nothing that it draws"
 
 
 def test_typical_acceptance_is_named(cascade: Cascade) -> None:

@@ -34,12 +34,13 @@ def unended(opening: Open, below: Rules) -> frozenset[int]:
 class Rounds:
     """Keys of the session that ``opening`` began and whose text is ``text``, and what its own tokens were drawn from."""
 
-    __slots__ = ("_dists", "_ends", "_keys", "_prompt_len", "_rules", "_text")
+    __slots__ = ("_dists", "_ends", "_keys", "_prompt_len", "_rules", "_text", "stops")
 
     def __init__(self, opening: Open, text: Sequence[int]) -> None:
         assert opening.params.seed is not None
         self._rules: Rules = opening.rules
         self._ends = opening.ends
+        self.stops = unended(opening, opening.rules.below())  # tokens behind which the tier below writes nothing
         self._prompt_len = opening.prompt_len
         self._text = text
         self._keys = array("q", [_first(opening.params.seed, opening.rules.hop)])  # of positions from the prompt's end on

@@ -157,8 +157,8 @@ class Session:
     @property
     def window_full(self) -> bool:
         """All the guesses of a round are here: a whole draft window, or a text's end."""
-        trunk = self.draft.trunk
-        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not self.opening.ends.isdisjoint(trunk.tokens[-1:])
+        trunk, stops = self.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
+        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not stops.isdisjoint(trunk.tokens[-1:])
         return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:

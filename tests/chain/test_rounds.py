@@ -229,7 +229,8 @@ def test_rounds_without_guesses_are_gone_alone(name: str) -> None:
 
 def test_a_drafter_that_stops_at_ends_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rounds against coming sooner for what they say: the test above would tell."""
-    monkeypatch.setattr("cascade.chain.session.unended", lambda opening, below: opening.ends)
+    for module in ("session", "rounds"):
+        monkeypatch.setattr(f"cascade.chain.{module}.unended", lambda opening, below: opening.ends)
     with pytest.raises(AssertionError):
         test_rounds_without_guesses_are_gone_alone("lost")
 
@@ -242,6 +243,9 @@ def test_rounds_are_whole_or_nothing() -> None:
     assert (below.rules, below.rules.told, below.lockstep, below.in_rounds) == (RATIO.below(), True, False, True)
     assert not below.ends
     guess = Draft((0, 1, 0, 1), bytes(4), dists=(Dist((0, 1), (0.5, 0.5)),) * 4)
+    ended = Draft((0, END), bytes(2), dists=guess.dists[:2])
+    session.propose(Proposal("below", 1, ended))
+    assert (session.window_full, session.guesses()) == (False, []), "who drafts does not stop at an end"
     session.propose(Proposal("below", 1, guess.first(2)))
     assert (session.window_full, session.guesses()) == (False, [])
     session.propose(Proposal("below", 1, guess.first(3)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
+from cascade.params import Rule
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -33,6 +34,9 @@ class Stats:
     edges: tuple[Edge, ...] = ()  # the full tier's first
     first_token_s: float | None = None  # from the request to the full tier's first token, seconds
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
+    rule: Rule = (
+        "coupled"  # by which the full tier accepted guesses; with "typical" the text is no sample of the full model's law
+    )
 
     @property
     def full_passes(self) -> int:
@@ -253,7 +257,8 @@ class Answer:
         seed = self.opening.params.seed
         assert seed is not None
         reason = undrafted(self.opening, self._edges, self._spared)
-        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason)
+        rule = self.opening.rules.rule
+        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason, rule)
         num_new = num_tokens - self._num_known
         text, ids = self._text[self._num_known_chars :], tuple(self._tokens[self._num_known : num_tokens])
         origins, logprobs = bytes(self._origins[:num_new]), tuple(self._logprobs[:num_new])

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cascade.errors import InvalidRequest
-from cascade.messages import Open, mint
-from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
+from cascade.messages import COUPLED, Open, Rules, mint
+from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured, check_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Capabilities:
     answer_window: int  # tokens that the full tier may write before the client takes them
     drafters: tuple[str, ...] = ()  # of these names, those inside tiers
     max_tokens: int | None = None  # of an answer
+    lossy: bool = False  # requests may ask for rules that change the law of texts
 
     def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` if a parameter cannot be honoured, behind the tokens of the answer that the client has.
@@ -65,12 +66,25 @@ class Capabilities:
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
-            lockstep=speculation.schedule == "lockstep",
+            lockstep=speculation.in_rounds,
+            rules=self._rules(speculation, params, drafted=bool(chosen)),
             adaptive=speculation.adaptive,
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             watch=handling.watch,
         )
+
+    def _rules(self, speculation: Speculation, params: SamplingParams, *, drafted: bool) -> Rules:
+        """By which rules guesses are accepted: at temperature 0, or without guesses, there is but one."""
+        if speculation.rule == "typical" and not self.lossy:
+            raise InvalidRequest(
+                "speculation.rule is 'typical', which changes the distribution of texts: set lossy: true in the configuration"
+                " of the server to allow it, or take 'coupled', 'ratio' or 'block'"
+            )
+        if speculation.rule == "coupled" or not drafted or params.temperature == 0:
+            return COUPLED
+        top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
+        return Rules(speculation.rule, speculation.inner_rule, likeliest=top_k)
 
     def _check_known(self, known: Sequence[int], params: SamplingParams) -> None:
         if known and params.seed is None:

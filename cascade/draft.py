@@ -1,7 +1,29 @@
 """What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dist:
+    """What a guess was drawn from: the probabilities of some tokens, which sum up to 1. All others have none.
+
+    Within a process both are tensors, shared with the pass that made them; between processes they are numbers.
+    """
+
+    ids: Any  # token ids [k], int64
+    probs: Any  # [k], float32
+
+    @property
+    def listed(self) -> tuple[list[int], list[float]]:
+        """The tokens that have any probability, and theirs."""
+        ids, probs = (each.tolist() if hasattr(each, "tolist") else each for each in (self.ids, self.probs))
+        pairs = [pair for pair in zip(ids, probs, strict=True) if pair[1] > 0]
+        return [token for token, _ in pairs], [prob for _, prob in pairs]
+
+    def __reduce__(self) -> tuple[Callable[..., "Dist"], tuple[list[int], list[float]]]:
+        return Dist, self.listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +38,14 @@ class Draft:
     origins: bytes = b""  # one a node, see `origin`
     confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
+    # of each node, what it was drawn from, where a rule asks for it; only of lines
+    dists: tuple[Dist, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         size = len(self.tokens)
         assert len(self.origins) == size
         assert len(self.confidences) in (0, size)
+        assert len(self.dists) in (0, size)
         if self.parents:
             assert len(self.parents) == size
             assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node stands behind its parent"
@@ -118,7 +143,8 @@ class Draft:
             return self
         if not size:
             return NO_DRAFT
-        return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size])
+        parts = self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size]
+        return Draft(*parts, self.dists[:size])
 
     def pick(self, nodes: Sequence[int]) -> "Draft":
         """What these nodes say, which come with those before them, in their order here."""
@@ -153,7 +179,7 @@ class Draft:
             rest = node + 1
             if rest == len(self.tokens):
                 return NO_DRAFT
-            return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:])
+            return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:], dists=self.dists[rest:])
         kept = {node: -1}
         for child in range(node + 1, len(self.tokens)):
             if self.parents[child] in kept:
@@ -192,7 +218,10 @@ class Draft:
                 parents.append(at)
             there[node] = known[at, token]
         confidences = bytes(said) if self.confidences or other.confidences else b""
-        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
+        alike = self.is_line and other.is_line and other.tokens[: len(self)] == self.tokens
+        dists = (*self.dists, *other.dists[len(self) :]) if alike and len(self.dists) == len(self) else ()
+        dists = dists if len(dists) == len(tokens) else ()
+        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents), dists), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
         if not self.parents:

@@ -55,6 +55,7 @@ class Cascade:
         policy: Policy = Policy(),
         drafter: Drafters = AUTO,
         lower: LowerTiers | None = None,
+        lossy: bool = False,
     ) -> None:
         """Start a thread for each tier of this process.
 
@@ -64,6 +65,7 @@ class Cascade:
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
+        - ``lossy``: requests may ask for rules that change the law of texts, see `Speculation`.
         - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
@@ -90,6 +92,7 @@ class Cascade:
             check_grammar=grammars.check,
             window=window,
             answer_window=ANSWER_WINDOW,
+            lossy=lossy,
         )
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, profile=apart(partial(glance, model)), new_state=new_state, drafters=inner)
@@ -113,12 +116,13 @@ class Cascade:
         quantization: str | Sequence[str | None] | None = None,
         drafter: Drafters = AUTO,
         processes: bool | None = None,
+        lossy: bool = False,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are those of `Cascade`.
+        list with one for each, bottom to top. ``names``, ``window``, ``policy``, ``drafter`` and ``lossy`` are `Cascade`'s.
         With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
         on a CPU with more than one core.
 
@@ -130,15 +134,8 @@ class Cascade:
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
         with checkpoints.place(processes, policy, inner) as placed:
-            return cls(
-                placed.models,
-                placed.tokenizer,
-                names=names[-len(placed.models) :],
-                window=window,
-                policy=policy,
-                drafter=inner,
-                lower=placed.lower,
-            )
+            here, made = names[-len(placed.models) :], {"drafter": inner, "lower": placed.lower, "lossy": lossy}
+            return cls(placed.models, placed.tokenizer, names=here, window=window, policy=policy, **made)  # type: ignore[arg-type]
 
     @classmethod
     def demo(

@@ -6,12 +6,12 @@ sent, or the link is broken; proposals may be late, lost, repeated, reordered or
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Protocol
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.params import SamplingParams
+from cascade.params import WEIGHED, Rule, SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
@@ -98,6 +98,34 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
+class Rules:
+    """By which rule the edges around a session accept guesses."""
+
+    rule: Rule = "coupled"  # of the edge to the tier below
+    inner: Rule = "coupled"  # of the edges below that one
+    above: Rule = "coupled"  # of the edge to the tier above
+    hop: int = 0  # edges above that are not coupled: tiers between two of them share their noise
+    likeliest: int = 0  # tokens that a guess is drawn from where its distribution is told; 0: all
+
+    @property
+    def keyed(self) -> bool:
+        """Own tokens are drawn with noise of their own, not with that which all tiers share."""
+        return self.rule != "coupled" or self.hop > 0
+
+    @property
+    def told(self) -> bool:
+        """The tier above asks what each own token was drawn from."""
+        return self.above in WEIGHED
+
+    def below(self) -> "Rules":
+        """Those of the session below."""
+        return replace(self, rule=self.inner, above=self.rule, hop=self.hop + (self.rule != "coupled"))
+
+
+COUPLED = Rules()
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Begin a session: the text goes on behind ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
@@ -118,10 +146,16 @@ class Open:
     branches: int = 0  # ways beside its text that this session may offer and prepare, see `cascade.chain.branches`
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
+    rules: Rules = COUPLED
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
         assert self.params.seed is not None, "every tier must know the seed"
+
+    @property
+    def in_rounds(self) -> bool:
+        """The tier above verifies whole windows, or this session does."""
+        return self.lockstep or self.rules.above != "coupled"
 
 
 @dataclass(frozen=True, slots=True)

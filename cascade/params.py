@@ -5,9 +5,11 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from cascade.errors import InvalidRequest
+
+Rule: TypeAlias = Literal["coupled", "ratio", "block", "typical"]
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -23,6 +25,9 @@ DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses fo
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
+RULES: tuple[Rule, ...] = ("coupled", "ratio", "block", "typical")  # by which guesses are accepted, see docs/algorithm.md
+WEIGHED: tuple[Rule, ...] = ("ratio", "block")  # of these, those that ask what a guess was drawn from
+DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -223,40 +228,71 @@ def check_adapter(name: str, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts may be used for a request, which never changes its text. Raises `InvalidRequest`."""
+    """How drafts may be used for a request. Raises `InvalidRequest`.
+
+    With the coupled rule none of it changes the text; with "ratio" and "block" the text depends on the drafts, and its law does
+    not; "typical" changes the law.
+    """
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
     # lower tiers and drafters inside tiers to use, by name in any order; None: those that pay, see `Planner`
     tiers: tuple[str, ...] | None = None
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
-    schedule: Literal["async", "lockstep"] = "async"  # "lockstep": draft a whole window, wait, verify, wait
+    # "lockstep": draft a whole window, wait, verify, wait; None: "async" with the coupled rule, and in rounds with others
+    schedule: Literal["async", "lockstep"] | None = None
     branches: int | None = None  # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay
+    rule: Rule = "coupled"  # by which the full tier accepts guesses, see docs/algorithm.md
+    inner_rule: Rule = "coupled"  # by which tiers between it and the bottom one do
+    draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
             object.__setattr__(self, "tiers", tuple(self.tiers))
         _require(self.mode in ("auto", "off"), "speculation.mode", self.mode, "'auto' or 'off'")
-        _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
+        schedule_ok = self.schedule in (None, "async", "lockstep")
+        _require(schedule_ok, "speculation.schedule", self.schedule, "'async' or 'lockstep'")
         window_ok = self.window is None or _is_int(self.window, 1, MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
         branches_ok = self.branches is None or _is_int(self.branches, 0, MAX_BRANCHES)
         _require(branches_ok, "speculation.branches", self.branches, f"an integer from 0 to {MAX_BRANCHES}")
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        rules, draft_rules = ", ".join(RULES), ", ".join(rule for rule in RULES if rule != "typical")
+        _require(self.rule in RULES, "speculation.rule", self.rule, f"one of {rules}")
+        # a lossy rule below would be no sample of what the tier above is told that it is
+        _require(
+            self.inner_rule in RULES and self.inner_rule != "typical", "speculation.inner_rule", self.inner_rule, draft_rules
+        )
+        top_k_ok = self.draft_top_k is None or _is_int(self.draft_top_k, 0, MAX_TOP_K)
+        _require(top_k_ok, "speculation.draft_top_k", self.draft_top_k, "an integer from 0 (all) up")
+        if self.rule == "coupled":
+            _require(self.inner_rule == "coupled", "speculation.inner_rule", self.inner_rule, "'coupled' below a coupled rule")
+            _require(self.draft_top_k is None, "speculation.draft_top_k", self.draft_top_k, "left out with the coupled rule")
+            return
+        _require(self.schedule != "async", "speculation.schedule", "async", f"'lockstep' with rule {self.rule!r}")
+        _require(not self.branches, "speculation.branches", self.branches, f"0 with rule {self.rule!r}, whose drafts are lines")
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether tiers draft whole windows and wait for verdicts."""
+        return self.schedule == "lockstep" or self.rule != "coupled"
 
     def draft_window(self, default: int) -> int:
         """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
-        return self.window or (min(default, LOCKSTEP_WINDOW) if self.schedule == "lockstep" else default)
+        return self.window or (min(default, LOCKSTEP_WINDOW) if self.in_rounds else default)
 
     @property
     def most_branches(self) -> int:
         """Branches of a tier: none in lockstep, whose rounds are lines."""
-        if self.schedule == "lockstep":
+        if self.in_rounds:
             return 0
         return MOST_BRANCHES if self.branches is None else self.branches
 
     @property
     def adaptive(self) -> bool:
         """Whether tiers that do not pay may be left out: not if the request names tiers, nor in lockstep, a measurement."""
-        return self.mode == "auto" and self.tiers is None and self.schedule == "async"
+        return self.mode == "auto" and self.tiers is None and not self.in_rounds
 
     def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import NO_DRAFT, Dist, Draft
 from cascade.messages import Logprobs
-from cascade.params import SamplingParams
+from cascade.params import Rule, SamplingParams
 
 BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
@@ -86,6 +86,15 @@ def gap_byte(gap: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.chain.rounds`."""
+
+    keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
+    rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.acceptance`
+    likeliest: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses behind them.
 
@@ -103,6 +112,7 @@ class Row:
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
     guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line, or `UNREAD`
+    draw: Draw | None = None  # instead of shared noise; the draft is a line then
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:
@@ -122,6 +132,7 @@ class Scored:
     ahead: Sequence[int] = ()  # own tokens of the text that follow upon the last one, if `Row.ahead` asked for any
     draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses behind these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
+    dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.likeliest` asked for it
 
 
 class Scorer(Protocol):

@@ -98,6 +98,7 @@ class Router:
             window=self._config.window,
             answer_window=STREAM_WINDOW,
             max_tokens=self.admission.limits.max_tokens,
+            lossy=self._config.lossy,
         )
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)

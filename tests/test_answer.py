@@ -14,8 +14,8 @@ from cascade.answer import Answer, Chunk, Completion, undrafted
 from cascade.capabilities import Capabilities
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Edge, Open, Proposal
-from cascade.params import Handling, SamplingParams, Speculation, Structured
+from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
+from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -208,6 +208,54 @@ def test_what_cannot_be_served_is_not_admitted(
     """Guards tiers against requests that they cannot serve, by library and router alike; the sentence has value and limit."""
     with pytest.raises(InvalidRequest, match=re.escape(words)):
         CAPABLE.admit(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation), Handling())
+
+
+RULED = [
+    ({"rule": "ratio"}, {}, Rules("ratio", likeliest=DRAFT_TOP_K)),
+    ({"rule": "block", "inner_rule": "ratio", "draft_top_k": 0}, {}, Rules("block", "ratio")),
+    ({"rule": "typical"}, {}, Rules("typical", likeliest=DRAFT_TOP_K)),
+    ({"rule": "block"}, {"temperature": 0}, COUPLED),  # where all rules are one
+    ({"rule": "block", "mode": "off"}, {}, COUPLED),
+    ({"rule": "block", "tiers": ()}, {}, COUPLED),
+    ({}, {}, COUPLED),
+]
+
+
+@pytest.mark.parametrize(("speculation", "params", "rules"), RULED)
+def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params: dict[str, Any], rules: Rules) -> None:
+    """Guards rules on their way to the full tier, the rounds that they need, and what is said of them."""
+    asked = Speculation(**speculation)
+    opening = replace(CAPABLE, lossy=True).admit([1], SamplingParams(**{"max_tokens": 1} | params), asked, Handling())
+    assert opening.rules == rules
+    assert (opening.lockstep, opening.draft_branches > 0, opening.adaptive) == (
+        asked.rule != "coupled",
+        asked.rule == "coupled",
+        asked.rule == "coupled",
+    )
+    answer = Answer(opening, Words())
+    chunk, _ = answer.take(Proposal(opening.session, 1, Draft((4,), bytes(1))))
+    assert chunk is not None
+    assert chunk.completion is not None
+    assert chunk.completion.stats.rule == rules.rule
+
+
+@pytest.mark.parametrize(
+    ("speculation", "words"),
+    [
+        ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block, typical"),
+        ({"rule": "block", "inner_rule": "typical"}, "speculation.inner_rule is 'typical': it must be coupled, ratio, block"),
+        ({"inner_rule": "ratio"}, "speculation.inner_rule is 'ratio': it must be 'coupled' below a coupled rule"),
+        ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
+        ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
+        ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
+        ({"rule": "ratio", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'ratio', whose drafts are lines"),
+        ({"rule": "typical"}, "set lossy: true in the configuration of the server to allow it"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:
+    """Guards against rules that are silently others, and against a lossy one where nobody has allowed it."""
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
 
 
 def test_what_is_admitted_is_what_was_asked() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, family, placement
+from cascade import (
+    Cascade,
+    Completion,
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    SamplingParams,
+    Speculation,
+    Structured,
+    family,
+    placement,
+)
 from cascade.drafters import DrafterSpec
 from cascade.engine.contiguous_cache import Cache
 from cascade.engine.loading import common_room
@@ -337,6 +349,39 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
         assert sum(edge.accepted for edge in edges if edge.drafter == "suffix") > 40, "it has written this text before"
         alone = complete(looking, PROMPT, params, Speculation(tiers=()))
         assert {edge.drafter for edge in alone.stats.edges} == {""}
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+@pytest.mark.parametrize("inner", ["coupled", "ratio"])
+def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, inner: Any) -> None:
+    """Guards distributions on their way between real models: guesses are right as often as these say, whatever shapes them."""
+    grammar = Structured(regex=r"(a|b|c|d){24}")
+    for shaped in ({}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"structured": grammar}):
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, **shaped)
+        texts = set()
+        for tiers in (("medium",), ("tiny", "medium")):
+            speculation = Speculation(tiers=tiers, window=4, rule=rule, inner_rule=inner)
+            completion = complete(cascade, PROMPT, params, speculation)
+            [edge] = [edge for edge in completion.stats.edges if edge.drafter == "medium"]
+            assert edge.accepted > 0.3 * edge.proposed > 0
+            assert completion.stats.rule == rule
+            texts |= {completion.token_ids, complete(cascade, PROMPT, params, speculation).token_ids}
+            if "structured" in shaped:
+                assert re.fullmatch(grammar.regex or "", completion.text)
+        assert len(texts) == 1 or inner != "coupled", "whom medium drafts with changes nothing that it draws"
+
+
+def test_typical_acceptance_is_named(cascade: Cascade) -> None:
+    """Guards the only rule that changes the law: asked for, allowed, and said in the answer."""
+    speculation = Speculation(tiers=("tiny",), rule="typical")
+    with pytest.raises(InvalidRequest, match="lossy: true"):
+        complete(cascade, PROMPT, SamplingParams(max_tokens=8), speculation)
+    models = [Model.from_pretrained(path, dtype="float32") for path in (family.paths()[0], family.paths()[-1])]
+    with Cascade(models, cascade.tokenizer, names=("tiny", "full"), lossy=True) as lossy:
+        params = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
+        completion = complete(lossy, PROMPT, params, speculation)
+        assert completion.stats.rule == "typical"
+        assert complete(lossy, PROMPT, params, Speculation(tiers=("suffix",), rule="ratio")).stats.rule == "ratio"
 
 
 def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:

@@ -1,6 +1,6 @@
 """What drafters inside a tier guess behind a text, together with what the tier below does."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from cascade.chain.calibration import Calibration
@@ -38,3 +38,24 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
                 chances.append(chance)
                 whose.append(hint.drafter)
     return Pool(draft, chances, tuple(whose))
+
+
+def fed(pool: Pool, room: int, ends: Collection[int]) -> list[tuple[float, int]]:
+    """Nodes that a pass can use where there is ``room`` behind the text, each with its chance: the likeliest first.
+
+    An ending token is compared but needs no feeding, since nothing comes behind it.
+    """
+    draft, chances, _ = pool
+    if not draft or room <= 0:
+        return []
+    tokens = draft.tokens
+    if draft.is_line:
+        size = min(len(draft), room)
+        size = next((node for node in range(size) if tokens[node] in ends), size)
+        return list(zip(chances[:size], range(size), strict=True))
+    depths, nodes = draft.depths, {-1}
+    for node in range(len(draft)):
+        if depths[node] < room and draft.parents[node] in nodes and tokens[node] not in ends:
+            nodes.add(node)
+    nodes.discard(-1)
+    return sorted(((chances[node], node) for node in nodes), key=lambda guess: (-guess[0], guess[1]))

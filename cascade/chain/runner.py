@@ -144,7 +144,8 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
     if session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
         params, num_own = _of_prompt(params), len(work.tokens)
         return Row(slot.cache, work.start, work.tokens, num_own, params, state, guesses=guesses)
-    return Row(slot.cache, work.start, work.tokens, num_own, params, state, slot.ahead(work), work.draft, **alike)
+    draw = session.rounds.draw(work) if session.rounds is not None else None
+    return Row(slot.cache, work.start, work.tokens, num_own, params, state, slot.ahead(work), work.draft, draw=draw, **alike)
 
 
 def _of_prompt(params: SamplingParams) -> SamplingParams:

@@ -82,7 +82,8 @@ def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, 
             left -= slot.session.num_pending
     found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
     sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in found]
-    size = affordable(sizes, own, budget - left, budget, profile.predict)
+    certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
+    size = max(affordable(sizes, own, budget - left, budget, profile.predict), min(certain, left))
     nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
     branches: Batch[U] = []
     for _, slot, candidate in found[:size]:

@@ -16,7 +16,8 @@ from cascade.chain.branches import UNKNOWN, Beside, Branch, Branches
 from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
-from cascade.chain.hints import Hint, Pool, pooled
+from cascade.chain.hints import Hint, Pool, fed, pooled
+from cascade.chain.rounds import Rounds, unended
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
@@ -59,6 +60,7 @@ class Session:
         "kv_len",
         "level",
         "opening",
+        "rounds",
         "run_ahead",
         "spared",
         "taken",
@@ -77,6 +79,7 @@ class Session:
         self.text = list(opening.tokens)  # one list for life: histories look at it
         self.committed = len(self.text)
         self._told = len(self.text)  # positions of the text that the tier above has been told
+        self.rounds = Rounds.of(opening, self.text)
         self.run_ahead = RunAhead()
         self.draft = NO_DRAFT  # what the tiers below guess behind the text
         self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier do
@@ -113,14 +116,16 @@ class Session:
 
     @property
     def window(self) -> int:
-        """Tokens it runs ahead of what is committed: in lockstep as many as it may, else no more than are of use."""
+        """Tokens it runs ahead of what is committed: in rounds as many as it may, else no more than are of use."""
         allowed, useful = self.opening.window, self.run_ahead.tokens
-        return allowed if self.opening.lockstep or useful >= allowed else max(MIN_RUN_AHEAD, math.ceil(useful))
+        return allowed if self.opening.in_rounds or useful >= allowed else max(MIN_RUN_AHEAD, math.ceil(useful))
 
     @property
     def prefilling(self) -> bool:
-        """The text it was opened with is not scored yet."""
-        return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
+        """The text it was opened with is not scored yet; in rounds whether others have scored it or not."""
+        opened = len(self.opening.tokens)
+        first = self.rounds is not None and 1 < opened == len(self.text)  # else its text would depend on what they left
+        return first or (self.kv_len < opened - 1 and self.num_pending > 1)
 
     @property
     def scoring_prompt(self) -> bool:
@@ -151,30 +156,16 @@ class Session:
 
     @property
     def window_full(self) -> bool:
-        """All the guesses of a lockstep round are here: a whole draft window, or the drafter's text has ended."""
-        trunk = self.draft.trunk
-        ended = bool(trunk) and trunk.tokens[-1] in self.opening.ends
-        return ended or len(trunk) >= min(self.opening.draft_window, self.room)
+        """All the guesses of a round are here: a whole draft window, or a text's end."""
+        trunk, stops = self.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
+        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not stops.isdisjoint(trunk.tokens[-1:])
+        return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:
-        """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first.
-
-        An ending token is compared but needs no feeding, since nothing comes behind it.
-        """
-        (draft, chances, _), room, ends = self.pool, self.room, self.opening.ends
-        if not draft or room <= 0:
-            return []
-        tokens = draft.tokens
-        if draft.is_line:
-            size = min(len(draft), room)
-            fed = next((node for node in range(size) if tokens[node] in ends), size)
-            return list(zip(chances[:fed], range(fed), strict=True))
-        depths, fed_nodes = draft.depths, {-1}
-        for node in range(len(draft)):
-            if depths[node] < room and draft.parents[node] in fed_nodes and tokens[node] not in ends:
-                fed_nodes.add(node)
-        fed_nodes.discard(-1)
-        return sorted(((chances[node], node) for node in fed_nodes), key=lambda guess: (-guess[0], guess[1]))
+        """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
+        if self.rounds is not None:
+            return self.rounds.guesses(self.pool, self.room, whole=self.window_full)
+        return fed(self.pool, self.room, self.opening.ends)
 
     @property
     def pool(self) -> Pool:
@@ -239,7 +230,8 @@ class Session:
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         start = len(self.text)
-        self._accept(work.draft, scored.own, scored.runner_ups, work.whose)
+        own = scored.own if self.rounds is None else self.rounds.judged(start, work.draft, scored)
+        self._accept(work.draft, own, scored.runner_ups, work.whose)
         for token in scored.ahead:
             if self.stalled:
                 break
@@ -318,6 +310,8 @@ class Session:
         self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
         self.hints, self.changed = (), min(self.changed, cut)
         self._told = min(self._told, cut)
+        if self.rounds is not None:
+            self.rounds.cut(cut)
         self.kv_len = min(self.kv_len, cut)
         told = self.branches is not None and not self.branches.grown
         if self.branches is not None:
@@ -381,9 +375,12 @@ class Session:
         grown = branches is not None and branches.grown
         if not watch and not grown and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
             return None
+        if self.opening.rules.told and not self.stalled:  # no part of a round is of use
+            return None
         self._told = len(self.text)
         start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
-        draft = Draft(tuple(tokens), origins) if branches is None else branches.draft(tokens, origins, self.level)
+        dists = self.rounds.dists(start, len(tokens)) if self.rounds is not None else ()
+        draft = Draft(tuple(tokens), origins, dists=dists) if branches is None else branches.draft(tokens, origins, self.level)
         lanes = self.lanes if watch else ()
         return Proposal(self.opening.session, start, draft, self.edges, spared=self.spared, lanes=lanes)
 
@@ -406,7 +403,7 @@ class Session:
         self.draft_stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
-        params = opening.params
+        params, rules = opening.params, opening.rules.below()
         return replace(
             opening,
             params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
@@ -418,6 +415,9 @@ class Session:
             branches=branches,
             draft_branches=branches,
             adaptive=False,
+            lockstep=opening.lockstep if self.rounds is None else rules.rule != "coupled",
+            rules=rules,
+            ends=unended(opening, rules),
         )
 
     def detach(self) -> Close | None:

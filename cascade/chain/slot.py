@@ -64,6 +64,6 @@ class Slot(Generic[U]):
         session = self.session
         if work.num_scored != 1 or session.drafter or self.state is not None or self.allocation is None:
             return 0
-        if self.guesses != UNREAD:
+        if self.guesses != UNREAD or session.rounds is not None:  # the noise of rounds depends on what is before it
             return 0
         return min(session.room, self.allocation.capacity - len(session.text))

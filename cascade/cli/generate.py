@@ -49,7 +49,8 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
         stats = completion.stats
         console.print(
             f"{stats.completion_tokens} tokens in {stats.full_passes} full passes "
-            f"({stats.tokens_per_full_pass:.2f} tokens per pass), finish: {completion.finish_reason}, seed {completion.seed}\n"
+            f"({stats.tokens_per_full_pass:.2f} tokens per pass), finish: {completion.finish_reason}, seed {completion.seed}, "
+            f"rule {stats.rule}\n"
         )
         if any(edge.drafter for edge in stats.edges):
             console.print(screen.acceptance(stats.edges))

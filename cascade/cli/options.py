@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from cascade.params import STRUCTURED_KINDS, SamplingParams, Speculation, Structured
+from cascade.params import RULES, STRUCTURED_KINDS, SamplingParams, Speculation, Structured
 
+RULED = ("rule", "inner_rule", "draft_top_k")
 OPTIONS = (
     click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
     click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
@@ -32,8 +33,13 @@ OPTIONS = (
     click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
     click.option("--tiers", help="Lower tiers and drafters to use, with commas between. Those that pay if not given."),
     click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
-    click.option("--schedule", type=click.Choice(["async", "lockstep"]), default="async", show_default=True),
+    click.option("--schedule", type=click.Choice(["async", "lockstep"]), help="async with the coupled rule if not given."),
     click.option("--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none."),
+    click.option(
+        "--rule", type=click.Choice(RULES), default="coupled", show_default=True, help="Accepts guesses at the full tier."
+    ),
+    click.option("--inner-rule", type=click.Choice(RULES), default="coupled", help="Accepts them at the tiers below it."),
+    click.option("--draft-top-k", type=int, help="Guesses of other rules are among so many likeliest tokens; 0: all."),
 )
 
 
@@ -48,7 +54,7 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
     """What the values of `OPTIONS`, by name, ask for."""
     tiers = options.pop("tiers")
     names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
-    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule", "branches")}
+    chosen = {name: options.pop(name) for name in ("mode", "window", "schedule", "branches", *RULED)}
     options["logit_bias"] = dict(_bias(pair) for pair in options["logit_bias"])
     kinds = {name: options.pop(name) for name in STRUCTURED_KINDS}
     for name in ("json_schema", "grammar"):

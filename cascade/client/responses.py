@@ -8,6 +8,7 @@ from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, 
 from cascade.client.wire import decode_edge, decode_lane
 from cascade.errors import Unavailable
 from cascade.messages import Logprobs, origin
+from cascade.params import RULES, Rule
 from cascade.v1 import serving_pb2 as pb
 
 UNDRAFTED: tuple[Undrafted, ...] = get_args(Undrafted)
@@ -98,7 +99,8 @@ def build_completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, p
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
     first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
     undrafted = next((known for known in UNDRAFTED if known == finish.undrafted), None)  # a newer server may know more
-    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, undrafted)
+    rule: Rule = next((known for known in RULES if known == finish.rule), "coupled")  # an older server knows no other
+    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, undrafted, rule)
     ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
     return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt_tokens(prompt))
 

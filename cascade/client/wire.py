@@ -106,7 +106,15 @@ def encode_speculation(speculation: Speculation) -> pb.Speculation:
         window=speculation.window,
         schedule=speculation.schedule,
         branches=speculation.branches,
+        draft_top_k=speculation.draft_top_k,
+        **_rules(speculation),
     )
+
+
+def _rules(speculation: Speculation) -> dict[str, Any]:
+    """Those that are not the default, which older servers do not know."""
+    rules = {name: getattr(speculation, name) for name in ("rule", "inner_rule")}
+    return {name: rule for name, rule in rules.items() if rule != "coupled"}
 
 
 def encode_structured(structured: Structured) -> pb.Structured:

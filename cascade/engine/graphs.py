@@ -220,7 +220,7 @@ class Graphs:
     def run(self, rows: Sequence[Row]) -> list[Scored] | None:
         """Own tokens of each row, with one host read; None for a pass that has no bucket."""
         bucket = bucket_for(len(rows), max(len(row.fed) for row in rows), self._buckets)
-        if bucket is None or any(row.state is not None for row in rows):
+        if bucket is None or any(row.state is not None or row.draw is not None for row in rows):
             return None
         steps = min(STEPS, 1 + min(row.ahead for row in rows)) if bucket.tokens == 1 else 1
         kind = max(demand(row.params) for row in rows)

@@ -15,6 +15,7 @@ from cascade.engine import budget
 from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
+from cascade.engine.drawing import drawn
 from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
+UNDRAWN = SamplingParams(temperature=0, seed=0)  # of rows whose own tokens are drawn otherwise
 SCORED = 16  # own tokens of a timed pass, at most
 
 Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.logits_processors.report`
@@ -253,12 +255,17 @@ class Model:
     @torch.inference_mode()
     def _score(self, rows: Sequence[Row], tell: Report = report) -> list[Scored]:
         """Own tokens of rows whose drafts are lines; ``tell`` hears of all that have a state, as `report` does."""
-        wanted = [(row.params, row.start + len(row.fed) - row.num_scored + 1, row.num_scored) for row in rows]
+        wanted = [
+            (row.params if row.draw is None else UNDRAWN, row.start + len(row.fed) - row.num_scored + 1, row.num_scored)
+            for row in rows
+        ]
         logits = self.logits(rows)
         shaped, known = shape(logits, rows)
         number = max((row.runner_ups for row in rows), default=0)
         said = own_tokens_and_next(shaped, wanted, number) if number else own_tokens(shaped, wanted)[None]
         scored = list(_cut(said.tolist(), rows, known))
+        if any(row.draw is not None for row in rows):
+            scored = drawn(shaped, rows, scored)
         tell(logits, rows, [one.own for one in scored])
         return scored
 

@@ -271,6 +271,17 @@ def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tens
     return _shift(_mix(key[:, None] + ids * _signed(GOLDEN)), 11)
 
 
+def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
+    return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * _signed(GOLDEN)), 11))
+
+
+def keyed_uniform(keys: Tensor) -> Tensor:
+    """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s."""
+    bits = _shift(_mix(_mix(keys) ^ _signed(GOLDEN)), 40)
+    return bits.to(torch.float32) * 2.0**-24
+
+
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 tensors, whose products wrap around on every device."""
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -118,7 +118,8 @@ class ToyModel:
     and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
     often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
     the sampling parameters only temperature and seed are honoured, unless a row has a state: then all are, with the noise of
-    `cascade.engine.sampling`. A pass sleeps ``pass_s + token_s * tokens`` seconds.
+    `cascade.engine.sampling`; in rows with a `Draw` filters, too. A pass sleeps ``pass_s + token_s * tokens``
+    seconds.
     """
 
     def __init__(
@@ -195,13 +196,28 @@ class ToyModel:
         for node, depth in enumerate(draft.depths):
             ends.append(end + depth + 1)
             contexts.append((*contexts[row.num_own + draft.parent(node)], draft.tokens[node])[-self.order :])
-        if row.state is not None:
+        if row.draw is not None:
+            scored = self._drawn(row, contexts)
+        elif row.state is not None:
             scored = self._shaped(row, contexts)
         else:
             ranked = [self.ranked(c, p, row.params, 1 + row.runner_ups) for c, p in zip(contexts, ends, strict=True)]
             others = [tuple(one[1:]) for one in ranked] if row.runner_ups else ()
             scored = Scored([one[0].token for one in ranked], runner_ups=others)
         row.cache.write(end, draft.tokens if draft.is_line else [draft.tokens[node] for node in draft.walk(scored.own)[1]])
+        return scored
+
+    def _drawn(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
+        """What `cascade.engine.model.Model` does where noise is not shared."""
+        import torch  # rows with shared noise do without
+
+        from cascade.engine.drawing import drawn
+        from cascade.engine.logits_processors import report, shape
+
+        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
+        shaped, [known] = shape(logits, [row])
+        [scored] = drawn(shaped, [row], [Scored([0] * known)])
+        report(logits, [row], [scored.own])
         return scored
 
     def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cascade.errors import InvalidRequest
-from cascade.params import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS, Handling, SamplingParams, Speculation, Structured
+from cascade.params import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    Handling,
+    Rule,
+    SamplingParams,
+    Speculation,
+    Structured,
+)
 from cascade.settings.config import MAX_ANSWERS, MAX_PROMPTS, MAX_TIERS
 from deployments.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
 from deployments.chat.template import Style
@@ -33,17 +43,19 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class SpeculationBody(Body):
-    """How drafts may be used; never changes the text."""
+    """How drafts may be used; with the coupled rule that never changes the text."""
 
     mode: Literal["auto", "off"] = "auto"
     tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
     window: int | None = None
-    schedule: Literal["async", "lockstep"] = "async"
+    schedule: Literal["async", "lockstep"] | None = None
     branches: int | None = None
+    rule: Rule = "coupled"
+    inner_rule: Rule = "coupled"
+    draft_top_k: int | None = None
 
     def parsed(self) -> Speculation:
-        tiers = None if self.tiers is None else tuple(self.tiers)
-        return Speculation(self.mode, tiers, self.window, self.schedule, self.branches)
+        return Speculation(**self.model_dump())
 
 
 class StructuredBody(Body):

@@ -116,7 +116,8 @@ def report(completion: Completion) -> dict[str, Any]:
     """What happened: the seed, and every edge between two tiers."""
     edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in completion.stats.edges]
     stats = completion.stats
-    return {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
+    said = {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
+    return said | {"rule": stats.rule}
 
 
 def history(chunks: Iterable[Chunk]) -> dict[str, Any]:

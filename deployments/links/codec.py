@@ -1,7 +1,7 @@
 """Messages of a link to and from the wire."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from cascade.client.wire import (
     decode_edge,
@@ -12,8 +12,9 @@ from cascade.client.wire import (
     encode_lane,
     encode_sampling,
 )
-from cascade.draft import Draft
-from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal
+from cascade.draft import Dist, Draft
+from cascade.messages import COUPLED, Close, Commit, Failed, Logprobs, Message, Open, Proposal, Rules
+from cascade.params import RULES
 from cascade.v1 import link_pb2 as pb
 
 
@@ -60,6 +61,7 @@ def _encode_open(opening: Open) -> pb.Open:
         branches=opening.branches,
         draft_branches=opening.draft_branches,
         drafters=opening.drafters,
+        rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
     )
 
 
@@ -76,7 +78,13 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         spared=proposal.spared,
         lanes=map(encode_lane, proposal.lanes),
+        dists=map(_encode_dist, draft.dists),
     )
+
+
+def _encode_dist(dist: Dist) -> pb.Dist:
+    ids, probs = dist.listed
+    return pb.Dist(ids=ids, probs=probs)
 
 
 def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
@@ -120,7 +128,14 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         branches=opening.branches,
         draft_branches=opening.draft_branches,
         drafters=tuple(opening.drafters),
+        rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
     )
+
+
+def _decode_rules(said: pb.Rules) -> Rules:
+    if unknown := {said.rule, said.inner, said.above} - {*RULES}:
+        raise ValueError(f"there is no rule {unknown.pop()!r}")
+    return Rules(said.rule, said.inner, said.above, said.hop, said.likeliest)  # type: ignore[arg-type]
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
@@ -138,7 +153,10 @@ def _decode_draft(said: pb.Proposal) -> Draft:
         raise ValueError("a proposal has one origin a token")
     if len(said.confidences) not in (0, size):
         raise ValueError("a proposal has one confidence a token, or none at all")
-    return Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size))
+    if len(said.dists) not in (0, size) or any(len(one.ids) != len(one.probs) for one in said.dists):
+        raise ValueError("a proposal has one distribution a token, or none at all, and each has one probability a token id")
+    dists = tuple(Dist(tuple(one.ids), tuple(one.probs)) for one in said.dists)
+    return Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size), dists)
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

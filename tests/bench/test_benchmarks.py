@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cascade, device_metrics, gpu, hop, price, reference, scale, vs_transformers
+from benchmarks import cascade, device_metrics, gpu, hop, price, reference, rules, scale, vs_transformers
 from benchmarks.drafters import __main__ as drafters
 from benchmarks.drafters import cost, report
 from benchmarks.drafters.modes import MODES
@@ -217,3 +217,17 @@ def test_loads_are_level() -> None:
 def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
     """Guards long contexts: at most 64 bytes a position."""
     assert (cost.measure(kind)["bytes_a_position"] or 0) <= 64
+
+
+def test_rules_are_compared_fairly() -> None:
+    """Guards the table of rules: all modes of one choice of tiers, and distributions that weigh what they hold."""
+    for name, chain in rules.CHAINS.items():
+        asked = [mode.speculation for mode in rules.modes(name, chain)]
+        assert {one.tiers for one in asked} == {chain}
+        assert [one.rule for one in asked].count("coupled") == 3
+    assert rules.expected("ratio", [0.5, 0.5]) == 0.75
+    assert rules.expected("block", [0.5, 0.5]) == 1.25
+    given = rules.tokens_per_round(1.0, rules.BUILT_IN[:1], 12)
+    assert 1 <= given["ratio"] <= 1 + rules.LOCKSTEP_WINDOW
+    weights = list(rules.bytes_per_token(1.0, top_p=0.9).values())
+    assert 1 < weights[0] < weights[1] <= weights[2]

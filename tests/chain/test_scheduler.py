@@ -1,5 +1,7 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,6 +134,16 @@ def test_those_who_waited_longest_come_first() -> None:
     recent, old = slot(1, since=0.9), slot(1, since=0.1)
     assert picked([recent, old], max_tokens=1) == [0, 1]
     assert picked([recent, old, slot(500)], max_tokens=1) == [0, 0, 1]
+
+
+def test_rounds_are_whole_whatever_they_cost() -> None:
+    """Guards lockstep, and texts of rules that are judged in rounds, against passes that were slow once."""
+    dear = Profile([(1, 0.01), (2, 0.02), (3, 10.0), (600, 1000.0)])
+    plain, waiting = slot(1, 8), slot(1, 8)
+    waiting.session.opening = replace(waiting.session.opening, lockstep=True)
+    assert picked([plain], costs=dear) < [9]
+    assert picked([waiting], costs=dear) == [9]
+    assert picked([waiting], 5, costs=dear) == [5]
 
 
 def test_priority_is_a_head_start() -> None:

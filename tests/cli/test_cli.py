@@ -16,7 +16,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cascade import Cascade, SamplingParams, Structured, family
+from cascade import Cascade, SamplingParams, Speculation, Structured, family
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
@@ -106,16 +106,19 @@ def test_options_say_everything(tmp_path: Path) -> None:
     arguments = (
         "--presence-penalty 0.5 --frequency-penalty -0.5 --repetition-penalty 1.2 --min-tokens 3 --logprobs 2 --stop-token 4"
     )
-    said: list[SamplingParams] = []
+    said: list[tuple[SamplingParams, Speculation]] = []
 
     @click.command()
     @sampling_options
     def show(**options: Any) -> None:
-        said.append(parameters(options)[0])
+        said.append(parameters(options))
 
-    command = [*arguments.split(), "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--json-schema", f"@{schema}"]
+    rules = ["--rule", "block", "--inner-rule", "ratio", "--draft-top-k", "9", "--tiers", "tiny"]
+    command = [*arguments.split(), *rules, "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--json-schema", f"@{schema}"]
     assert CliRunner().invoke(show, command).exit_code == 0
-    assert said == [
+    [(params, speculation)] = said
+    assert speculation == Speculation(tiers=("tiny",), rule="block", inner_rule="ratio", draft_top_k=9)
+    assert [params] == [
         SamplingParams(
             temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,
             stop_token_ids=(4,), logit_bias={7: -1.5, 8: 2.0}, structured=Structured(json_schema='{"type": "integer"}'),

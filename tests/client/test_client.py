@@ -104,6 +104,17 @@ def test_requests_say_everything(server: Canned) -> None:
     assert (speculation.mode, list(speculation.tiers)) == ("auto", ["tiny"])
     assert (speculation.window, speculation.schedule, speculation.branches) == (4, "lockstep", 2)
     assert (request.priority, request.cache_salt) == (-3, "mine")
+    assert not speculation.HasField("rule"), "older servers do not know it"
+
+
+def test_rules_are_said(server: Canned) -> None:
+    """Guards the fields of rules, which a default leaves out."""
+    with Client(server.address) as client:
+        client.generate("x", speculation=Speculation(rule="block", inner_rule="ratio", draft_top_k=7))
+    [request] = server.requests
+    asked = request.speculation
+    assert (asked.rule, asked.inner_rule, asked.draft_top_k, asked.HasField("schedule")) == ("block", "ratio", 7, False)
+    assert parse_speculation(request) == Speculation(rule="block", inner_rule="ratio", draft_top_k=7)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cascade.client import Client
+from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from tests.chain.test_tier import CountingModel
@@ -47,6 +48,11 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "schedule": {"schedule": "lockstep"},
     "branches": {"branches": 0},
 }
+RULED: dict[str, dict[str, Any]] = {
+    "rule": {"rule": "ratio"},
+    "inner_rule": {"rule": "block", "inner_rule": "ratio"},
+    "draft_top_k": {"rule": "block", "draft_top_k": 3},
+}
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 
 
@@ -78,7 +84,7 @@ def rows() -> list[list[str]]:
 def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
     """The same as an OpenAI client says it."""
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
-    drafts = {name: said.pop(name) for name in DRAFTED if name in said}
+    drafts = {name: said.pop(name) for name in DRAFTED | RULED if name in said}
     if isinstance(structured := said.get("structured"), Structured):
         said["structured"] = {"regex": structured.regex}
     if said.pop("prompt_logprobs", None) is not None:
@@ -88,12 +94,12 @@ def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
 
 def answers(served: House, params: dict[str, Any], modes: Sequence[Any] = ("off", "auto")) -> list[tuple[str, str]]:
     """Texts and how they ended: gRPC whole and in pieces, HTTP, each in every mode."""
-    sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
+    sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED | RULED})
     handling = Handling(**{name: params[name] for name in HANDLED if name in params})
     found = []
     with Client(served.grpc) as client:
         for mode in modes:
-            drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
+            drafts = Speculation(mode, **{name: params[name] for name in DRAFTED | RULED if name in params})
             whole = client.generate(PROMPT, sampling, drafts, handling)
             found.append((whole.text, str(whole.finish_reason)))
             pieces = list(client.stream(PROMPT, sampling, drafts, handling))
@@ -103,6 +109,8 @@ def answers(served: House, params: dict[str, Any], modes: Sequence[Any] = ("off"
             status, _, answer = ask(served, "/v1/completions", body(params, mode))
             assert status == 200, answer
             choice = answer["choices"][0]
+            rule = params.get("rule", "coupled") if mode != "off" else "coupled"
+            assert (whole.stats.rule, choice["cascade"]["rule"]) == (rule, rule)
             text = choice["text"].removeprefix(PROMPT) if "prompt_logprobs" in params else choice["text"]
             found.append((text, choice["finish_reason"]))
             assert (choice["logprobs"] is not None) == ("logprobs" in params)
@@ -118,6 +126,29 @@ def test_a_parameter_means_the_same_everywhere(served: House, name: str) -> None
     assert (chosen == plain) == (name in SILENT)
 
 
+@pytest.mark.parametrize("name", RULED)
+def test_a_rule_means_the_same_everywhere(served: House, name: str) -> None:
+    """Guards rules on both protocols, and on the links: the same seed gives the same text, and another than shared noise.
+
+    But for rules of inner edges, where it depends on time.
+    """
+    params = PLAIN | {"temperature": 1.0} | RULED[name]
+    chosen = set(answers(served, params, ["auto"]))
+    assert len(chosen) == 1 or name == "inner_rule"
+    assert chosen != set(answers(served, PLAIN | {"temperature": 1.0}, ["auto"]))
+    [alone] = set(answers(served, params, ["off"]))
+    assert {alone} == set(answers(served, PLAIN | {"temperature": 1.0}, ["off"]))
+
+
+def test_lossy_rules_want_leave(served: House) -> None:
+    """Guards the law of texts: where the configuration does not allow it, nobody gets another."""
+    status, _, answer = ask(served, "/v1/completions", body(PLAIN | {"rule": "typical"}, "auto"))
+    assert status == 400
+    assert "lossy: true" in answer["error"]["message"]
+    with Client(served.grpc) as client, pytest.raises(InvalidRequest, match="lossy: true"):
+        client.generate(PROMPT, SamplingParams(), Speculation(rule="typical"))
+
+
 def test_the_table_is_complete_and_its_tests_exist() -> None:
     """Guards the page against a parameter without a row, a row without a test, and what a row says of the text."""
     table = rows()
@@ -125,8 +156,9 @@ def test_the_table_is_complete_and_its_tests_exist() -> None:
     assert {row[0].strip("`") for row in table} == wanted
     assert len(table) == len(wanted)
     elsewhere = {"mode", "watch"}  # answers are compared with and without drafts anyway; only streams can be watched
-    assert wanted == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
+    assert wanted == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED, *RULED}
     assert {row[0].strip("`") for row in table if row[5] == "no"} == SILENT | elsewhere
+    assert {row[0].strip("`") for row in table if row[5] == "law"} == {*RULED}
     for row in table:
         tests = [word for cell in row[1:] for word in cell.replace("`", "").split() if "::" in word]
         assert tests, row

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,18 +12,19 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer
 from cascade.chain import watchdog
 from cascade.chain.tier import Tier
-from cascade.draft import Draft
+from cascade.draft import Dist, Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.errors import Unavailable
-from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, mint
-from cascade.params import MAX_SEED, SamplingParams, Structured
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules, mint
+from cascade.params import MAX_SEED, RULES, SamplingParams, Structured
 from cascade.scorer import Row, Scored
 from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
@@ -865,7 +867,10 @@ opens = st.builds(
     watch=st.booleans(),
     branches=counts,
     draft_branches=counts,
+    rules=st.builds(Rules, st.sampled_from(RULES), st.sampled_from(RULES), st.sampled_from(RULES), counts, counts),
 )
+probabilities = st.lists(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)), max_size=3)
+dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))
 values = st.floats(-1e6, 0, width=32)
 logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
 proposals = st.integers(0, 8).flatmap(
@@ -874,7 +879,10 @@ proposals = st.integers(0, 8).flatmap(
         st.text(),
         ids,
         st.builds(
-            Draft, st.lists(ids, min_size=length, max_size=length).map(tuple), st.binary(min_size=length, max_size=length)
+            Draft,
+            st.lists(ids, min_size=length, max_size=length).map(tuple),
+            st.binary(min_size=length, max_size=length),
+            dists=st.just(()) | st.lists(dists, min_size=length, max_size=length).map(tuple),
         ),
         st.lists(edges, max_size=3).map(tuple),
         st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
@@ -901,6 +909,32 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     for name in ("edges", "logprobs", "prompt_logprobs", "lanes"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
+    drawn = [[dist.listed for m in some if isinstance(m, Proposal) for dist in m.draft.dists] for some in (arrived, batch)]
+    assert drawn[0] == drawn[1]
+
+
+def test_distributions_cross_processes_as_numbers() -> None:
+    """Guards pipes and wire against tensors, whose memory is the whole pass's, and against tokens without a chance."""
+    passes = torch.arange(8.0).reshape(2, 4) / 22
+    dist = Dist(torch.tensor([7, 5, 6, 2]), passes[0])
+    [said] = pickle.loads(pickle.dumps(Draft((5,), bytes(1), dists=(dist,)))).dists
+    assert said.listed == ([5, 6, 2], passes[0, 1:].tolist())
+    [sent] = encode([Proposal("s", 1, Draft((5,), bytes(1), dists=(dist,)))]).messages[0].proposal.dists
+    assert (list(sent.ids), list(sent.probs)) == said.listed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.Message(open=pb.Open(tokens=[1], prompt_len=1, rules=pb.Rules(rule="lucky", inner="coupled", above="coupled"))),
+        pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), dists=[pb.Dist()])),
+        pb.Message(proposal=pb.Proposal(tokens=[1], origins=bytes(1), dists=[pb.Dist(ids=[1])])),
+    ],
+)
+def test_rules_and_distributions_that_make_no_sense_are_refused(wrong: pb.Message) -> None:
+    """Guards a tier against passes that fail for what its neighbour says."""
+    with pytest.raises(ValueError, match=r"rule|distribution"):
+        decode(pb.Batch(messages=[wrong]))
 
 
 def test_every_kind_has_its_strategy() -> None:

@@ -1,0 +1,80 @@
+"""Own tokens of rows whose noise is not the shared one: drawn with keys of their own, and by the rules of `acceptance`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cascade.draft import Dist, Draft
+from cascade.engine.acceptance import RULES, Rule, judge
+from cascade.engine.sampling import adjust, keyed_gumbel, keyed_uniform
+from cascade.params import WEIGHED
+from cascade.scorer import Draw, Row, Scored
+
+
+def drawn(shaped: Tensor, rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
+    """``scored``, but for rows with a `Draw`, of which it says what this draws from their ``shaped`` logits ``[N, V]``.
+
+    One host read for each such row. As many own tokens count as before: a grammar may not have followed all guesses.
+    """
+    told, begin = list(scored), 0
+    for place, row in enumerate(rows):
+        if row.draw is not None and scored[place].own:
+            known = len(scored[place].own)
+            own, dists = own_tokens(shaped[begin : begin + known], row, row.draw)
+            told[place] = replace(scored[place], own=own.tolist(), dists=dists)
+        begin += row.num_scored
+    return told
+
+
+def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[Dist]]:
+    """Own tokens ``[n]`` int64 for the logits ``[n, V]`` of one row, and what each was drawn from if that is wanted."""
+    n, vocab_size = logits.shape
+    keys = torch.tensor(draw.keys[:n]).to(logits.device, non_blocking=True)
+    every = torch.arange(vocab_size, device=logits.device)
+    scores = adjust(logits, row.params)
+    dists: Sequence[Dist] = ()
+    best, ids = scores, every.expand_as(scores)
+    if draw.likeliest is not None:
+        if 0 < draw.likeliest < vocab_size:
+            best, ids = scores.topk(draw.likeliest, dim=-1)
+        dists = [Dist(*one) for one in zip(ids, best.softmax(-1), strict=True)]
+    # that behind the last one, too: whether there is an own token there must not change what becomes of it
+    guesses = row.draft.first(n)
+    if not _judged(draw, guesses):
+        # nobody drew the guesses, or each with certainty: then the rules are to compare them with samples
+        chosen = (best + keyed_gumbel(keys, ids)).argmax(-1, keepdim=True)
+        return ids.gather(1, chosen)[:, 0], dists
+    p = torch.zeros_like(scores).scatter(1, ids, best.softmax(-1))
+    p = torch.cat([p, p[: 1 + len(guesses) - n]])  # of what is behind the last guess, if nobody knows
+    x = torch.tensor(guesses.tokens).to(logits.device, non_blocking=True)
+    q = _dense(guesses.dists, vocab_size, logits.device) if guesses.dists else torch.zeros_like(p[1:])
+    return judged(RULES[draw.rule], p, q, x, torch.cat([keys, keys[: 1 + len(guesses) - n]]))[:n], dists
+
+
+def judged(rule: Rule, p: Tensor, q: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+    """Own tokens ``[n + 1]`` of a line, see `acceptance`, with the noise of ``keys`` ``[n + 1]``; without a host read.
+
+    Those behind the first that is no guess mean nothing.
+    """
+    accepted, rest = judge(rule, p, q, x, keyed_uniform(keys[:-1]))
+    noise = keyed_gumbel(keys.index_select(0, accepted), torch.arange(p.shape[-1], device=p.device))
+    new = (rest.log() + noise).argmax(-1)
+    places = torch.arange(len(keys), device=p.device)
+    return torch.where(places < accepted, torch.cat([x, new]), new)
+
+
+def _judged(draw: Draw, guesses: Draft) -> bool:
+    """Whether the rule of the row has anything to judge."""
+    return bool(guesses) and (bool(guesses.dists) if draw.rule in WEIGHED else draw.rule in RULES)
+
+
+def _dense(dists: Sequence[Dist], vocab_size: int, device: torch.device) -> Tensor:
+    """Probabilities ``[n, V]`` float32. Tokens that this model does not know have none."""
+    dense = torch.zeros(len(dists), vocab_size, device=device)
+    for row, dist in zip(dense, dists, strict=True):
+        probs = torch.as_tensor(dist.probs, dtype=torch.float32, device=device)
+        ids = torch.as_tensor(dist.ids, dtype=torch.long, device=device)
+        row.index_add_(0, ids.clamp(max=vocab_size - 1), probs * (ids < vocab_size))
+    return dense

@@ -15,7 +15,10 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig
 
 from cascade.errors import ConfigError
-from cascade.settings.config import CascadeConfig, DeploymentConfig, RouterConfig, TierConfig, sentence
+from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.router import RouterConfig
+from cascade.settings.sentence import sentence
 
 Owner = TypeVar("Owner", TierConfig, RouterConfig)
 

@@ -11,7 +11,8 @@ import pytest
 
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
-from cascade.settings.config import CascadeConfig, ListenConfig
+from cascade.settings.config import CascadeConfig
+from cascade.settings.router import ListenConfig
 from deployments.launch.server import free_port
 from deployments.links import replica_status
 from deployments.router import Router

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cascade.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
-from cascade.settings.config import AccessConfig, KeyLimits
+from cascade.settings.router import AccessConfig, KeyLimits
 
 MIN_KEY_CHARS = 16
 ANONYMOUS = "anonymous"  # everybody, when no keys are set

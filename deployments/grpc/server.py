@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cascade.settings.config import ListenConfig, RequestLimits
+from cascade.settings.router import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.admission.status import UNKNOWN_FAILURE

@@ -17,7 +17,8 @@ from cascade.params import (
     Speculation,
     Structured,
 )
-from cascade.settings.config import MAX_ANSWERS, MAX_PROMPTS, MAX_TIERS
+from cascade.settings.config import MAX_TIERS
+from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
 from deployments.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
 from deployments.chat.template import Style
 

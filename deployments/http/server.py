@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cascade.settings.config import ListenConfig, RequestLimits
+from cascade.settings.router import ListenConfig, RequestLimits
 
 BACKLOG = 2048
 TICK_S = 0.02  # between two looks whether Uvicorn has stopped listening

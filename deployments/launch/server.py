@@ -23,7 +23,8 @@ from ray.serve.exceptions import RayServeException
 
 from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
-from cascade.settings.config import CascadeConfig, ListenConfig
+from cascade.settings.config import CascadeConfig
+from cascade.settings.router import ListenConfig
 from deployments.admission.access import Access
 from deployments.app import ENVIRONMENT, bind, build, emulated_gpus, forked, parse, shortage
 from deployments.launch.fork_server import ForkServer

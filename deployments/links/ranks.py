@@ -10,7 +10,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cascade.engine.parallel import LeadingModel, check_ranks, follow, rendezvous
 from cascade.errors import ModelError
-from cascade.settings.config import EngineKwargs, TierConfig
+from cascade.settings.config import TierConfig
+from cascade.settings.engine import EngineKwargs
 
 
 class Ranks:

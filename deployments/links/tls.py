@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 
 from cascade.errors import ConfigError
-from cascade.settings.config import DoorTLS, LinkTLS
+from cascade.settings.config import LinkTLS
+from cascade.settings.router import DoorTLS
 
 
 def check(tls: LinkTLS) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
-from cascade.settings.config import AccessConfig, KeyLimits
+from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.admission.access import Access, Account
 from deployments.admission.admission import Lifetime, Places
 

@@ -1,0 +1,175 @@
+"""Where a tier's model comes from, what guesses inside it, and how a replica runs it."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from cascade import family
+from cascade.chain.planner import Policy
+from cascade.drafters import AUTO, DrafterSpec, head_of, specs
+from cascade.engine.sharing import sharing_problem
+from cascade.errors import ConfigError
+from cascade.params import MAX_WINDOW
+from cascade.settings.emulated import EmulatedConfig
+from cascade.settings.section import Section
+
+EMBEDDED = "embedded:"  # begins sources of the embedded family, such as embedded:tiny
+RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
+OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
+
+
+class ModelLoadingConfig(Section):
+    """Where a tier's model comes from."""
+
+    model_id: Annotated[str, Field(min_length=1)]  # its name, and its source unless one is given
+    model_source: Annotated[str, Field(min_length=1)] | None = (
+        None  # local path, hub id, or embedded:tiny, embedded:medium, embedded:full
+    )
+
+    @property
+    def source(self) -> str:
+        """What `from_pretrained` takes."""
+        source = self.model_source or self.model_id
+        return resolved(source)
+
+    @field_validator("model_id", "model_source")
+    @classmethod
+    def _known(cls, source: str | None) -> str | None:
+        if source and source.startswith(EMBEDDED) and source.removeprefix(EMBEDDED) not in family.NAMES:
+            raise ValueError(f"the embedded models are {', '.join(EMBEDDED + name for name in family.NAMES)}")
+        return source
+
+
+def resolved(source: str) -> str:
+    """A path or hub id; that of the embedded family if it is meant."""
+    return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+
+
+class DrafterConfig(Section):
+    """What guesses inside a tier, see `cascade.drafters`."""
+
+    kind: Literal[
+        "auto",
+        "lookup",
+        "suffix",
+        "recycling",
+        "lookahead",
+        "corpus",
+        "head",
+        "medusa",
+        "eagle",
+        "eagle3",
+        "mtp",
+        "dflash",
+        "dspark",
+        "exit",
+    ] = "auto"
+    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
+    source: Annotated[str, Field(min_length=1)] | None = None
+    # of "exit": it runs the first so many of its model, or all but some; those that pay best if neither is named
+    layers: Annotated[int, Field(ge=1)] | None = None
+    skip: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.kind != AUTO:
+            try:
+                self.spec  # noqa: B018  # finds out
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        elif self.source:
+            raise ValueError("a source needs its kind beside it; 'head' finds out which one it is")
+        elif self.layers or self.skip:
+            raise ValueError("layers and skip need their kind beside them, 'exit'")
+        return self
+
+    @property
+    def spec(self) -> DrafterSpec:
+        """The drafter, if it is not "auto"."""
+        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip or ())
+
+
+def _listed(chosen: Any) -> Any:
+    """A drafter may be named by its kind alone, and need not be a list of one."""
+    several = [] if chosen is None else chosen if isinstance(chosen, list | tuple) else [chosen]
+    return [{"kind": one} if isinstance(one, str) else one for one in several]
+
+
+class EngineKwargs(Section):
+    """How a replica runs its model."""
+
+    # the checkpoint's if not given, or float32 on processors that are slow with 16 bits
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    device: str | None = None  # the GPU if there is one
+    revision: str | None = None
+    trust_remote_code: bool = False
+    quantization: Literal["int8", "int4", "fp8", "nf4"] | None = None  # of the weights, see docs/models.md
+    lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict
+    )  # adapters of the full tier that requests may name: paths or hub ids
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # ranks that share the model, each with its own resources
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
+    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
+        None  # cores the replica is bound to, each of its ranks
+    )
+    max_pass_tokens: Annotated[int, Field(ge=1)] = 512
+    cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # see `TierConfig.gpu_memory_utilization`
+    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # kinds that guess here
+    patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
+    max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
+    emulated: EmulatedConfig | None = None  # a fake device, for benchmarks alone
+
+    @model_validator(mode="after")
+    def _drafts_plainly(self) -> Self:
+        try:
+            head = head_of(self.drafters)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if head and (self.tensor_parallel_size > 1 or self.lora_modules):
+            other = "lora_modules" if self.lora_modules else f"tensor_parallel_size is {self.tensor_parallel_size}"
+            raise ValueError(f"drafter {head.kind!r} reads a whole model without adapters, and {other}: remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_plainly(self) -> Self:
+        if self.emulated is None:
+            return self
+        if self.device not in (None, "cpu"):
+            raise ValueError(f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and emulated is the only device of a replica: "
+                "remove one of the two"
+            )
+        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head_of(self.drafters))
+        if self.is_toy and given:
+            raise ValueError(f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two")
+        return self
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether the tier runs no model, see `EmulatedConfig`."""
+        return self.emulated is not None and self.emulated.agreement is not None
+
+    @property
+    def drafters(self) -> tuple[DrafterSpec, ...]:
+        """What guesses inside the tier."""
+        return specs(AUTO if one.kind == AUTO else one.spec for one in self.drafter)
+
+    @model_validator(mode="after")
+    def _shared_plainly(self) -> Self:
+        if problem := sharing_problem(self.tensor_parallel_size, self.quantization, self.lora_modules):
+            raise ValueError(problem)
+        if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
+            raise ValueError(
+                f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks has a device of its own: "
+                f"say {' or '.join(RANK_DEVICES)}, or nothing"
+            )
+        return self
+
+    @property
+    def policy(self) -> Policy:
+        """When to start a pass."""
+        chosen = {"patience": self.patience, "max_guesses": self.max_guesses}
+        return Policy(**{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""The ingress: who may ask, for how much, and where."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cascade.settings.deployment import RouterDeploymentConfig
+from cascade.settings.section import Section
+
+MAX_PROMPTS = 4096  # of one request, whatever a server's limits
+MAX_ANSWERS = 1024  # for each prompt
+
+
+class KeyLimits(Section):
+    """What the requests of one API key may take together."""
+
+    max_running: Annotated[int, Field(ge=1)] | None = None  # answers at once
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None  # of prompts and answers
+
+
+class AccessConfig(Section):
+    """Who may ask. Keys stand in a file or an environment variable of the router, one NAME=KEY a line; never in here."""
+
+    keys_file: Annotated[str, Field(min_length=1)] | None = None
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "CASCADE_API_KEYS"  # open to all if neither is set
+    limits: dict[str, KeyLimits] = Field(default_factory=dict)  # by the name of the key
+    default_limits: KeyLimits = KeyLimits()  # of keys that are not named there
+    log: bool = True  # one line for each request that is over, without its words
+
+
+class RequestLimits(Section):
+    """How much one request may ask for."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20  # of an HTTP body or a gRPC message
+    max_prompt_chars: Annotated[int, Field(ge=1)] = 4_000_000
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request
+    max_n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 16  # answers for each prompt
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # output tokens of each answer; the models' context if not given
+    body_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # to send a request's head and body
+    read_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # a client that takes nothing for so long is dropped
+
+
+class DoorTLS(Section):
+    """TLS towards clients. Paths of PEM files where the router runs."""
+
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it, for the name or address that clients use
+    key: Annotated[str, Field(min_length=1)]
+
+
+class ListenConfig(Section):
+    """Servers in the router's own process, instead of Ray Serve's proxies."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] = 9000
+    http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tls: DoorTLS | None = None  # both doors; plain unless given
+
+
+class RouterConfig(Section):
+    """The ingress: gRPC and HTTP."""
+
+    deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up
+    max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
+    max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
+    held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # how long a full replica is held for the next request; 0: never
+    tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = (
+        None  # of calls; what the chat template writes
+    )
+    listen: ListenConfig | None = None  # Ray Serve's proxies alone unless given; `cascade serve` gives it
+    access: AccessConfig = AccessConfig()
+    limits: RequestLimits = RequestLimits()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import budget
+from cascade.engine.agreement import agree, probe_texts
 from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
@@ -41,8 +42,6 @@ from cascade.scorer import UNREAD, Row, Scored
 log = logging.getLogger(__name__)
 
 _REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
-COARSE = 0.15  # the same for other dtypes, such as bfloat16
 UNDRAWN = SamplingParams(temperature=0, seed=0)  # of rows whose own tokens are drawn otherwise
 SCORED = 16  # own tokens of a timed pass, at most
 
@@ -311,7 +310,7 @@ class Model:
             raise ModelError(problem)
         fatten(network)  # layers may have been adapted since
         network.set_attn_implementation("eager")  # the one that every network has
-        texts = _probe_texts(network.get_input_embeddings().weight.shape[0])
+        texts = probe_texts(network.get_input_embeddings().weight.shape[0])
         with watch(network) as together:
             expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():
@@ -324,11 +323,8 @@ class Model:
             self.same_bits &= self.device.type == "cpu" and not routed and self._repeats(texts)
         except _REFUSALS as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
-        if not self._agree(found, expected):
+        if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")
-
-    def _agree(self, found: Tensor, expected: Tensor) -> bool:
-        return _close(found, expected[:, -found.shape[1] :], _tolerance(self._network))
 
     def _packed(self, texts: Sequence[Sequence[int]], expected: Tensor) -> Tensor:
         """What `_replay` finds, once the attention that suits the layers is chosen; with lean layers, if they find the same."""
@@ -343,7 +339,7 @@ class Model:
         self._network.set_attn_implementation(self._attention.name)
         if slim(self._network, choose_kit(self.device, self.dtype)):
             with contextlib.suppress(*_REFUSALS):
-                if self._agree(found := self._replay(texts), expected):
+                if agree(self._network, found := self._replay(texts), expected):
                     return found
             log.warning("%s is left as it is: its lean layers say something else", type(self._network).__name__)
             fatten(self._network)
@@ -402,24 +398,3 @@ def _cut(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> It
         next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
         yield Scored(said[0][part], runner_ups=next_)
         begin += row.num_scored
-
-
-def _probe_texts(vocab_size: int) -> list[list[int]]:
-    """Two texts of 10 tokens, scored at load to see that the model takes the path."""
-    return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
-
-
-def _tolerance(network: PreTrainedModel) -> float:
-    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
-    return COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
-
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether logits ``[texts, n, vocab_size]`` agree at most positions of each text.
-
-    Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
-    """
-    found, expected = found.float(), expected.float()
-    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
-    errors = (found - expected).norm(dim=-1) / size
-    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number

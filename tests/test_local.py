@@ -414,7 +414,7 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, corpus, head"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, lookahead, corpus, head"),
         (["lookup", "lookup"], "names 'lookup' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
     ],

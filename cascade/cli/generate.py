@@ -47,10 +47,11 @@ def show_stream(stream: Stream, prompt: str, params: SamplingParams, speculation
         if completion.logprobs:
             console.print(screen.logprobs(completion))
         stats = completion.stats
+        rule = "" if stats.rule == "coupled" else f", rule {stats.rule}"
         console.print(
             f"{stats.completion_tokens} tokens in {stats.full_passes} full passes "
-            f"({stats.tokens_per_full_pass:.2f} tokens per pass), finish: {completion.finish_reason}, seed {completion.seed}, "
-            f"rule {stats.rule}\n"
+            f"({stats.tokens_per_full_pass:.2f} tokens per pass), finish: {completion.finish_reason}, "
+            f"seed {completion.seed}{rule}\n"
         )
         if any(edge.drafter for edge in stats.edges):
             console.print(screen.acceptance(stats.edges))

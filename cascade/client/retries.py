@@ -4,7 +4,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from cascade.errors import CascadeError, Overloaded, Unavailable
+from cascade.errors import CascadeError, DeadlineExceeded, Overloaded, Unavailable
 
 FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
 MOST_PAUSE_S = 2.0
@@ -30,6 +30,7 @@ class Attempts:
     _heard: float = field(default_factory=time.monotonic)  # when the last message came
     _num_calls: int = 0  # that failed
     _num_fruitless: int = 0  # of them, since the last message
+    _reason: CascadeError | None = None  # why the first of these failed
 
     @property
     def left_s(self) -> float | None:
@@ -38,10 +39,13 @@ class Attempts:
 
     def heard(self) -> None:
         """A message came."""
-        self._heard, self._num_fruitless, self.greenhorn = time.monotonic(), 0, False
+        self._heard, self._num_fruitless, self.greenhorn, self._reason = time.monotonic(), 0, False, None
 
     def failed(self, error: CascadeError) -> float:
-        """The pause in seconds before the request is sent again; raises ``error`` if that is of no use, or comes too late."""
+        """The pause in seconds before the request is sent again; raises ``error`` if that is of no use, or comes too late.
+
+        Where the deadline ends a call after others have failed, what is raised is why they did.
+        """
         self._num_calls += 1
         self._num_fruitless += 1
         longest_s: float = min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._num_fruitless - 1))
@@ -51,8 +55,9 @@ class Attempts:
         end = self._heard + self.patience_s
         if self.timeout_s is not None:
             end = min(end, self._begin + self.timeout_s)
+        self._reason = self._reason or error
         if not self._is_worth_it(error) or time.monotonic() + pause_s > end:
-            raise error from None
+            raise (self._reason if isinstance(error, DeadlineExceeded) else error) from None
         return pause_s
 
     def _is_worth_it(self, error: CascadeError) -> bool:

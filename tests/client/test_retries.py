@@ -296,3 +296,14 @@ def test_addresses_that_never_answered_are_asked_once() -> None:
     known = Attempts(99, None, num_servers=2)
     for _ in range(5):
         known.failed(Unreached("nobody"))
+
+
+def test_who_runs_out_of_time_is_told_why() -> None:
+    """Guards the reason of a failure: a deadline that ended the last of many calls told of itself alone."""
+    attempts = Attempts(99, None)
+    attempts.failed(Unavailable("the controller does not say"))
+    with pytest.raises(Unavailable, match="does not say"):
+        attempts.failed(DeadlineExceeded("too late"))
+    attempts.heard()
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        attempts.failed(DeadlineExceeded("too late"))

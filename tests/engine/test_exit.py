@@ -311,5 +311,5 @@ def test_guesses_are_accepted_by_sessions(temperature: float) -> None:
         completion = cascade.generate([5, 6, 7], params, Speculation(tiers=("exit",)))
         passes = cascade.tiers[0].snapshot().passes
     assert completion.token_ids == expected.token_ids
-    assert passes <= 20
+    assert passes <= 30
     assert {edge.drafter for edge in completion.stats.edges} == {"", "exit"}

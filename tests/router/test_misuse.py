@@ -103,7 +103,7 @@ def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pyt
     monkeypatch.setattr(replica_status, "count_replicas", hang)
     monkeypatch.setattr(replica_status, "COUNT_TIMEOUT_S", 0.5)
     try:
-        with Client(served.grpc) as client, ThreadPoolExecutor(40) as pool:
+        with Client(served.grpc, patience_s=0) as client, ThreadPoolExecutor(40) as pool:
             answers = [pool.submit(client.describe) for _ in range(40)]
             wait_until(lambda: bool(asked))
             assert client.generate("x " * 1500, SamplingParams(max_tokens=2)).token_ids

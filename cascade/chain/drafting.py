@@ -119,17 +119,17 @@ class Drafting(Generic[U]):
 
     def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], now: float) -> None:
         """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions."""
-        totals: dict[tuple[Course, Course, bool], Seen] = {}
+        totals: dict[tuple[Course, bool, Course, bool], Seen] = {}
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
             if slot.planned and len(work.tokens) - work.num_own < CHUNK:
-                seen = totals.setdefault((slot.allowed, slot.course, settled), Seen(settled=settled))
+                seen = totals.setdefault((slot.allowed, slot.sampled, slot.course, settled), Seen(settled=settled))
                 seen.rows += 1
                 seen.tokens += num_new
                 seen.seconds += seconds
-        for (allowed, course, _), seen in totals.items():
-            self._planner.saw(allowed, course, len(slots), seen)
+        for (allowed, sampled, course, _), seen in totals.items():
+            self._planner.saw(allowed, course, len(slots), seen, sampled=sampled)
         for slot in slots:
             self._plan(slot, len(slots))
             self.draft(slot, now)
@@ -138,5 +138,6 @@ class Drafting(Generic[U]):
         if not slot.planned:
             slot.course = slot.allowed
             return
-        slot.course = self._planner.course(slot.allowed, num_sessions)
-        slot.session.spared = self._planner.spared(slot.allowed, num_sessions) if slot.course == ALONE else ""
+        allowed, sampled, planner = slot.allowed, slot.sampled, self._planner
+        slot.course = planner.course(allowed, num_sessions, sampled=sampled)
+        slot.session.spared = planner.spared(allowed, num_sessions, sampled=sampled) if slot.course == ALONE else ""

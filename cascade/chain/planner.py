@@ -85,25 +85,28 @@ class Planner:
 
     def __init__(self) -> None:
         self._purse = _Purse()
-        self._plans: dict[Course, dict[int, _Plan]] = {}  # by what is allowed and by load
+        self._plans: dict[tuple[Course, bool], dict[int, _Plan]] = {}  # by what is allowed and who is sampled, and by load
 
-    def course(self, allowed: Course, num_sessions: int) -> Course:
-        """What a session shall use now that may use ``allowed``, in a tier of so many sessions."""
-        return self._plan(allowed, num_sessions).course
+    def course(self, allowed: Course, num_sessions: int, *, sampled: bool = False) -> Course:
+        """What a session shall use now that may use ``allowed``, in a tier of so many sessions.
 
-    def saw(self, allowed: Course, used: Course, num_sessions: int, seen: "Seen") -> None:
+        Those that are ``sampled``, at a temperature above 0, are judged apart: far fewer guesses are right there.
+        """
+        return self._plan(allowed, num_sessions, sampled=sampled).course
+
+    def saw(self, allowed: Course, used: Course, num_sessions: int, seen: "Seen", *, sampled: bool = False) -> None:
         """What some of so many sessions had of a pass, who were to use ``used``."""
-        self._plan(allowed, num_sessions).saw(used, seen, num_sessions)
+        self._plan(allowed, num_sessions, sampled=sampled).saw(used, seen, num_sessions)
 
-    def spared(self, allowed: Course, num_sessions: int) -> Spared:
+    def spared(self, allowed: Course, num_sessions: int, *, sampled: bool = False) -> Spared:
         """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
-        load, plans = _load(num_sessions), self._plans.get(allowed, {})
+        load, plans = _load(num_sessions), self._plans.get((allowed, sampled), {})
         if any(plan.best != ALONE for less, plan in plans.items() if less < load):
             return "load"
         return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
 
-    def _plan(self, allowed: Course, num_sessions: int) -> "_Plan":
-        plans = self._plans.setdefault(allowed, {})
+    def _plan(self, allowed: Course, num_sessions: int, *, sampled: bool) -> "_Plan":
+        plans = self._plans.setdefault((allowed, sampled), {})
         load = _load(num_sessions)
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)

@@ -54,6 +54,11 @@ class Slot(Generic[U]):
         return self.session.opening.adaptive and self.allowed != ALONE
 
     @property
+    def sampled(self) -> bool:
+        """Its text is no greedy one."""
+        return self.session.opening.params.temperature > 0
+
+    @property
     def guesses(self) -> int:
         """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
         most = self.session.room if self.course.drafters else 0

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 def served() -> Iterator[House]:
     """All tiers take part always: on a busy machine the planner might find that they do not pay."""
     with pytest.MonkeyPatch.context() as patch, house(pass_s=0.002, pace=(1, 3, 10)) as built:
-        patch.setattr(Planner, "course", lambda self, allowed, num_sessions: allowed)
+        patch.setattr(Planner, "course", lambda self, allowed, num_sessions, *, sampled: allowed)
         yield built
 
 

@@ -51,9 +51,12 @@ class Torn:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._door.accept()
-                far = socket.create_connection(self._there)
-                for one in (near, far):
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                with contextlib.ExitStack() as failing:
+                    failing.enter_context(near)
+                    far = failing.enter_context(socket.create_connection(self._there))
+                    for one in (near, far):
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                    failing.pop_all()
                 for source, sink, room in ((near, far, 2**60), (far, near, self._room())):
                     threading.Thread(target=self._pump, args=(source, sink, room), daemon=True).start()
 

@@ -85,6 +85,7 @@ def house(
 
     def run() -> None:
         loop.run_until_complete(live())
+        loop.run_until_complete(asyncio.sleep(0.05))  # connections that the doors have just closed let go of their sockets
         loop.run_until_complete(loop.shutdown_default_executor())
 
     thread = threading.Thread(target=run, name="house")

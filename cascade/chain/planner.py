@@ -172,9 +172,9 @@ class _Record:
         self.seconds = MEMORY * self.seconds + seconds
         self.rows = MEMORY * self.rows + rows
 
-    def join(self, trial: "_Record") -> None:
-        """One more trial."""
-        left = 0.0 if self.borrowed and trial.rows else AGED
+    def join(self, trial: "_Record", *, anew: bool) -> None:
+        """One more trial, beside what is known so far, or ``anew`` in its place."""
+        left = 0.0 if trial.rows and (anew or self.borrowed) else AGED
         self.borrowed &= not trial.rows
         self.tokens = left * self.tokens + trial.tokens
         self.seconds = left * self.seconds + trial.seconds
@@ -252,7 +252,7 @@ class _Plan:
         record, price_s = self.records[self.course], self._price(self.course)
         record.price_s = min(price_s, max(PRICE_S, self.cost_s)) if self.passes >= GLANCE else min(MOST_S, 2 * price_s)
         if self.passes or self.course != ALONE:  # how fast the full tier is alone stays known
-            record.join(self.trial)
+            record.join(self.trial, anew=self._free(self.course))
         self.purse.save(0.0 if self._free(self.course) else min(0.0, -self.cost_s))
         self.num_trials += 1
         record.tried = self.num_trials

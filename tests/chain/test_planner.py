@@ -136,6 +136,23 @@ def test_a_chain_is_tried_without_the_drafters_inside() -> None:
     assert used[-REST:].count(lonely) > REST - TRIAL
 
 
+def test_a_crowd_is_held_against_what_the_tier_gives_alone_now() -> None:
+    """Guards a crowd from an old rate: alone was measured while prompts were read, and a chain that is slower stayed."""
+    planner, reading = Planner(), dict(zip(CHAINS, (0.3, 0.6, 0.6, 0.6), strict=True))
+    used = play(planner, reading, 4 * REST, sessions=64)
+    assert used[-REST:].count(()) < REST // 2, "a chain is in use"
+    used = play(planner, reading | {(): 1.0}, 8 * REST, sessions=64)
+    assert used[-REST:].count(()) > REST // 2
+
+
+def test_greedy_and_sampled_texts_are_told_apart() -> None:
+    """Guards sampled requests from what greedy ones gained: each kind has a plan of its own, from alone on."""
+    planner, inside = Planner(), Course(drafters=True)
+    used = follow(planner, inside, {ALONE: 1.0, inside: 2.0}, 4 * REST)
+    assert used[-REST:].count(inside) > REST // 2
+    assert planner.course(inside, 1, sampled=True) == ALONE
+
+
 def test_loads_are_told_apart() -> None:
     """Guards requests at night from the plan of the day: many sessions go alone, and one of them does not."""
     planner = Planner()

@@ -56,6 +56,7 @@ class Attempts:
         if self.timeout_s is not None:
             end = min(end, self._begin + self.timeout_s)
         self._reason = self._reason or error
+        self.greenhorn &= isinstance(error, Unreached)  # a server that ends a call, or cannot take it, was there
         if not self._is_worth_it(error) or time.monotonic() + pause_s > end:
             raise (self._reason if isinstance(error, DeadlineExceeded) else error) from None
         return pause_s

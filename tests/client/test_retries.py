@@ -291,14 +291,16 @@ def test_who_lost_an_answer_waits_for_a_full_server() -> None:
 
 
 def test_addresses_that_never_answered_are_asked_once() -> None:
-    """Guards users against waiting for a slip in an address; a client that was answered before waits."""
+    """Guards users against waiting for a slip in an address; a client that has met a server before waits."""
     slip = Attempts(99, None, num_servers=2, greenhorn=True)
     slip.failed(Unreached("nobody"))
     with pytest.raises(Unreached):
         slip.failed(Unreached("nobody"))
-    known = Attempts(99, None, num_servers=2)
+    known, met = Attempts(99, None, num_servers=2), Attempts(99, None, greenhorn=True)
+    met.failed(Unavailable("killed in the middle of the call"))
     for _ in range(5):
         known.failed(Unreached("nobody"))
+        met.failed(Unreached("nobody"))
 
 
 def test_who_runs_out_of_time_is_told_why() -> None:

@@ -24,7 +24,7 @@ TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place
     "stop behind min_tokens": {"stop": (" y x", "y z", " x"), "min_tokens": 6, "logprobs": 0},
     "half a character": {"logit_bias": dict.fromkeys(range(150, 256), 30.0), "stop": ("é",), "max_tokens": 12},
     "json": {"structured": Structured(json_schema={"type": "object"}), "presence_penalty": 1.0, "logit_bias": {}},
-    "unseeded": {"seed": None},
+    "unseeded": {"seed": None, "ignore_eos": True},  # so that any seed gives a long answer
 }
 CASES = CHOSEN | TOGETHER
 

@@ -134,8 +134,16 @@ class Cascade:
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
         with checkpoints.place(processes, policy, inner) as placed:
-            here, made = names[-len(placed.models) :], {"drafter": inner, "lower": placed.lower, "lossy": lossy}
-            return cls(placed.models, placed.tokenizer, names=here, window=window, policy=policy, **made)  # type: ignore[arg-type]
+            return cls(
+                placed.models,
+                placed.tokenizer,
+                names=names[-len(placed.models) :],
+                window=window,
+                policy=policy,
+                drafter=inner,
+                lower=placed.lower,
+                lossy=lossy,
+            )
 
     @classmethod
     def demo(

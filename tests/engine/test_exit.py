@@ -312,4 +312,6 @@ def test_guesses_are_accepted_by_sessions(temperature: float) -> None:
         passes = cascade.tiers[0].snapshot().passes
     assert completion.token_ids == expected.token_ids
     assert passes <= 30
+    [edge] = [edge for edge in completion.stats.edges if edge.drafter]
+    assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0, "all that these layers say is right"
     assert {edge.drafter for edge in completion.stats.edges} == {"", "exit"}

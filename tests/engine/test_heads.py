@@ -413,3 +413,5 @@ def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) ->
         passes = cascade.tiers[0].snapshot().passes
     assert completion.token_ids == expected.token_ids
     assert passes <= len(completion.token_ids) / 2, "four tokens a pass, where all guesses pay"
+    [edge] = [edge for edge in completion.stats.edges if edge.drafter]
+    assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0, "all that the head says is right"

@@ -53,6 +53,21 @@ def _shape(scores: Tensor, row: Row, state: SequenceState) -> int:
     return _mask(scores, params, state, position, guesses)
 
 
+def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
+    """Logits ``[1, V]`` of what comes behind ``guesses``, which begin at ``position``, shaped as `shape` does.
+
+    They are as they were where it is not known what the grammar allows there.
+    """
+    scores = logits.float().expand(1 + len(guesses), -1).clone()  # the last row is the one that is asked for
+    if params.biases:
+        ids, bias = state.bias(scores)
+        scores.index_add_(1, ids, bias.expand(len(scores), -1))
+    if params.penalised:
+        _penalise(scores, params, state.counts(position, guesses, scores), state)
+    known = _mask(scores, params, state, position, guesses)
+    return scores[-1:] if known == len(scores) else logits.float()
+
+
 def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: SequenceState) -> None:
     """Repetition over prompt and output as in CTRL (arXiv 1909.05858); frequency and presence over the output, as OpenAI's."""
     if params.repetition_penalty != 1:

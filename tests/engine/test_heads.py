@@ -13,12 +13,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade import Cascade, SamplingParams, Speculation, family
+from cascade import Cascade, SamplingParams, Speculation, Structured, family
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
 from cascade.engine.graphs import eager
-from cascade.engine.heads.head import OFFERED, Part, choose, drafted, steps_of
+from cascade.engine.heads.guesses import OFFERED, choose, drafted, steps_of
+from cascade.engine.heads.head import Part
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
@@ -396,14 +397,23 @@ def constant(made: Made) -> Any:
     return network
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_guesses_are_accepted_by_sessions(tmp_path: Path, temperature: float) -> None:
+SHAPED: dict[str, dict[str, Any]] = {  # by what was written before, guesses included
+    "greedy": {"temperature": 0.0},
+    "sampled": {},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {9: 4.0}},
+    "grammar": {"structured": Structured(regex="([a-f] [0-9]{2}){60}"), "ignore_eos": False},
+    "late end": {"min_tokens": 30, "logit_bias": {0: 30.0}, "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str) -> None:
     """Guards the way of guesses from the pass into the next one: a head that says what its model says saves passes, at any
-    temperature, for both have the same noise; and the text is the same."""
+    temperature and with any parameters, for both have the same noise; and the text is the same."""
     made = medusa(tmp_path)
     network = constant(made)
     source, tokenizer = made.write(), Tokenizer.from_pretrained(family.paths()[-1])
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    params = SamplingParams(**{"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True} | SHAPED[name])
     with Cascade([Model(constant(made), num_threads=1)], tokenizer) as alone:
         expected = alone.generate([5, 6, 7], params)
     model = Guessing(network, num_threads=1, head=load_head(source, network))

@@ -25,9 +25,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from cascade.draft import Draft
 from cascade.engine.heads.block_formats import Layout, Seen
 from cascade.engine.heads.eagle import Angles, Attention, Shared
-from cascade.engine.heads.head import Head, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.guesses import Guesses, Text
+from cascade.engine.heads.head import Head, Place
 from cascade.engine.kv import Span
-from cascade.engine.sampling import Asked
 
 Attend: TypeAlias = Callable[["BlockAttention", Tensor, Tensor, Tensor], Tensor]  # of all heads, as `Place.attend`
 
@@ -223,14 +223,9 @@ class DFlash(Head):
 
     def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
         """Guesses behind texts, of ``[texts, guesses, hidden_size]``."""
-        asked: list[Asked] = [(text.params, text.end, text.guesses) for text in texts]
-        wanted = [row for row, (_, _, count) in zip(hidden, asked, strict=True) for row in [row[:count]]]
-        steps: list[Step] = steps_of(choose(self.whole(self.logits(torch.cat(wanted))), asked))
-        parts, begin = [], 0
-        for _, _, count in asked:
-            parts.append(drafted(steps[begin : begin + count]))
-            begin += count
-        return parts
+        guesses, most = Guesses(texts), max(text.guesses for text in texts)
+        guesses.choose_all(self.whole(self.logits(hidden[:, :most].flatten(0, 1))).unflatten(0, (len(texts), most)))
+        return guesses.drafts()
 
     def first(self, text: Text, place: Place) -> Tensor:
         """From the last one on, for a block takes the place of what is behind its beginning."""

@@ -4,14 +4,15 @@ Position i of its text is the token at i + 1 together with what is kept of the h
 at i + 2. Behind the text its own output takes the place of hidden states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.guesses import Guesses, Text
+from cascade.engine.heads.head import Head, Part, Place
 from cascade.engine.kv import Span
 
 
@@ -36,33 +37,27 @@ class Chain(Head):
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
         last = self._read(texts, place)
-        found: list[list[Step]] = [[] for _ in texts]
         active = [number for number, out in enumerate(last) if texts[number].guesses and out is not None]
+        guesses = Guesses(texts)
         if active:
             hidden = torch.stack([out for number, out in enumerate(last) if number in active and out is not None])
             with place.rooms([texts[number] for number in active]) as rooms:
-                self._go_on([texts[number] for number in active], rooms, hidden, [found[number] for number in active], place)
-        return [drafted(steps) for steps in found]
+                self._go_on(guesses, dict(zip(active, rooms, strict=True)), hidden, place)
+        return guesses.drafts()
 
-    def _go_on(
-        self, texts: Sequence[Text], rooms: Sequence[Any], hidden: Tensor, found: Sequence[list[Step]], place: Place
-    ) -> None:
-        """Guess behind each text, and behind its guesses."""
-        active, told = list(range(len(texts))), []
-        for step in range(max(text.guesses for text in texts)):
-            said = choose(self.whole(self.logits(hidden)), [(texts[one].params, texts[one].end + step, 1) for one in active])
-            told.append((active, said))
-            kept = [row for row, one in enumerate(active) if texts[one].guesses > step + 1 and rooms[one] is not None]
+    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
+        """Guess behind each text that has a room, and behind its guesses."""
+        active, texts = list(rooms), guesses.texts
+        while True:
+            chosen = guesses.choose(active, self.whole(self.logits(hidden)))
+            kept = [row for row, one in enumerate(active) if texts[one].guesses > guesses.step and rooms[one] is not None]
             if not kept:
-                break
+                return
             active = [active[row] for row in kept]
-            tokens, states = said[0][kept], self.fed(hidden[kept])
-            starts = [texts[one].end - 1 + step for one in active]
+            tokens, states = chosen[kept], self.fed(hidden[kept])
+            starts = [texts[one].end - 2 + guesses.step for one in active]
             spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, starts, strict=True))]
             hidden = self._pass(tokens, states, starts, place, spans)
-        for rows, said in told:  # one by one, for no guess waits for the host
-            for one, step_ in zip(rows, steps_of(said), strict=True):
-                found[one].append(step_)
 
     def _read(self, texts: Sequence[Text], place: Place) -> list[Tensor | None]:
         """Go on with what a pass has read; what the last token of each text makes of it, ``[width]``, if there is any."""

@@ -9,7 +9,7 @@ through needs no code here. Where only the first layers are run, guesses are tho
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.guesses import Guesses, Text
+from cascade.engine.heads.head import Head, Place
 from cascade.engine.heads.reader import decoder
 from cascade.engine.kv import Span
 from cascade.errors import ModelError
@@ -53,32 +54,25 @@ class Exit(Head):
         self.cost = _size(self._view[0]) / _size(self._network[0])
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
-        found: list[list[Step]] = [[] for _ in texts]
+        guesses = Guesses(texts)
         active = [number for number, text in enumerate(texts) if text.guesses]
         if active:
-            wanted = [texts[number] for number in active]
-            with place.rooms([text._replace(guesses=text.guesses + 1) for text in wanted]) as rooms:
-                self._go_on(wanted, rooms, [found[number] for number in active], place)
-        return [drafted(steps) for steps in found]
+            with place.rooms([texts[number]._replace(guesses=texts[number].guesses + 1) for number in active]) as rooms:
+                roomy = {one: room for one, room in zip(active, rooms, strict=True) if room is not None}
+                self._go_on(guesses, roomy, place)
+        return guesses.drafts()
 
-    def _go_on(self, texts: Sequence[Text], rooms: Sequence[Any], found: Sequence[list[Step]], place: Place) -> None:
-        """Guess behind each text, and behind its guesses."""
-        active, told = [one for one, room in enumerate(rooms) if room is not None], []
+    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], place: Place) -> None:
+        """Guess behind each text that has a room, and behind its guesses."""
+        active, texts = list(rooms), guesses.texts
         device = self._network[0].device
         tokens = torch.tensor([texts[one].tokens[-1] for one in active]).to(device, non_blocking=True)
-        step = 0
         while active:
-            ends = [texts[one].end + step for one in active]
-            spans = [Span(rooms[one], row, row + 1, end - 1) for row, (one, end) in enumerate(zip(active, ends, strict=True))]
-            logits = self._pass(tokens, [end - 1 for end in ends], place, spans)
-            said = choose(logits, [(texts[one].params, end, 1) for one, end in zip(active, ends, strict=True)])
-            told.append((active, said))
-            step += 1
-            kept = [row for row, one in enumerate(active) if texts[one].guesses > step]
-            active, tokens = [active[row] for row in kept], said[0][kept]
-        for rows, said in told:  # one by one, for no guess waits for the host
-            for one, step_ in zip(rows, steps_of(said), strict=True):
-                found[one].append(step_)
+            last = [texts[one].end - 1 + guesses.step for one in active]
+            spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, last, strict=True))]
+            chosen = guesses.choose(active, self._pass(tokens, last, place, spans))
+            kept = [row for row, one in enumerate(active) if texts[one].guesses > guesses.step]
+            active, tokens = [active[row] for row in kept], chosen[kept]
 
     def _pass(self, tokens: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
         """Logits ``[n, vocab_size]`` behind each token."""

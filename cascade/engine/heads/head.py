@@ -1,6 +1,5 @@
 """What a drafter that reads a model's hidden states is; knows nothing of files, and of sessions only their texts."""
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -9,31 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from cascade.draft import Draft
+from cascade.engine.heads.guesses import Text
 from cascade.engine.kv import Span
 from cascade.engine.lean import choose_kit, slim
 from cascade.engine.packed_linear import pack
-from cascade.engine.sampling import Asked, own_tokens_and_next, runner_ups
-from cascade.params import SamplingParams
-from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
-
-OFFERED = 1.0  # nats by which a first guess's runner-up may be behind it to be offered, too
-
-Step = tuple[int, Sequence[RunnerUp]]  # a guess, and the next one
-
-
-class Text(NamedTuple):
-    """The end of a session's text after a pass; its store holds what the head keeps of all tokens but the last."""
-
-    store: Any
-    start: int  # position of tokens[0], the first that the pass read
-    tokens: Sequence[int]
-    guesses: int  # wanted behind it
-    params: SamplingParams
-
-    @property
-    def end(self) -> int:
-        """Position behind it."""
-        return self.start + len(self.tokens)
+from cascade.scorer import MAX_FORKED
 
 
 class Part(NamedTuple):
@@ -136,30 +115,3 @@ def _groups(module: nn.Module) -> list[list[nn.Linear]]:
     """Layers that are given one input."""
     names = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     return [[getattr(module, name) for name in group] for group in names if all(hasattr(module, name) for name in group)]
-
-
-def choose(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
-    """Guesses under the noise that all tiers share, and the next ones: see `with_runner_ups`."""
-    return own_tokens_and_next(logits, asked, 1)
-
-
-def steps_of(said: Tensor) -> list[Step]:
-    """What `choose` said, for the host."""
-    told = said.tolist()
-    return list(zip(told[0], runner_ups(told, 1), strict=True))
-
-
-def drafted(steps: Sequence[Step], sure: Sequence[float] = ()) -> Draft:
-    """Guesses behind each other as a draft, with the runner-up of the first as a branch where it is close.
-
-    ``sure`` are nats by which a head knows the guesses to be right, if it says so: -log of the chance that one is not.
-    """
-    tokens = [token for token, _ in steps]
-    parents = list(range(-1, len(steps) - 1))
-    gaps = [gap_byte(gap) for gap in sure or [others[0].gap if others else math.inf for _, others in steps]]
-    for other in steps[0][1] if steps else ():
-        if other.gap < OFFERED:
-            tokens.append(other.token)
-            parents.append(-1)
-            gaps.append(gap_byte(other.gap))
-    return Draft(tuple(tokens), bytes(len(tokens)), bytes(gaps), tuple(parents))

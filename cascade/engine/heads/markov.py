@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cascade.draft import Draft
 from cascade.engine.heads.block import DFlash
-from cascade.engine.heads.head import Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.guesses import Guesses, Text
 
 KINDS = {"plain": "", "gated": "gate_proj", "recurrent": "joint_proj"}  # and the layer that only they have
 
@@ -77,8 +77,8 @@ class DSpark(DFlash):
         self._heads = (markov, confidence)
 
     def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
-        markov, confidence = self._heads
-        active, told, sure = list(range(len(texts))), [], []
+        (markov, confidence), guesses = self._heads, Guesses(texts)
+        active, sure = list(range(len(texts))), []
         last = torch.tensor([text.tokens[-1] for text in texts]).to(hidden.device, non_blocking=True)
         state = hidden.new_zeros(len(texts), 0 if markov is None else markov.markov_w1.embedding_dim)
         for step in range(max(text.guesses for text in texts)):
@@ -91,22 +91,7 @@ class DSpark(DFlash):
                 before = markov.markov_w1(last)
                 bias, state = markov(before, x, state)
                 logits = logits + bias
-            said = choose(self.whole(logits), [(texts[one].params, texts[one].end + step, 1) for one in active])
-            last = said[0]
-            told.append((list(active), said))
+            last = guesses.choose(active, self.whole(logits))
             if confidence is not None:
                 sure.append(F.softplus(confidence(x, before).float()))
-        return self._drafts(len(texts), told, sure)
-
-    @staticmethod
-    def _drafts(number: int, told: Sequence[tuple[list[int], Tensor]], sure: Sequence[Tensor]) -> list[Draft]:
-        """One by one, for no guess waits for the host."""
-        steps: list[list[Step]] = [[] for _ in range(number)]
-        gaps: list[list[float]] = [[] for _ in range(number)]
-        for rows, said in told:
-            for one, step in zip(rows, steps_of(said), strict=True):
-                steps[one].append(step)
-        for (rows, _), nats in zip(told, sure, strict=False):
-            for one, gap in zip(rows, nats.tolist(), strict=True):
-                gaps[one].append(gap)
-        return [drafted(*both) for both in zip(steps, gaps, strict=True)]
+        return guesses.drafts(sure)

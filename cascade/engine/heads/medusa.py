@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.draft import Draft
-from cascade.engine.heads.head import Head, Part, Place, Step, Text, choose, drafted, steps_of
+from cascade.engine.heads.guesses import Guesses, Text
+from cascade.engine.heads.head import Head, Part, Place
 
 
 class Block(nn.Module):
@@ -48,21 +49,19 @@ class Medusa(Head):
         return hidden[0]
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
-        found: list[list[Step]] = [[] for _ in texts]
+        guesses = Guesses(texts)
         active = [number for number, text in enumerate(texts) if text.guesses]
         if not active:
-            return [drafted(())] * len(texts)
+            return guesses.drafts()
         ends = [(texts[number].store, texts[number].end) for number in active]
         hidden = place.states([Part(store, end - 2, end - 1) for store, end in ends])
         for step, block in enumerate(self.blocks):
             rows = [row for row, number in enumerate(active) if texts[number].guesses > step]
             if not rows:
                 break
-            asked = [(texts[active[row]].params, texts[active[row]].end + step, 1) for row in rows]
             logits = self.whole(block(hidden[rows] if len(rows) < len(active) else hidden))
-            for row, said in zip(rows, steps_of(choose(logits, asked)), strict=True):
-                found[active[row]].append(said)
-        return [drafted(steps) for steps in found]
+            guesses.choose([active[row] for row in rows], logits)
+        return guesses.drafts()
 
     def first(self, text: Text, place: Place) -> Tensor:
         return self.whole(self.blocks[0](place.states([Part(text.store, 0, text.end - 1)]))).argmax(-1)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cascade.engine.heads.head import Head, Text
+from cascade.engine.heads.guesses import Text
+from cascade.engine.heads.head import Head
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row

@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from cascade.draft import Draft
 from cascade.engine.attention import Attention, Paged
 from cascade.engine.contiguous_cache import Fork
-from cascade.engine.heads.head import Head, Part, Text
+from cascade.engine.heads.guesses import Text
+from cascade.engine.heads.head import Head, Part
 from cascade.engine.kv import Span, Survey
 from cascade.engine.paged_cache import PagedCache
 from cascade.errors import ModelError
@@ -102,7 +103,8 @@ class Reader:
         if row.guesses == UNREAD:
             return None
         new = row.draft.walk(scored.own)[0] if row.num_own == 1 and scored.own else []
-        text = Text(row.cache, row.start, [*row.tokens, *new], min(row.guesses, self.head.most) if new else 0, row.params)
+        wanted = min(row.guesses, self.head.most) if new else 0
+        text = Text(row.cache, row.start, [*row.tokens, *new], wanted, row.params, row.state, len(new))
         if not isinstance(row.cache, Fork | BlockedFork):
             return text
         return text._replace(guesses=0) if new and text.end == row.start + len(row.fed) + 1 else None

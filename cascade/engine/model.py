@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -26,13 +26,14 @@ from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select
-from cascade.engine.kv import SURVEY, Span, Survey
+from cascade.engine.kv import SURVEY, Survey
 from cascade.engine.lean import choose_kit, fatten, slim
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
 from cascade.engine.packed_linear import mixes, pack, watch
+from cascade.engine.packing import Packed, unpacked
 from cascade.engine.quantization import nbytes
-from cascade.engine.sampling import own_tokens, own_tokens_and_next, runner_ups
+from cascade.engine.sampling import own_tokens, own_tokens_and_next
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
 from cascade.errors import ModelError
@@ -262,7 +263,7 @@ class Model:
         shaped, known = shape(logits, rows)
         number = max((row.runner_ups for row in rows), default=0)
         said = own_tokens_and_next(shaped, wanted, number) if number else own_tokens(shaped, wanted)[None]
-        scored = list(_cut(said.tolist(), rows, known))
+        scored = list(unpacked(said.tolist(), rows, known))
         if any(row.draw is not None for row in rows):
             scored = drawn(shaped, rows, scored)
         tell(logits, rows, [one.own for one in scored])
@@ -271,25 +272,16 @@ class Model:
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions, in the model's dtype."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        keep: list[int] = []
-        spans: list[Span] = []
-        for row in rows:
-            begin, end = len(tokens), len(tokens) + len(row.fed)
-            spans.append(Span(row.cache, begin, end, row.start))
-            tokens += row.fed
-            positions += range(row.start, row.start + len(row.fed))
-            keep += range(end - row.num_scored, end)
-        wanted = len(keep)
+        packed = Packed.of(rows)
+        wanted = len(packed.keep)
         if self._attention.fills:
-            fill(tokens, positions, keep, self._fewest)
+            packed.fill(self._fewest)
         # one copy to the device for all three
-        packed = torch.tensor(tokens + positions + keep).to(self.device, non_blocking=True)
-        n, plan = len(tokens), self._attention.plan(spans, self._windows)
-        logits = self._forward(packed[None, :n], packed[None, n : 2 * n], packed[2 * n :], plan)[:wanted]
+        sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
+        n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)
+        logits = self._forward(sent[None, :n], sent[None, n : 2 * n], sent[2 * n :], plan)[:wanted]
         if self.reader is not None:
-            self.reader.note(spans if any(row.guesses != UNREAD for row in rows) else (), plan)
+            self.reader.note(packed.spans if any(row.guesses != UNREAD for row in rows) else (), plan)
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
@@ -379,22 +371,3 @@ class Model:
         for cache in caches:
             cache.free()
         return torch.equal(together[n], alone[0])
-
-
-def fill(tokens: list[int], positions: list[int], keep: list[int], rows: int) -> None:
-    """Bring a pass to at least ``rows`` tokens and logits; those that are added belong to no row, and nobody reads them."""
-    missing = rows - len(tokens)
-    if missing > 0:
-        tokens += [0] * missing
-        positions += [0] * missing
-    keep += keep[-1:] * (rows - len(keep))
-
-
-def _cut(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
-    """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`."""
-    begin = 0
-    for row, count in zip(rows, known, strict=True):
-        part = slice(begin, begin + count)
-        next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
-        yield Scored(said[0][part], runner_ups=next_)
-        begin += row.num_scored

@@ -1,1 +1,1 @@
-"""Drafters that live in the pass of a model and read its hidden states: Medusa, EAGLE, EAGLE-3."""
+"""Drafters that live in the pass of a model: heads that read its hidden states, and layers of its own."""

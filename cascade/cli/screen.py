@@ -121,7 +121,7 @@ def needs(tiers: Iterable[Need]) -> Table:
             need.tier,
             model.architecture,
             _parameters(model.parameters),
-            _bytes(model.weight_bytes),
+            _bytes(model.weight_bytes) + (f" + {_bytes(need.drafter_bytes)} of its drafter" if need.drafter_bytes else ""),
             str(model.dtype).removeprefix("torch.") + (f", {need.quantization}" if need.quantization else ""),
             _bytes(model.cache_bytes_per_token),
             (f"{need.ranks} x " if need.ranks > 1 else "") + f"{need.device}, {_bytes(need.device_bytes)}",

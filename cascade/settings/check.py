@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from cascade.drafters import EXIT, head_of
 from cascade.engine.checkpoint import Anatomy, anatomy, context_len, rank_problem, read_config
 from cascade.engine.devices import ACCELERATORS, GIB, default_device, free_bytes
+from cascade.engine.heads.formats import num_weights
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, ModelError
@@ -27,13 +29,19 @@ class Need:
     anatomy: Anatomy
     quantization: str | None
     ranks: int  # devices that share the weights and the cache
+    drafter_weights: int  # of its head, beside the model's
     device: str  # such as cuda, cpu or H100
     device_bytes: int  # of each rank; free now on a device of this machine, all of it on a named accelerator
 
     @property
     def weight_bytes(self) -> int:
         """Of each rank."""
-        return -(-self.anatomy.weight_bytes // self.ranks)
+        return -(-self.anatomy.weight_bytes // self.ranks) + self.drafter_bytes
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Of the weights of its head, as they will be held."""
+        return self.drafter_weights * self.anatomy.dtype.itemsize
 
     @property
     def cache_tokens(self) -> int:
@@ -92,7 +100,7 @@ def verify(config: CascadeConfig) -> None:
             )
         text = _config(tier).get_text_config()
         _check_ranks(tier)
-        _check_drafters(tier)
+        _drafter_weights(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
             raise ConfigError(
@@ -136,7 +144,8 @@ def _need(tier: TierConfig) -> Need:
         )
     except ModelError as error:
         raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
-    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, device, size)
+    weights = _drafter_weights(tier) or 0
+    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, weights, device, size)
 
 
 def _check_ranks(tier: TierConfig) -> None:
@@ -151,12 +160,16 @@ def _check_ranks(tier: TierConfig) -> None:
         raise ConfigError(f"The model of tier {tier.name} cannot be shared: {problem}")
 
 
-def _check_drafters(tier: TierConfig) -> None:
-    engine = tier.engine_kwargs
-    if not any(one.within for one in engine.drafters):
-        return
+def _drafter_weights(tier: TierConfig) -> int | None:
+    """Numbers that its head adds, None if that is not to be known; raises `ConfigError` if it has no files."""
+    engine, source = tier.engine_kwargs, tier.model_loading_config.source
+    head = head_of(engine.drafters)
+    if head is None or head.kind == EXIT:
+        return 0
     try:
-        check_mtp(tier.model_loading_config.source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+        if head.within:
+            return check_mtp(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+        return num_weights(head.source)
     except ModelError as error:
         raise ConfigError(f"The drafter of tier {tier.name} cannot be used: {error}") from None
 

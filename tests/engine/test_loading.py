@@ -23,6 +23,7 @@ from cascade.cli.main import main
 from cascade.cli.screen import console
 from cascade.engine import loading
 from cascade.engine.checkpoint import INDEX, anatomy
+from cascade.engine.heads.formats import MAPS, num_weights
 from cascade.engine.loading import check_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests.architectures import REFUSED, SERVED, build, config, each
+from tests.heads import make
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple(range(3, 33))
@@ -164,6 +166,34 @@ def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in output
     assert "11.0 M" in output
     assert output.endswith("The tiers fit together.\n")
+
+
+def test_check_tells_what_heads_need(tmp_path: Path) -> None:
+    """Guards the figures with a drafter that reads the model: nobody was told that its weights have to fit, too."""
+    drafting = demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": family.head()}})
+    told = needs(CascadeConfig.parse(drafting))[-1]
+    held = Model.from_pretrained(family.paths()[-1], drafter=family.head()).weight_bytes
+    assert told.weight_bytes == held > told.anatomy.weight_bytes
+    code, output = checked(tmp_path / "c.yaml", drafting)
+    assert code == 0
+    assert "of its drafter" in output
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "medusa_lm_head.pt"])
+@pytest.mark.parametrize("style", ["medusa", "eagle3"])
+def test_sizes_of_heads_are_told_by_their_headers(style: str, file: str, tmp_path: Path) -> None:
+    """Guards both kinds of files; tensors that are no weights do not count."""
+    made = make(style, tmp_path)
+    assert num_weights(made.write(file)) == sum(weight.numel() for name, weight in made.weights.items() if name not in MAPS)
+
+
+def test_check_misses_heads(tmp_path: Path) -> None:
+    """Guards a slip in a head's path: it was told once all models were loaded."""
+    for source, words in ((str(tmp_path / "none"), "There is no folder"), (str(tmp_path), "it has none of the files")):
+        code, output = checked(tmp_path / "c.yaml", demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": source}}))
+        assert code == 1
+        assert "The drafter of tier full cannot be used: " in output
+        assert words in output
 
 
 def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:

@@ -169,6 +169,15 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path, problem: str, words:
     assert source in str(caught.value)
 
 
+def test_sizes_of_layers_are_told(tmp_path: Path) -> None:
+    """Guards `cascade check`, which counts what the layers of the checkpoint itself take."""
+    made = mtp(tmp_path / "layers", "mtp-glm")
+    network_of("mtp-glm").save_pretrained(tmp_path / "model")
+    made.folder = tmp_path / "model"
+    made.write("mtp.safetensors", **network_of("mtp-glm").config.to_diff_dict())
+    assert check_mtp(str(tmp_path / "model")) == sum(weight.numel() for weight in made.weights.values())
+
+
 def test_models_without_layers_are_named(tmp_path: Path) -> None:
     """Guards the common mistake: a model that was never trained with such layers, or that is no checkpoint."""
     build("llama").save_pretrained(tmp_path)

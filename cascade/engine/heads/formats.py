@@ -13,6 +13,7 @@ level, of ``speculators``, count as Transformers does. Without any they are the 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_safetensors_metadata, snapshot_download
+from huggingface_hub.errors import NotASafetensorsRepoError
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -101,20 +104,58 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
     return Checkpoint(source, config, _named(weights))
 
 
+def num_weights(source: str, *, revision: str | None = None) -> int | None:
+    """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`."""
+    check_source(source)
+    try:
+        if not is_local(source):
+            return sum(get_safetensors_metadata(source, revision=revision).parameter_count.values())
+        check_files(Path(source))
+        return sum(_numel(file) for file in _files(Path(source)))
+    except ModelError:
+        raise
+    except NotASafetensorsRepoError:
+        return None
+    except Exception as error:  # of any library
+        raise ModelError(f"No drafter can be loaded from {source!r}: {reason(error)}") from error
+
+
+def _numel(file: Path) -> int:
+    if file.suffix == ".safetensors":
+        return sum(size for name, size in numels(file) if name not in MAPS)
+    loaded: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
+    return sum(tensor.numel() for name, tensor in loaded.items() if name not in MAPS)
+
+
+def numels(file: Path) -> list[tuple[str, int]]:
+    """Tensors of a safetensors file, and how many numbers each has, by its header."""
+    with safe_open(file, framework="pt") as opened:
+        return [(name, math.prod(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118  # no mapping
+
+
 def _config(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in _files(folder) for name, tensor in _tensors(file).items()}
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    loaded: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that hold the weights; raises `ModelError` if there are none."""
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
     for name in (MEDUSA_FILES[0], SINGLE, MEDUSA_FILES[1], TORCH):
         if (folder / name).is_file():
-            if name.endswith(".safetensors"):
-                return load_file(folder / name)
-            loaded: dict[str, Tensor] = torch.load(folder / name, map_location="cpu", weights_only=True)
-            return loaded
+            return [folder / name]
     raise ModelError(
         f"No drafter can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}, {MEDUSA_FILES[1]}"
     )

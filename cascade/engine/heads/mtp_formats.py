@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config, reason
-from cascade.engine.heads.formats import Checkpoint
+from cascade.engine.heads.formats import Checkpoint, numels
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError
 
@@ -100,16 +100,21 @@ def read_mtp(source: str, num_layers: int, *, revision: str | None = None) -> tu
     raise _none(source, num_layers)
 
 
-def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """Raise `ModelError` if the checkpoint of a model holds no MTP layers, before any weight is read.
+def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
+    """How many numbers the first MTP layer in the checkpoint of a model has, before any weight is read; None if not known.
 
-    Told from the names of tensors; where the hub has one file without an index, that is not fetched to find out.
+    Told from the names of tensors, sizes for checkpoints at hand; where the hub has one file without an index, that is not
+    fetched to find out. Raises `ModelError` if there are no such layers.
     """
     text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
     num_layers = int(text.num_hidden_layers)
-    names = _names(source, revision)
-    if names is not None and not any(naming.named(name, num_layers) == PROJECTION for name in names for naming in NAMINGS):
+    sizes = _sizes(source, revision)
+    if sizes is None:
+        return None
+    own = [name for name in sizes if any(naming.named(name, num_layers) for naming in NAMINGS)]
+    if not any(naming.named(name, num_layers) == PROJECTION for name in own for naming in NAMINGS):
         raise _none(source, num_layers)
+    return sum(sizes[name] for name in own) or None
 
 
 def _none(source: str, num_layers: int) -> ModelError:
@@ -118,23 +123,18 @@ def _none(source: str, num_layers: int) -> ModelError:
     )
 
 
-def _names(source: str, revision: str | None) -> set[str] | None:
-    """Of all tensors; None if that is not known without fetching them."""
+def _sizes(source: str, revision: str | None) -> dict[str, int] | None:
+    """Of all tensors, 0 where only their names are known; None if that is not known without fetching them."""
     try:
         if is_local(source):
             check_files(Path(source))
-            return {name for file in Path(source).glob(f"*{SUFFIX}") for name in _keys(file)}
+            return {name: size for file in Path(source).glob(f"*{SUFFIX}") for name, size in numels(file)}
         weight_map = _weight_map(Path(snapshot_download(source, revision=revision, allow_patterns=[INDEX])))
     except ModelError:
         raise
     except Exception as error:  # of any library
         raise ModelError(f"The checkpoint {source!r} cannot be read: {reason(error)}") from error
-    return set(weight_map) if weight_map else None
-
-
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
+    return dict.fromkeys(weight_map, 0) or None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -27,6 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Guards the groups: without them two processes start a Ray each, and every fixture of a file is made twice."""
+    grouped = session.config.getoption("loadgroup", False)
+    if grouped and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            "this pytest-xdist cannot keep tests together with this pytest: take the versions of pyproject.toml"
+        )
+
+
 def _turn(item: pytest.Item) -> int:
     marker = item.get_closest_marker("xdist_group")
     group = "" if marker is None else marker.args[0]

@@ -18,6 +18,7 @@ from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.trace import Acceptance, Trace, TraceModel
+from tests.cases import rare
 from tests.chain.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")
@@ -261,8 +262,8 @@ def test_never_slower_in_ten_seconds(setting: Setting) -> None:
     [
         (0.01, 0.07, 0.3, (0.9, 0.8)),
         (0.03, 0.07, 0.2, (0.93, 0.95)),
-        (0.03, 0.02, 0.2, (0.7, 0.9)),
-        (0.1, 0.07, 0.3, (0.8, 0.8)),
+        rare(0.03, 0.02, 0.2, (0.7, 0.9)),
+        rare(0.1, 0.07, 0.3, (0.8, 0.8)),
     ],
 )
 def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement: tuple[float, float]) -> None:
@@ -274,7 +275,7 @@ def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement
     assert more - some < 2 * best_s / 0.85
 
 
-@pytest.mark.parametrize(("branches", "share"), [(0, 0.88), (MOST_BRANCHES, 0.8)])
+@pytest.mark.parametrize(("branches", "share"), [(0, 0.88), rare(MOST_BRANCHES, 0.8)])
 def test_gains_are_kept(branches: int, share: float) -> None:
     """Guards the first purpose: where three tiers are several times as fast as one, so is a cascade that chooses."""
     costs = (TierCost("tiny", PassCost(0.002)), TierCost("medium", PassCost(0.006)), TierCost("full", PassCost(FULL_S)))

@@ -278,7 +278,9 @@ cascade.close()
 }
 
 
-@pytest.mark.parametrize("end", ["forked", "interrupted", rare("killed", id="killed"), rare("exits", id="exits"), "loading"])
+@pytest.mark.parametrize(
+    "end", [rare("forked", id="forked"), "interrupted", rare("killed", id="killed"), rare("exits", id="exits"), "loading"]
+)
 def test_nobody_outlives_the_parent(end: str) -> None:
     """Guards against processes that are left, from a script without a guard around its main part, however it ends."""
     script = SCRIPT.format(sources=PAIR, end=ENDS[end])

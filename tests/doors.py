@@ -85,7 +85,7 @@ def house(
 
     def run() -> None:
         loop.run_until_complete(live())
-        loop.run_until_complete(asyncio.sleep(0.05))  # connections that the doors have just closed let go of their sockets
+        loop.run_until_complete(_let_go(loop))
         loop.run_until_complete(loop.shutdown_default_executor())
 
     thread = threading.Thread(target=run, name="house")
@@ -103,6 +103,17 @@ def house(
         thread.join(60)
         patch.undo()
         loop.close()
+
+
+async def _let_go(loop: Any) -> None:
+    """Until connections that the doors have closed have let go of their sockets, which a slow reader may put off."""
+    for _ in range(500):
+        if not loop._transports:
+            return
+        await asyncio.sleep(0.01)
+    for transport in list(loop._transports.values()):
+        transport.abort()
+    await asyncio.sleep(0)
 
 
 async def _build(

@@ -25,11 +25,11 @@ def asked(client: int, turn: int) -> SamplingParams:
     return SamplingParams(max_tokens=160, temperature=0.9, seed=100 * (client % 4) + turn, ignore_eos=True, logprobs=0)
 
 
-def writing(port: int) -> int:
-    """The process that holds the other end of our connections."""
+def writers(port: int) -> list[int]:
+    """The processes that hold the other ends of our connections."""
     own = {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port}
     ends = [one for one in psutil.net_connections("tcp") if one.laddr.port == port and one.raddr and one.raddr.port in own]
-    return next(one.pid for one in ends if one.pid is not None)
+    return [one.pid for one in ends if one.pid is not None]
 
 
 def num_routers() -> int:
@@ -66,10 +66,13 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
         async with AsyncClient([server.address, server.address], timeout_s=LONG_S) as client:
             return [await client.generate(PROMPT, asked(number, turn)) for turn in range(NUM_ANSWERS)]
 
+    port = int(server.address.rpartition(":")[2])
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
-        crowd = {n: threads.submit(stream, n) if n % 4 else threads.submit(asyncio.run, whole(n)) for n in range(NUM_CLIENTS)}
-        wait_until(lambda: len(begun) >= NUM_CLIENTS // 2)
-        victim = writing(int(server.address.rpartition(":")[2]))
+        crowd = {n: threads.submit(stream, n) for n in range(NUM_CLIENTS) if n % 4}
+        wait_until(lambda: len(begun) == len(crowd))
+        victim, num_streams = writers(port)[0], len(writers(port))
+        crowd |= {n: threads.submit(asyncio.run, whole(n)) for n in range(NUM_CLIENTS) if n % 4 == 0}
+        wait_until(lambda: len(writers(port)) > num_streams)
         os.kill(victim, signal.SIGKILL)
         wait(crowd.values(), LONG_S)
         for number, answers in crowd.items():

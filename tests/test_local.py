@@ -331,7 +331,7 @@ def test_lists_of_models_are_checked_first(models: Sequence[str], names: list[st
         Cascade.from_pretrained(models, names=names)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [rare(0.0), 1.0])
 def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, temperature: float) -> None:
     """Guards all kinds inside real tiers, alone and beside tiers below: the text is the full model's, and they are of use."""
     (tmp_path / "corpus.txt").write_text("def f(self):\n        return self._lock\n" * 3)
@@ -351,8 +351,9 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
         assert {edge.drafter for edge in alone.stats.edges} == {""}
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block"])
-@pytest.mark.parametrize("inner", ["coupled", "ratio"])
+@pytest.mark.parametrize(
+    ("inner", "rule"), [("coupled", "block"), ("ratio", "ratio"), rare("coupled", "ratio"), rare("ratio", "block")]
+)
 def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, inner: Any) -> None:
     """Guards distributions on their way between real models: guesses are right as often as these say, whatever shapes them."""
     grammar = Structured(regex=r"(a|b|c|d){24}")
@@ -395,7 +396,7 @@ def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
         assert completion.stats.undrafted is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [rare(0.0), 0.8])
 def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperature: float) -> None:
     """Guards drafters that read the model, from their files to the answer: the text is the model's, in half of the passes."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, ignore_eos=True)

@@ -12,6 +12,7 @@ from openai import OpenAI
 from cascade.engine.tokenizer import Tokenizer
 from deployments.chat.formats import FORMATS
 from deployments.chat.tools import Toolbox
+from tests.cases import rare
 from tests.doors import House, house
 from tests.router.test_http import ask
 from tests.talkers import talker, talking
@@ -109,7 +110,7 @@ def test_words_are_words(served: tuple[House, str]) -> None:
     assert ask(house, "/v1/chat/completions", body)[2]["usage"]["prompt_tokens"] == plain < shown
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", [rare(0), 1])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 def test_calls_are_enforced(served: tuple[House, str], choice: Any, temperature: float) -> None:
     """Guards `required` and named functions: a model that wants to say something else calls, with arguments of the schema.

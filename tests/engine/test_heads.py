@@ -158,8 +158,8 @@ class Session:
 
 
 CASES = [(style, "native") for style in (*STYLES, *MTP)]
-CASES += [(style, way) for style in ("medusa", "eagle3", "mtp-glm", "dflash", "dflash-sliding") for way in WAYS[1:]]
-CASES += [rare(style, way) for style in ("dflash-swa", "dspark") for way in WAYS[1:]]
+CASES += [(style, way) for style in ("eagle3", "dflash-sliding") for way in WAYS[1:]]
+CASES += [rare(style, way) for style in ("medusa", "mtp-glm", "dflash", "dflash-swa", "dspark") for way in WAYS[1:]]
 
 
 @pytest.mark.parametrize(("style", "way"), CASES)

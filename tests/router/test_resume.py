@@ -145,7 +145,7 @@ def seeds(said: Sequence[Any]) -> dict[int, list[int]]:
 )
 def test_choices_go_on_over_http(served: House, asked: dict[str, Any]) -> None:
     """Guards several answers in one stream: each goes on behind its own tokens, ended ones too, and usage counts all."""
-    body = {"prompt": PROMPT, "max_tokens": 20, "logit_bias": LIKELY, "stop": [" y x"], "temperature": 0.9, **asked}
+    body = {"prompt": PROMPT, "max_tokens": 20, "logit_bias": LIKELY, "stop": [" y x"], "temperature": 0.9, "seed": 4, **asked}
     said = events(served, "/v1/completions", body)
     expected, usage = choices(said), said[-1]["usage"]
     first = {index: told[0] for index, told in seeds(said).items()}

@@ -1,8 +1,10 @@
 """What the replicas of a configuration ask of a cluster, and whether Ray's autoscaler finds nodes for them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 
 from cascade.settings.config import CascadeConfig, TierConfig
@@ -26,7 +28,9 @@ def nodes_for(node_types: NodeTypes, head: str, asked: list[dict[str, float]]) -
     """How many nodes of each type the autoscaler would start for ``asked``, and what it finds none for."""
     types = {name: {"max_workers": 0, **kind} for name, kind in node_types.items()}
     room = sum(kind["max_workers"] for kind in types.values())
-    return get_nodes_for(types, {}, head, room, asked, _default_utilization_scorer)  # type: ignore[no-any-return]
+    scorer = partial(_default_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
+    started, without = get_nodes_for(types, {}, head, room, asked, scorer)
+    return dict(started), without
 
 
 def fits(kind: Mapping[str, Any], asked: Mapping[str, float]) -> bool:

@@ -50,6 +50,9 @@ SERVICE = {
     ".metadata": "annotations labels name namespace",
     ".spec": "excludeHeadPodFromServeSvc managedBy rayClusterConfig rayClusterDeletionDelaySeconds serveConfigV2 serveService"
     " suspend upgradeStrategy",
+    ".spec.serveService": "metadata spec",
+    ".spec.serveService.spec": "clusterIP ports type",
+    ".spec.serveService.spec.ports": "appProtocol name nodePort port protocol targetPort",
     ".spec.upgradeStrategy": "clusterUpgradeOptions type",
     **{f".spec.rayClusterConfig{path}": names for path, names in CLUSTER.items()},
 }

@@ -74,6 +74,9 @@ def test_kuberay_serves_the_qwen3_file(spec: Any) -> None:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports["serve"] == served["http_options"]["port"]
         assert ports["serve-grpc"] == served["grpc_options"]["port"]
+    [port] = spec["serveService"]["spec"]["ports"]
+    assert (port["name"], port["port"]) == ("serve-grpc", served["grpc_options"]["port"])
+    assert port["appProtocol"] == "kubernetes.io/h2c"
     assert "KubeRay 1.6 or later" in KUBERAY.read_text()  # the first that makes a port of serve-grpc
 
 
@@ -91,6 +94,8 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
         assert kind in group["template"]["spec"]["nodeSelector"]["nvidia.com/gpu.product"].split("-")
         resources = group["template"]["spec"]["containers"][0]["resources"]
         assert resources["requests"][GPU] == resources["limits"][GPU] == "1"  # a tier is one GPU
+        del group["resources"]
+    assert nodes_for(node_types(spec), "headgroup", demands(config, bound)) == ({}, demands(config, bound))
 
 
 def test_tiers_do_not_take_each_others_gpus(spec: Any, config: CascadeConfig) -> None:

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 PROGRAMS: dict[str, click.Group] = {"cascade": cascade_command, "ray": ray_command, "serve": serve_command}
 FOREIGN = {"aws", "docker", "export", "gcloud", "kubectl", "sed", "pip", "python3.11", "."}
-RAYS = ("serve/_private/deployment_state.py", "autoscaler/_private/autoscaler.py", "_private/utils.py", "serve/config.py")
+RAYS = (
+    "serve/_private/deployment_state.py",
+    "autoscaler/_private/autoscaler.py",
+    "_private/utils.py",
+    "serve/config.py",
+    "_private/authentication/authentication_constants.py",
+)
 
 
 def blocks(language: str) -> list[str]:

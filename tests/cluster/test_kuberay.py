@@ -9,6 +9,7 @@ import ray
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from cascade.settings.check import unpinned
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import assert_apart, demands, nodes_for
 from tests.cluster.kubernetes import unknown
@@ -101,6 +102,19 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
 def test_tiers_do_not_take_each_others_gpus(spec: Any, config: CascadeConfig) -> None:
     """Guards the full tier, which waits for ever where a small one has taken the only GPU that it fits on."""
     assert_apart(node_types(spec), config)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "twin"])
+def test_a_tier_that_takes_any_gpu_is_told(name: str) -> None:
+    """Guards configurations of machines that differ: `cascade check` finds what our own files once had wrong."""
+    [application] = yaml.safe_load((CLUSTER / "serve" / f"{name}.yaml").read_text())["applications"]
+    assert unpinned(CascadeConfig.parse(application["args"])) is None
+    accelerator = application["args"]["tiers"][0].pop("accelerator_type")
+    said = unpinned(CascadeConfig.parse(application["args"]))
+    assert said is not None
+    assert said.startswith(f"Tier tiny takes a GPU of any kind, also the {application['args']['tiers'][1]['accelerator_type']}")
+    application["args"]["tiers"][0]["deployment_config"]["ray_actor_options"]["resources"] = {accelerator: 1}
+    assert unpinned(CascadeConfig.parse(application["args"])) is None
 
 
 def test_answers_end_before_pods_do(spec: Any, config: CascadeConfig) -> None:

@@ -14,7 +14,7 @@ from tests.cluster.demand import assert_apart, demands, nodes_for
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 FILES = sorted((CLUSTER / "ray-up").glob("*.yaml"))
-CLOUDS = {"aws": "H100", "gcp": "A100"}  # and the accelerator of the full tier there
+CLOUDS = {"aws": "H100", "gcp": "A100-80G"}  # and the accelerator of the full tier there
 PAGE = (CLUSTER.parent / "docs" / "cluster.md").read_text()
 AWS = {"m7i.2xlarge": {"CPU": 8}, "g6.2xlarge": {"CPU": 8, "GPU": 1, "accelerator_type:L4": 1}}  # what AWS says of them
 AWS["p5.4xlarge"] = {"CPU": 16, "GPU": 1, "accelerator_type:H100": 1}

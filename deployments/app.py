@@ -152,7 +152,7 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
     """One sentence if the replicas to start with ask for more of anything than is ``there``, by Ray's names of resources."""
     asked: dict[str, dict[str, float]] = {}
     for tier in config.tiers:
-        for name, amount in _of_replica(tier_options(tier)).items():
+        for name, amount in of_replica(tier_options(tier)).items():
             asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
     for name, tiers in asked.items():
         total, has = sum(tiers.values()), there.get(name, 0.0)
@@ -172,11 +172,11 @@ def emulated_gpus(config: CascadeConfig) -> int:
         if tier.engine_kwargs.emulated is not None:
             deployment = tier.deployment_config
             most = (deployment.autoscaling_config or {}).get("max_replicas") or _num_replicas(deployment)
-            total += most * _of_replica(tier_options(tier)).get("GPU", 0.0)
+            total += most * of_replica(tier_options(tier)).get("GPU", 0.0)
     return math.ceil(total)
 
 
-def _of_replica(options: Mapping[str, Any]) -> dict[str, float]:
+def of_replica(options: Mapping[str, Any]) -> dict[str, float]:
     """Resources that one replica takes, with its placement group."""
     bundles = options.get("placement_group_bundles")
     if bundles is not None:

@@ -16,7 +16,7 @@ def check(config: Path) -> None:
 
     Ends with status 1 and a sentence if they do not.
     """
-    from cascade.settings.check import needs, remarks, verify
+    from cascade.settings.check import needs, remarks, unpinned, verify
     from cascade.settings.config import CascadeConfig
     from deployments.app import build
 
@@ -29,6 +29,6 @@ def check(config: Path) -> None:
     problem = next((need.problem for need in found if need.problem), None)
     if problem:
         raise ConfigError(problem)
-    for remark in remarks(found):
+    for remark in filter(None, [unpinned(parsed), *remarks(found)]):
         console.print(remark)
     console.print("The tiers fit together.")

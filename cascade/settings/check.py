@@ -83,6 +83,29 @@ def remarks(found: Sequence[Need]) -> list[str]:
     return said
 
 
+def unpinned(config: CascadeConfig) -> str | None:
+    """One sentence if a tier that takes any GPU may take the one that another tier names, which then waits for ever."""
+    named = next((tier for tier in config.tiers if _accelerator(tier)), None)
+    free = [tier.name for tier in config.tiers if _takes_any_gpu(tier)]
+    if named is None or not free:
+        return None
+    return (
+        f"Tier {free[0]} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "
+        "give it an accelerator_type, too"
+    )
+
+
+def _accelerator(tier: TierConfig) -> str | None:
+    return tier.accelerator_type or tier.deployment_config.ray_actor_options.get("accelerator_type")
+
+
+def _takes_any_gpu(tier: TierConfig) -> bool:
+    """Whether neither an accelerator nor a label or resource of their own says which node it needs."""
+    actor = tier.deployment_config.ray_actor_options
+    said = _accelerator(tier) or actor.get("resources") or actor.get("label_selector")
+    return bool(actor.get("num_gpus")) and not said
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -1,0 +1,45 @@
+"""What the replicas of a configuration ask of a cluster, and whether Ray's autoscaler finds nodes for them."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
+from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
+
+from cascade.settings.config import CascadeConfig, TierConfig
+from deployments.app import of_replica, tier_options
+
+NodeTypes = Mapping[str, Mapping[str, Any]]  # as Ray's autoscaler has them: resources and max_workers by name
+
+
+def num_replicas(tier: TierConfig, bound: str) -> int:
+    """Of a tier at the fewest (``min_replicas``) or the most (``max_replicas``)."""
+    deployment = tier.deployment_config
+    return int((deployment.autoscaling_config or {}).get(bound, deployment.num_replicas or 1))
+
+
+def demands(config: CascadeConfig, bound: str) -> list[dict[str, float]]:
+    """Resources of each replica of each tier."""
+    return [of_replica(tier_options(tier)) for tier in config.tiers for _ in range(num_replicas(tier, bound))]
+
+
+def nodes_for(node_types: NodeTypes, head: str, asked: list[dict[str, float]]) -> tuple[dict[str, int], list[dict[str, float]]]:
+    """How many nodes of each type the autoscaler would start for ``asked``, and what it finds none for."""
+    types = {name: {"max_workers": 0, **kind} for name, kind in node_types.items()}
+    room = sum(kind["max_workers"] for kind in types.values())
+    scorer = partial(_default_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
+    started, without = get_nodes_for(types, {}, head, room, asked, scorer)
+    return dict(started), without
+
+
+def fits(kind: Mapping[str, Any], asked: Mapping[str, float]) -> bool:
+    """Whether an empty node of this type has what a replica asks for."""
+    return all(kind["resources"].get(name, 0.0) >= amount for name, amount in asked.items())
+
+
+def assert_apart(node_types: NodeTypes, config: CascadeConfig) -> None:
+    """No tier below can take the place of the full one, whoever comes first."""
+    *lower, full = (of_replica(tier_options(tier)) for tier in config.tiers)
+    for kind in node_types.values():
+        assert not fits(kind, full) or not any(fits(kind, asked) for asked in lower)

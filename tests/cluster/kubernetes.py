@@ -1,0 +1,75 @@
+"""What KubeRay 1.6 and Kubernetes know of the fields that we use: what they do not know they drop without a word."""
+
+from collections.abc import Iterator
+from typing import Any
+
+POD = {
+    "": "metadata spec",
+    ".spec": "containers initContainers nodeSelector securityContext serviceAccountName terminationGracePeriodSeconds"
+    " tolerations topologySpreadConstraints volumes",
+    ".spec.securityContext": "fsGroup fsGroupChangePolicy runAsGroup runAsNonRoot runAsUser seccompProfile",
+    ".spec.securityContext.seccompProfile": "localhostProfile type",
+    ".spec.tolerations": "effect key operator tolerationSeconds value",
+    ".spec.containers": "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe"
+    " resources securityContext startupProbe volumeMounts workingDir",
+    ".spec.containers.env": "name value valueFrom",
+    ".spec.containers.env.valueFrom": "configMapKeyRef fieldRef resourceFieldRef secretKeyRef",
+    ".spec.containers.env.valueFrom.secretKeyRef": "key name optional",
+    ".spec.containers.lifecycle": "postStart preStop",
+    ".spec.containers.lifecycle.preStop": "exec httpGet sleep tcpSocket",
+    ".spec.containers.lifecycle.preStop.exec": "command",
+    ".spec.containers.ports": "containerPort hostPort name protocol",
+    ".spec.containers.resources": "claims limits requests",
+    ".spec.containers.securityContext": "allowPrivilegeEscalation capabilities privileged readOnlyRootFilesystem runAsNonRoot"
+    " runAsUser seccompProfile",
+    ".spec.containers.securityContext.capabilities": "add drop",
+    ".spec.containers.volumeMounts": "mountPath name readOnly subPath",
+    ".spec.volumes": "configMap emptyDir hostPath name nfs persistentVolumeClaim secret",
+    ".spec.volumes.emptyDir": "medium sizeLimit",
+    ".spec.volumes.persistentVolumeClaim": "claimName readOnly",
+    ".spec.volumes.secret": "defaultMode items optional secretName",
+}
+CLUSTER = {
+    "": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions headGroupSpec headServiceAnnotations"
+    " managedBy rayVersion suspend upgradeStrategy workerGroupSpecs",
+    ".autoscalerOptions": "env envFrom idleTimeoutSeconds image imagePullPolicy resources securityContext upscalingMode version"
+    " volumeMounts",
+    ".autoscalerOptions.securityContext": POD[".spec.containers.securityContext"],
+    ".autoscalerOptions.securityContext.capabilities": POD[".spec.containers.securityContext.capabilities"],
+    ".gcsFaultToleranceOptions": "externalStorageNamespace redisAddress redisPassword redisUsername",
+    ".gcsFaultToleranceOptions.redisPassword": "value valueFrom",
+    ".gcsFaultToleranceOptions.redisPassword.valueFrom": POD[".spec.containers.env.valueFrom"],
+    ".gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef": POD[".spec.containers.env.valueFrom.secretKeyRef"],
+    ".headGroupSpec": "enableIngress headService labels rayStartParams resources serviceType template",
+    ".workerGroupSpecs": "groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts rayStartParams"
+    " replicas resources scaleStrategy suspend template",
+    **{f".{group}.template{path}": names for group in ("headGroupSpec", "workerGroupSpecs") for path, names in POD.items()},
+}
+SERVICE = {
+    "": "apiVersion kind metadata spec",
+    ".metadata": "annotations labels name namespace",
+    ".spec": "excludeHeadPodFromServeSvc managedBy rayClusterConfig rayClusterDeletionDelaySeconds serveConfigV2 serveService"
+    " suspend upgradeStrategy",
+    ".spec.serveService": "metadata spec",
+    ".spec.serveService.spec": "clusterIP ports type",
+    ".spec.serveService.spec.ports": "appProtocol name nodePort port protocol targetPort",
+    ".spec.upgradeStrategy": "clusterUpgradeOptions type",
+    **{f".spec.rayClusterConfig{path}": names for path, names in CLUSTER.items()},
+}
+NAMED = ("limits", "requests", "resources", "rayStartParams", "nodeSelector", "labels", "annotations")  # by whoever writes them
+
+
+def unknown(value: Any, path: str = "") -> Iterator[str]:
+    """Paths in a RayService, or a part of one, that nobody knows; and numbers where text is wanted."""
+    if isinstance(value, list):
+        for item in value:
+            yield from unknown(item, path)
+    elif isinstance(value, dict):
+        if path.rpartition(".")[2] in NAMED and path not in SERVICE:
+            yield from (f"{path}.{name} must be text" for name, said in value.items() if not isinstance(said, str))
+            return
+        for name, said in value.items():
+            if name not in SERVICE.get(path, "").split():
+                yield f"{path}.{name}"
+            else:
+                yield from unknown(said, f"{path}.{name}")

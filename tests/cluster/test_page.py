@@ -1,0 +1,123 @@
+"""The page docs/cluster.md: its commands, configurations and quoted sentences are those of the programs."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import ray
+import yaml
+from ray.scripts.scripts import cli as ray_command
+from ray.serve.scripts import cli as serve_command
+
+from cascade.cli.main import main as cascade_command
+from cascade.settings.config import CascadeConfig
+from tests.cluster.kubernetes import unknown
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+PROGRAMS: dict[str, click.Group] = {"cascade": cascade_command, "ray": ray_command, "serve": serve_command}
+FOREIGN = {"aws", "docker", "export", "gcloud", "kubectl", "sed", "pip", "python3.11", "."}
+RAYS = (
+    "serve/_private/deployment_state.py",
+    "autoscaler/_private/autoscaler.py",
+    "_private/utils.py",
+    "serve/config.py",
+    "_private/authentication/authentication_constants.py",
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of each command, also of those that `ray exec` runs elsewhere and containers run inside."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(re.sub(r"\$\((.*?)\)", "", line), posix=True, punctuation_chars="&|;")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, "&&"]:
+            if not set(word) <= set("&|;"):
+                command.append(word)
+                continue
+            while command and re.match(r"[A-Z_]+=", command[0]):
+                command = command[1:]
+            if command:
+                yield command
+            if command[:2] == ["ray", "exec"]:
+                yield from commands(command[-1])
+            if command[:2] == ["docker", "run"] and "cascade" in command:
+                yield command[command.index("cascade") :]
+            command = []
+
+
+def test_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards readers against commands, options and files that do not exist."""
+    monkeypatch.chdir(ROOT)
+    mine = tmp_path / "my.yaml"
+    mine.write_text("tiers: []")
+    seen = set[str]()
+    for program, *words in (command for block in blocks("sh") for command in commands(block)):
+        known = PROGRAMS.get(program.rpartition("/")[2])
+        if known is None:
+            assert program in FOREIGN, program
+        else:
+            name, *arguments = [str(mine) if word == "/my.yaml" else word for word in words]
+            known.commands[name].make_context(name, [word.replace("cascade-serve/", "", 1) for word in arguments])
+            seen.add(f"{program} {name}")
+        files = [word.removeprefix("cascade-serve/") for word in words if re.match(r"(cascade-serve/)?cluster/\S+$", word)]
+        assert all((ROOT / file).exists() for file in files), files
+    assert {
+        "ray start",
+        "ray up",
+        "ray exec",
+        "ray attach",
+        "serve deploy",
+        "serve status",
+        "cascade generate",
+        "cascade serve",
+    } <= seen
+
+
+def test_files_are_there() -> None:
+    """Guards the table of files, and that none of cluster/ is missing from it."""
+    named = set(re.findall(r"`(cluster/[\w./-]+\w)`", PAGE)) | {f"cluster/ray-up/{name}.yaml" for name in ("gcp", "local")}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "cluster").rglob("*") if path.is_file()}
+    assert there - {"cluster/README.md"} == {name for name in named if (ROOT / name).is_file()}
+    assert all((ROOT / name).exists() for name in named), named
+
+
+def test_configurations_are_taken() -> None:
+    """Guards pieces of configurations that are copied from the page: fields that KubeRay or the cascade would not know."""
+    for block in blocks("yaml"):
+        values: dict[str, Any] = yaml.safe_load(block)
+        if "tiers" in values:
+            CascadeConfig.parse(values)
+        else:
+            assert list(unknown(values)) == []
+    for block in blocks("python"):
+        ast.parse(block)
+
+
+def sayings(files: Iterator[Path]) -> str:
+    """All constant pieces of the strings in some sources."""
+    constants = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+    return "\0".join(node.value for node in constants if isinstance(node.value, str))
+
+
+def test_sentences_are_said() -> None:
+    """Guards the table of troubles: who searches the page for an error finds it."""
+    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What it says")[2], re.MULTILINE)
+    assert len(quoted) > 8
+    ours = sayings(path for folder in ("cascade", "deployments") for path in (ROOT / folder).rglob("*.py"))
+    theirs = sayings(Path(ray.__file__).parent / file for file in RAYS)
+    for sentence in quoted:
+        pieces = [piece.strip() for piece in re.split(r"\.\.\.|'[^']*'|[\d.]+s?\b|[()]| GPU ", sentence)]
+        long = [piece for piece in pieces if len(piece) > 6]
+        assert long, sentence
+        assert all(piece in ours or piece in theirs for piece in long), sentence

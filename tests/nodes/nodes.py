@@ -1,0 +1,196 @@
+"""A Ray cluster whose nodes have a host each, and the embedded family on it."""
+
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from cascade.settings.config import CascadeConfig
+from deployments.app import forked
+from deployments.launch import fork_server
+from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
+from tests.nodes.network import SUBNET, Host, Network
+
+ROOT = Path(__file__).parents[2]
+HEAD = "head"
+GCS_PORT = 6379
+# of Ray's agents, whose ports are given: a raylet waits 15 seconds for those that agents choose, and gives up
+AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+STORE_BYTES = 80 * 2**20
+LONG_S = 240.0
+PASS_MS = {"tiny": 2.0, "medium": 6.0, "full": 20.0}  # at least: answers last on any machine, and leave it time
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # a node that does not answer is dead after some seconds, not half a minute
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+STATE = """
+import json, ray
+ray.init(address="auto", log_to_driver=False)
+print(json.dumps({node["NodeName"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}))
+"""
+
+
+class Nodes:
+    """Nodes by name, of which one is the `HEAD`; what a node is good for are its custom resources.
+
+    The head keeps the cluster's state on a disk of its own (``RAY_gcs_storage``), so that it may be killed and started again.
+    """
+
+    def __init__(self, network: Network, resources: Mapping[str, Mapping[str, int]]) -> None:
+        self.network = network
+        self.resources = resources
+        self._numbers = {name: number for number, name in enumerate(resources, 1)}
+        self._forks = network.shared / "forks"
+        python = {"PYTHONPATH": str(ROOT)}
+        self._environment = {
+            **RAY,
+            **python,
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ADDRESS": f"{self.address(HEAD)}:{GCS_PORT}",
+        }
+        self.outside = Outside(network.outside, python)
+
+    def address(self, name: str) -> str:
+        """Of a node, whether it is there or not."""
+        return f"{SUBNET}.{self._numbers[name]}"
+
+    def door(self, name: str) -> str:
+        """Where the router of a node listens for gRPC."""
+        return f"{self.address(name)}:{OWN_GRPC}"
+
+    @property
+    def doors(self) -> list[str]:
+        """Those of all nodes that are there and may have a router."""
+        return [self.door(name) for name in self.network.hosts if "router" in self.resources[name]]
+
+    def start(self, name: str) -> None:
+        """Start a node, anew if it was there."""
+        host = self.network.add(name, self._numbers[name])
+        forks = host.keep([sys.executable, "-m", "tests.nodes.deploy", "forks", str(self._forks)], self._environment)
+        assert forks.stdout is not None
+        assert forks.stdout.readline() == "up\n"
+        role, more = [f"--address={self.address(HEAD)}:{GCS_PORT}"], {}
+        if name == HEAD:
+            (self.network.folder(HEAD) / "gcs").mkdir(exist_ok=True)
+            role = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
+            more = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.network.shared / "gcs")}
+        self._ray(
+            host,
+            "start",
+            *role,
+            *(f"--{owner}-port={port}" for port, owner in enumerate(AGENTS, 52365)),
+            f"--node-ip-address={host.address}",
+            f"--node-name={name}",
+            f"--temp-dir={self.network.shared}/ray",
+            f"--resources={json.dumps(self.resources[name])}",
+            f"--object-store-memory={STORE_BYTES}",
+            "--num-cpus=1",
+            "--num-gpus=0",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+            **more,
+        )
+
+    def drain(self, name: str, deadline_s: int = 240) -> None:
+        """Tell Ray that a node will go, at the latest when so much time is over."""
+        host = self.network.hosts[HEAD]
+        known = json.loads(host.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
+        reason = "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"
+        self._ray(host, "drain-node", f"--node-id={known[name]}", *reason, f"--deadline-remaining-seconds={deadline_s}")
+
+    def _ray(self, host: Host, *words: str, **more: str) -> None:
+        host.run([str(Path(sys.executable).parent / "ray"), *words], self._environment | more)
+
+    def deploy(self, config: CascadeConfig) -> None:
+        """Put a cascade on the cluster, also in place of the one that is there, and return when it serves."""
+        executable = shlex.join([sys.executable, "-I", "-S", fork_server.__file__, str(self._forks)])
+        values = forked(config, executable).model_dump(mode="json")
+        process = self.network.hosts[HEAD].popen(
+            [sys.executable, "-m", "tests.nodes.deploy", "deploy"],
+            self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said, _ = process.communicate(json.dumps(values), timeout=LONG_S)
+        assert process.returncode == 0, said
+
+    def replicas(self, deployment: str) -> dict[int, str]:
+        """Processes of a deployment's replicas, and their nodes."""
+        title = f"ray::ServeReplica:cascade:{deployment}"
+        return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
+
+    def joined(self, one: int, other: int) -> set[tuple[str, str]]:
+        """Addresses of the connections between two processes, of both ends."""
+        try:
+            far = {(end.raddr, end.laddr) for end in _connections(other)}
+            return {(end.laddr.ip, end.raddr.ip) for end in _connections(one) if (end.laddr, end.raddr) in far}
+        except psutil.NoSuchProcess:
+            return set()
+
+    def close(self) -> None:
+        self.network.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Outside:
+    """A process with clients outside of the cluster, see `tests.nodes.crowd`."""
+
+    def __init__(self, host: Host, environment: Mapping[str, str]) -> None:
+        self._process = host.keep([sys.executable, "-m", "tests.nodes.crowd"], environment)
+
+    def __call__(self, do: str, **arguments: Any) -> Any:
+        """What a method of `tests.nodes.crowd.Servant` returns; raises `AssertionError` with what it raised."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        said = json.loads(self._process.stdout.readline())
+        assert "error" not in said, said["error"]
+        return said["answer"]
+
+
+def family() -> CascadeConfig:
+    """The embedded family, two full replicas and two routers, each where a node has its resource.
+
+    Devices are emulated only for passes to be slow; the models are real.
+    """
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for tier in values["tiers"]:
+        tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: PASS_MS[tier["name"]]}}
+        tier["deployment_config"]["ray_actor_options"] = {"num_cpus": 0, "resources": {tier["name"]: 1}}
+    values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    router = values["router"]
+    router["listen"] = {"host": "0.0.0.0", "grpc_port": OWN_GRPC, "http_port": OWN_HTTP}
+    router["deployment_config"] |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "resources": {"router": 1}}}
+    return CascadeConfig.parse(values)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _connections(pid: int) -> list[Any]:
+    return [end for end in psutil.Process(pid).net_connections("tcp") if end.status == psutil.CONN_ESTABLISHED]

@@ -1,9 +1,7 @@
-"""What runs on nodes beside Ray: `deploy` puts a cascade on the cluster, `forks` lets a node's replicas start soon."""
+"""Puts a cascade on a cluster: `python -m tests.nodes.deploy` on a node of it."""
 
 import json
-import shlex
 import sys
-from pathlib import Path
 
 HTTP, GRPC = 8000, 9000  # of Ray Serve's proxies
 OWN_HTTP, OWN_GRPC = 8100, 9100  # of the routers
@@ -30,18 +28,5 @@ def deploy() -> None:
     serve.run(application, name=APPLICATION, route_prefix="/", logging_config=QUIET)
 
 
-def forks(place: str) -> None:
-    """A fork server of this node at ``place``, until standard input ends."""
-    from deployments.app import ENVIRONMENT
-    from deployments.launch.fork_server import ForkServer
-
-    server = ForkServer(ENVIRONMENT)
-    Path(place).unlink(missing_ok=True)
-    Path(place).symlink_to(shlex.split(server.py_executable)[-1])
-    print("up", flush=True)  # noqa: T201
-    sys.stdin.read()
-    server.close()
-
-
 if __name__ == "__main__":
-    {"deploy": deploy, "forks": forks}[sys.argv[1]](*sys.argv[2:])
+    deploy()

@@ -1,6 +1,7 @@
 """A Ray cluster whose nodes have a host each, and the embedded family on it."""
 
 import json
+import os
 import secrets
 import shlex
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any, Self
 import psutil
 
 from cascade.settings.config import CascadeConfig
-from deployments.app import forked
+from deployments.app import ENVIRONMENT, forked
 from deployments.launch import fork_server
+from deployments.launch.fork_server import ForkServer
+from tests.nodes import forks
 from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
 
@@ -32,10 +35,12 @@ RAY = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine 5 seconds end before a proxy has begun
     # a node that does not answer is dead after some seconds, not half a minute
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # nodes outlive a head that is away; they would give up after 60 seconds
 }
 STATE = """
 import json, ray
@@ -55,14 +60,17 @@ class Nodes:
         self.resources = resources
         self._numbers = {name: number for number, name in enumerate(resources, 1)}
         self._forks = network.shared / "forks"
-        python = {"PYTHONPATH": str(ROOT)}
+        self._fork_server = ForkServer(ENVIRONMENT)
+        self._alive, self._living = os.pipe()  # fork servers on hosts go on until it closes
+        self._python = {"PYTHONPATH": str(ROOT)}
         self._environment = {
             **RAY,
-            **python,
+            **self._python,
+            "TMPDIR": str(network.shared),  # what is left there goes with the network
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ADDRESS": f"{self.address(HEAD)}:{GCS_PORT}",
         }
-        self.outside = Outside(network.outside, python)
+        self.outside = Outside(network.outside, self._python)
 
     def address(self, name: str) -> str:
         """Of a node, whether it is there or not."""
@@ -80,13 +88,11 @@ class Nodes:
     def start(self, name: str) -> None:
         """Start a node, anew if it was there."""
         host = self.network.add(name, self._numbers[name])
-        forks = host.keep([sys.executable, "-m", "tests.nodes.deploy", "forks", str(self._forks)], self._environment)
-        assert forks.stdout is not None
-        assert forks.stdout.readline() == "up\n"
+        self._start_forks(host)
         role, more = [f"--address={self.address(HEAD)}:{GCS_PORT}"], {}
         if name == HEAD:
             (self.network.folder(HEAD) / "gcs").mkdir(exist_ok=True)
-            role = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
+            role = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", "--no-monitor"]
             more = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.network.shared / "gcs")}
         self._ray(
             host,
@@ -105,6 +111,14 @@ class Nodes:
             **more,
         )
 
+    def _start_forks(self, host: Host) -> None:
+        """Let replicas on a host start as forks."""
+        place = self.network.folder(host.name) / self._forks.name
+        place.unlink(missing_ok=True)
+        command = [*shlex.split(self._fork_server.py_executable), forks.__file__, str(host.pid), str(self._forks)]
+        subprocess.run(command, env={**os.environ, **self._python}, stdin=self._alive, check=True)
+        wait_until(place.exists)
+
     def drain(self, name: str, deadline_s: int = 240) -> None:
         """Tell Ray that a node will go, at the latest when so much time is over."""
         host = self.network.hosts[HEAD]
@@ -120,7 +134,7 @@ class Nodes:
         executable = shlex.join([sys.executable, "-I", "-S", fork_server.__file__, str(self._forks)])
         values = forked(config, executable).model_dump(mode="json")
         process = self.network.hosts[HEAD].popen(
-            [sys.executable, "-m", "tests.nodes.deploy", "deploy"],
+            [sys.executable, "-m", "tests.nodes.deploy"],
             self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -131,7 +145,7 @@ class Nodes:
 
     def replicas(self, deployment: str) -> dict[int, str]:
         """Processes of a deployment's replicas, and their nodes."""
-        title = f"ray::ServeReplica:cascade:{deployment}"
+        title = f"ServeReplica:cascade:{deployment}"  # behind the actor's name, before what it does
         return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
 
     def joined(self, one: int, other: int) -> set[tuple[str, str]]:
@@ -144,6 +158,9 @@ class Nodes:
 
     def close(self) -> None:
         self.network.close()
+        self._fork_server.close()
+        for end in (self._alive, self._living):
+            os.close(end)
 
     def __enter__(self) -> Self:
         return self

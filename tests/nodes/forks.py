@@ -1,11 +1,10 @@
-"""Lets replicas of all nodes start as forks of one process: a fork of the fork server enters a host, and forks there.
+"""Lets replicas of all nodes start as forks of one process: a fork of the fork server becomes that of a host.
 
-Run as a script by a fork server, with the process whose host is to be entered and the path of the socket there.
+Run as a script by the fork server, with a process of the host that is to be entered and the path of the socket there.
 """
 
 import ctypes
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -23,21 +22,17 @@ def enter(pid: int) -> None:
         os.close(place)
     if os.fork():  # a process stays with its processes, its children do not
         os._exit(0)
-    os.chdir("/")
 
 
-def serve(place: str) -> None:
+def serve(place: Path) -> None:
     """Fork for each request on the socket at ``place`` until standard input ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as listener:
-        Path(place).unlink(missing_ok=True)  # of a host that was killed
-        listener.bind(place)
-        listener.listen(64)
-        request = fork_server._next_fork(listener)
-    if request is not None:
-        fork_server._become(**request)
+    place.parent.mkdir()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(place))
+    listener.listen(64)
+    fork_server.serve(listener.detach(), str(place.parent))
 
 
 if __name__ == "__main__":
     enter(int(sys.argv[1]))
-    serve(sys.argv[2])
+    serve(Path(sys.argv[2]))

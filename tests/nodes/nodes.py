@@ -4,10 +4,12 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -59,7 +61,7 @@ class Nodes:
         self.network = network
         self.resources = resources
         self._numbers = {name: number for number, name in enumerate(resources, 1)}
-        self._forks = network.shared / "forks"
+        self._forks = network.shared / "forks" / fork_server.SOCKET
         self._fork_server = ForkServer(ENVIRONMENT)
         self._alive, self._living = os.pipe()  # fork servers on hosts go on until it closes
         self._python = {"PYTHONPATH": str(ROOT)}
@@ -85,10 +87,18 @@ class Nodes:
         """Those of all nodes that are there and may have a router."""
         return [self.door(name) for name in self.network.hosts if "router" in self.resources[name]]
 
-    def start(self, name: str) -> None:
-        """Start a node, anew if it was there."""
-        host = self.network.add(name, self._numbers[name])
-        self._start_forks(host)
+    def start(self, *names: str) -> None:
+        """Start nodes, anew if they were there; the `HEAD` first, if it is one of them."""
+        hosts = {name: self.network.add(name, self._numbers[name]) for name in names}
+        for host in hosts.values():
+            self._start_forks(host)
+        if head := hosts.pop(HEAD, None):
+            self._start_ray(head)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self._start_ray, hosts.values()))
+
+    def _start_ray(self, host: Host) -> None:
+        name = host.name
         role, more = [f"--address={self.address(HEAD)}:{GCS_PORT}"], {}
         if name == HEAD:
             (self.network.folder(HEAD) / "gcs").mkdir(exist_ok=True)
@@ -113,8 +123,8 @@ class Nodes:
 
     def _start_forks(self, host: Host) -> None:
         """Let replicas on a host start as forks."""
-        place = self.network.folder(host.name) / self._forks.name
-        place.unlink(missing_ok=True)
+        place = self.network.folder(host.name) / self._forks.relative_to(self.network.shared)
+        shutil.rmtree(place.parent, ignore_errors=True)  # of a host that was killed
         command = [*shlex.split(self._fork_server.py_executable), forks.__file__, str(host.pid), str(self._forks)]
         subprocess.run(command, env={**os.environ, **self._python}, stdin=self._alive, check=True)
         wait_until(place.exists)

@@ -16,7 +16,7 @@ from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
 from tests.nodes.network import Network
 from tests.nodes.nodes import HEAD, Nodes, family, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RESOURCES = {
     HEAD: {"tiny": 1, "full": 1},
@@ -59,8 +59,7 @@ def expected() -> list[Completion]:
 def nodes(needs_network: None, expected: list[Completion]) -> Iterator[Nodes]:
     """Three nodes, a tier on each, two full replicas and two routers on two of them."""
     with Nodes(Network(), RESOURCES) as nodes:
-        for name in (HEAD, "drafting", "judging"):
-            nodes.start(name)
+        nodes.start(HEAD, "drafting", "judging")
         nodes.deploy(family())
         yield nodes
 

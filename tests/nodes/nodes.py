@@ -24,6 +24,8 @@ from tests.nodes import forks
 from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
 
+Place = tuple[str, int]
+
 ROOT = Path(__file__).parents[2]
 HEAD = "head"
 GCS_PORT = 6379
@@ -160,11 +162,8 @@ class Nodes:
 
     def joined(self, one: int, other: int) -> set[tuple[str, str]]:
         """Addresses of the connections between two processes, of both ends."""
-        try:
-            far = {(end.raddr, end.laddr) for end in _connections(other)}
-            return {(end.laddr.ip, end.raddr.ip) for end in _connections(one) if (end.laddr, end.raddr) in far}
-        except psutil.NoSuchProcess:
-            return set()
+        far = {(there, here) for here, there in _connections(other)}
+        return {(here[0], there[0]) for here, there in _connections(one) if (here, there) in far}
 
     def close(self) -> None:
         self.network.close()
@@ -219,5 +218,15 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
-def _connections(pid: int) -> list[Any]:
-    return [end for end in psutil.Process(pid).net_connections("tcp") if end.status == psutil.CONN_ESTABLISHED]
+def _connections(pid: int) -> list[tuple[Place, Place]]:
+    """Both ends of each, those of a process that has ended are none; gRPC's are IPv6, with addresses of IPv4 in them."""
+    try:
+        ends = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    joined = [end for end in ends if end.status == psutil.CONN_ESTABLISHED]
+    return [(_place(end.laddr), _place(end.raddr)) for end in joined]
+
+
+def _place(address: Any) -> Place:
+    return address.ip.removeprefix("::ffff:"), address.port

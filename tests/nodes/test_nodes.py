@@ -16,7 +16,7 @@ from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
 from tests.nodes.network import Network
 from tests.nodes.nodes import HEAD, Nodes, family, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RESOURCES = {
     HEAD: {"tiny": 1, "full": 1},

@@ -49,7 +49,7 @@ RAY = {
 STATE = """
 import json, ray
 ray.init(address="auto", log_to_driver=False)
-print(json.dumps({node["NodeName"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}))
+print(json.dumps({node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}))
 """
 
 
@@ -133,10 +133,11 @@ class Nodes:
 
     def drain(self, name: str, deadline_s: int = 240) -> None:
         """Tell Ray that a node will go, at the latest when so much time is over."""
-        host = self.network.hosts[HEAD]
-        known = json.loads(host.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
+        head = self.network.hosts[HEAD]
+        known = json.loads(head.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
+        where = f"--address={self._environment['RAY_ADDRESS']}", f"--node-id={known[self.address(name)]}"
         reason = "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"
-        self._ray(host, "drain-node", f"--node-id={known[name]}", *reason, f"--deadline-remaining-seconds={deadline_s}")
+        self._ray(head, "drain-node", *where, *reason, f"--deadline-remaining-seconds={deadline_s}")
 
     def _ray(self, host: Host, *words: str, **more: str) -> None:
         host.run([str(Path(sys.executable).parent / "ray"), *words], self._environment | more)

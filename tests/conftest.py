@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 # which begin behind Ray's
-LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_processes", "test_local", "test_pass", "test_cuda")
+LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_processes", "test_local", "test_pass", "test_cuda", "test_nodes")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
 

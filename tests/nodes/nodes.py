@@ -1,0 +1,233 @@
+"""A Ray cluster whose nodes have a host each, and the embedded family on it."""
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from cascade.settings.config import CascadeConfig
+from deployments.app import ENVIRONMENT, forked
+from deployments.launch import fork_server
+from deployments.launch.fork_server import ForkServer
+from tests.nodes import forks
+from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
+from tests.nodes.network import SUBNET, Host, Network
+
+Place = tuple[str, int]
+
+ROOT = Path(__file__).parents[2]
+HEAD = "head"
+GCS_PORT = 6379
+# of Ray's agents, whose ports are given: a raylet waits 15 seconds for those that agents choose, and gives up
+AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+STORE_BYTES = 80 * 2**20
+LONG_S = 240.0
+PASS_MS = {"tiny": 2.0, "medium": 6.0, "full": 20.0}  # at least: answers last on any machine, and leave it time
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine 5 seconds end before a proxy has begun
+    # a node that does not answer is dead after some seconds, not half a minute
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # nodes outlive a head that is away; they would give up after 60 seconds
+}
+STATE = """
+import json, ray
+ray.init(address="auto", log_to_driver=False)
+print(json.dumps({node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}))
+"""
+
+
+class Nodes:
+    """Nodes by name, of which one is the `HEAD`; what a node is good for are its custom resources.
+
+    The head keeps the cluster's state on a disk of its own (``RAY_gcs_storage``), so that it may be killed and started again.
+    """
+
+    def __init__(self, network: Network, resources: Mapping[str, Mapping[str, int]]) -> None:
+        self.network = network
+        self.resources = resources
+        self._numbers = {name: number for number, name in enumerate(resources, 1)}
+        self._forks = network.shared / "forks" / fork_server.SOCKET
+        self._fork_server = ForkServer(ENVIRONMENT)
+        self._alive, self._living = os.pipe()  # fork servers on hosts go on until it closes
+        self._python = {"PYTHONPATH": str(ROOT)}
+        self._environment = {
+            **RAY,
+            **self._python,
+            "TMPDIR": str(network.shared),  # what is left there goes with the network
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ADDRESS": f"{self.address(HEAD)}:{GCS_PORT}",
+        }
+        self.outside = Outside(network.outside, self._python)
+
+    def address(self, name: str) -> str:
+        """Of a node, whether it is there or not."""
+        return f"{SUBNET}.{self._numbers[name]}"
+
+    def door(self, name: str) -> str:
+        """Where the router of a node listens for gRPC."""
+        return f"{self.address(name)}:{OWN_GRPC}"
+
+    @property
+    def doors(self) -> list[str]:
+        """Those of all nodes that are there and may have a router."""
+        return [self.door(name) for name in self.network.hosts if "router" in self.resources[name]]
+
+    def start(self, *names: str) -> None:
+        """Start nodes, anew if they were there; the `HEAD` first, if it is one of them."""
+        hosts = {name: self.network.add(name, self._numbers[name]) for name in names}
+        for host in hosts.values():
+            self._start_forks(host)
+        if head := hosts.pop(HEAD, None):
+            self._start_ray(head)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self._start_ray, hosts.values()))
+
+    def _start_ray(self, host: Host) -> None:
+        name = host.name
+        role, more = [f"--address={self.address(HEAD)}:{GCS_PORT}"], {}
+        if name == HEAD:
+            (self.network.folder(HEAD) / "gcs").mkdir(exist_ok=True)
+            role = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", "--no-monitor"]
+            more = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.network.shared / "gcs")}
+        self._ray(
+            host,
+            "start",
+            *role,
+            *(f"--{owner}-port={port}" for port, owner in enumerate(AGENTS, 52365)),
+            f"--node-ip-address={host.address}",
+            f"--node-name={name}",
+            f"--temp-dir={self.network.shared}/ray",
+            f"--resources={json.dumps(self.resources[name])}",
+            f"--object-store-memory={STORE_BYTES}",
+            "--num-cpus=1",
+            "--num-gpus=0",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+            **more,
+        )
+
+    def _start_forks(self, host: Host) -> None:
+        """Let replicas on a host start as forks."""
+        place = self.network.folder(host.name) / self._forks.relative_to(self.network.shared)
+        shutil.rmtree(place.parent, ignore_errors=True)  # of a host that was killed
+        command = [*shlex.split(self._fork_server.py_executable), forks.__file__, str(host.pid), str(self._forks)]
+        subprocess.run(command, env={**os.environ, **self._python}, stdin=self._alive, check=True)
+        wait_until(place.exists)
+
+    def drain(self, name: str, deadline_s: int = 240) -> None:
+        """Tell Ray that a node will go, at the latest when so much time is over."""
+        head = self.network.hosts[HEAD]
+        known = json.loads(head.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
+        where = f"--address={self._environment['RAY_ADDRESS']}", f"--node-id={known[self.address(name)]}"
+        reason = "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"
+        self._ray(head, "drain-node", *where, *reason, f"--deadline-remaining-seconds={deadline_s}")
+
+    def _ray(self, host: Host, *words: str, **more: str) -> None:
+        host.run([str(Path(sys.executable).parent / "ray"), *words], self._environment | more)
+
+    def deploy(self, config: CascadeConfig) -> None:
+        """Put a cascade on the cluster, also in place of the one that is there, and return when it serves."""
+        executable = shlex.join([sys.executable, "-I", "-S", fork_server.__file__, str(self._forks)])
+        values = forked(config, executable).model_dump(mode="json")
+        process = self.network.hosts[HEAD].popen(
+            [sys.executable, "-m", "tests.nodes.deploy"],
+            self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said, _ = process.communicate(json.dumps(values), timeout=LONG_S)
+        assert process.returncode == 0, said
+
+    def replicas(self, deployment: str) -> dict[int, str]:
+        """Processes of a deployment's replicas, and their nodes."""
+        title = f"ServeReplica:cascade:{deployment}"  # behind the actor's name, before what it does
+        return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
+
+    def joined(self, one: int, other: int) -> set[tuple[str, str]]:
+        """Addresses of the connections between two processes, of both ends."""
+        far = {(there, here) for here, there in _connections(other)}
+        return {(here[0], there[0]) for here, there in _connections(one) if (here, there) in far}
+
+    def close(self) -> None:
+        self.network.close()
+        self._fork_server.close()
+        for end in (self._alive, self._living):
+            os.close(end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Outside:
+    """A process with clients outside of the cluster, see `tests.nodes.crowd`."""
+
+    def __init__(self, host: Host, environment: Mapping[str, str]) -> None:
+        self._process = host.keep([sys.executable, "-m", "tests.nodes.crowd"], environment)
+
+    def __call__(self, do: str, **arguments: Any) -> Any:
+        """What a method of `tests.nodes.crowd.Servant` returns; raises `AssertionError` with what it raised."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        said = json.loads(self._process.stdout.readline())
+        assert "error" not in said, said["error"]
+        return said["answer"]
+
+
+def family() -> CascadeConfig:
+    """The embedded family, two full replicas and two routers, each where a node has its resource.
+
+    Devices are emulated only for passes to be slow; the models are real.
+    """
+    values = CascadeConfig.demo().model_dump(mode="json")
+    for tier in values["tiers"]:
+        tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: PASS_MS[tier["name"]]}}
+        tier["deployment_config"]["ray_actor_options"] = {"num_cpus": 0, "resources": {tier["name"]: 1}}
+    values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
+    router = values["router"]
+    router["listen"] = {"host": "0.0.0.0", "grpc_port": OWN_GRPC, "http_port": OWN_HTTP}
+    router["deployment_config"] |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "resources": {"router": 1}}}
+    return CascadeConfig.parse(values)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _connections(pid: int) -> list[tuple[Place, Place]]:
+    """Both ends of each, those of a process that has ended are none; gRPC's are IPv6, with addresses of IPv4 in them."""
+    try:
+        ends = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    joined = [end for end in ends if end.status == psutil.CONN_ESTABLISHED]
+    return [(_place(end.laddr), _place(end.raddr)) for end in joined]
+
+
+def _place(address: Any) -> Place:
+    return address.ip.removeprefix("::ffff:"), address.port

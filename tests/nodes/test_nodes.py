@@ -1,0 +1,211 @@
+"""A cascade across Ray nodes, each on a host of its own: links, doors, and nodes that are drained, killed and cut off.
+
+In this order: what a test takes away it brings back, or puts another in its place.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cascade import Cascade, Completion, SamplingParams, Speculation
+from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
+from tests.nodes.network import Network
+from tests.nodes.nodes import HEAD, Nodes, family, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RESOURCES = {
+    HEAD: {"tiny": 1, "full": 1},
+    "drafting": {"medium": 1, "router": 1},
+    "judging": {"full": 1, "router": 1},
+    "spare": {"full": 1, "router": 1},  # started when one of them is to go
+}
+REQUESTS: list[dict[str, Any]] = [
+    {
+        "prompt": prompt,
+        "params": {"max_tokens": 192, "temperature": temperature, "seed": seed, "ignore_eos": True},
+        "tiers": tiers,
+    }
+    for seed, (prompt, temperature, tiers) in enumerate(
+        (
+            ("def read(path):\n    with open(path) as file:\n", 0.0, ["tiny", "medium"]),
+            ("import os\nimport sys\n\n\ndef main():\n", 0.8, ["tiny", "medium"]),
+            ("class Tree:\n    def __init__(self, left, right):\n", 0.8, ["medium"]),
+            ("for index, line in enumerate(lines):\n", 1.0, None),
+        )
+    )
+]
+WHOLE = {"tiny": 1, "medium": 1, "full": 2}
+EDGES = {("tiny", "medium"), ("medium", "full")}
+NUM_CLIENTS = 6
+FAULT_S = 12.0  # a link that carries nothing is broken after ten
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Completion]:
+    """What the full model writes alone, in this process."""
+    with Cascade.demo(processes=False) as reference:
+        return [
+            reference.generate(request["prompt"], SamplingParams(**request["params"]), Speculation("off"))
+            for request in REQUESTS
+        ]
+
+
+@pytest.fixture(scope="module")
+def nodes(needs_network: None, expected: list[Completion]) -> Iterator[Nodes]:
+    """Three nodes, a tier on each, two full replicas and two routers on two of them."""
+    with Nodes(Network(), RESOURCES) as nodes:
+        nodes.start(HEAD, "drafting", "judging")
+        nodes.deploy(family())
+        yield nodes
+
+
+@dataclass
+class Crowd:
+    """Clients that ask all the while."""
+
+    nodes: Nodes
+    answers: list[dict[str, Any]]
+
+    def answered(self, count: int) -> None:
+        """Return when so many more answers have ended."""
+        wanted = self.nodes.outside("ended") + count
+        wait_until(lambda: self.nodes.outside("ended") >= wanted)
+
+
+@contextlib.contextmanager
+def crowd(nodes: Nodes, expected: Sequence[Completion], doors: Sequence[str] = ()) -> Iterator[Crowd]:
+    """Clients, each with an answer under way; behind it none has failed, and each text is the full model's."""
+    nodes.outside("begin", addresses=doors or nodes.doors, requests=REQUESTS, num_clients=NUM_CLIENTS)
+    found = Crowd(nodes, [])
+    try:
+        yield found
+    finally:
+        found.answers += nodes.outside("end")
+    assert [answer["error"] for answer in found.answers if answer["error"]] == []
+    for answer in found.answers:
+        assert answer["text"] == expected[answer["request"]].text
+        assert answer["token_ids"] == list(expected[answer["request"]].token_ids)
+
+
+def ready(nodes: Nodes) -> None:
+    """Wait until two routers answer and all replicas run."""
+    wait_until(lambda: [nodes.outside("describe", address=door) for door in nodes.doors].count(WHOLE) == 2)
+
+
+def drafting(nodes: Nodes) -> None:
+    """Wait until both edges accept guesses, whichever router is asked."""
+    ready(nodes)
+    for name in set(nodes.replicas("router").values()):
+        asked = {"address": nodes.door(name), "request": REQUESTS[0]}
+        wait_until(lambda asked=asked: accepted(nodes.outside("ask", **asked)) == EDGES)  # type: ignore[misc]
+
+
+def accepted(answer: dict[str, Any]) -> set[tuple[str, str]]:
+    """Edges between tiers on which guesses were right."""
+    return {(drafter, verifier) for drafter, verifier, accepted in answer["edges"] if accepted} & EDGES
+
+
+def judge(nodes: Nodes) -> str:
+    """The node beside the head that has a full replica."""
+    (name,) = set(nodes.replicas("full").values()) - {HEAD}
+    return name
+
+
+def test_tiers_on_different_nodes_draft_for_each_other(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards links that only work on one machine: tiers lie where their resources are, joined by addresses of nodes."""
+    assert set(nodes.replicas("tiny").values()) == {HEAD}
+    assert set(nodes.replicas("medium").values()) == {"drafting"}
+    assert sorted(nodes.replicas("full").values()) == [HEAD, "judging"]
+    assert sorted(nodes.replicas("router").values()) == ["drafting", "judging"]
+    (tiny,), (medium,) = nodes.replicas("tiny"), nodes.replicas("medium")
+    head, middle, judging = map(nodes.address, (HEAD, "drafting", "judging"))
+    full = next(pid for pid, name in nodes.replicas("full").items() if name == "judging")
+    with crowd(nodes, expected) as found:
+        wait_until(lambda: (middle, head) in nodes.joined(medium, tiny))
+        wait_until(lambda: (judging, middle) in nodes.joined(full, medium))
+        found.answered(2 * len(REQUESTS))
+    assert {edge for answer in found.answers for edge in accepted(answer)} == EDGES
+    drafting(nodes)
+
+
+def test_every_node_has_doors(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards clients who come to any node: both of the router's own doors, and both of Ray Serve's proxies."""
+    body = {"prompt": REQUESTS[0]["prompt"], **REQUESTS[0]["params"]}
+    for name in nodes.network.hosts:
+        place, own = nodes.address(name), "router" in RESOURCES[name]
+        for port in (OWN_HTTP, HTTP) if own else (HTTP,):
+            answer = nodes.outside("http", url=f"http://{place}:{port}/v1/completions", body=body)
+            assert answer["choices"][0]["text"] == expected[0].text, (name, port)
+        for port in (OWN_GRPC, GRPC) if own else (GRPC,):
+            assert nodes.outside("ask", address=f"{place}:{port}", request=REQUESTS[0])["text"] == expected[0].text, (
+                name,
+                port,
+            )
+
+
+def test_a_partition_is_a_pause(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards against requests that hang while two nodes do not hear each other and Ray sees both, and against tiers that are
+    not joined again."""
+    (medium,) = nodes.replicas("medium")
+    full = next(pid for pid, name in nodes.replicas("full").items() if name == "judging")
+    with crowd(nodes, expected) as found:
+        nodes.network.cut("drafting", "judging")
+        time.sleep(FAULT_S)
+        found.answered(NUM_CLIENTS)
+        assert not nodes.joined(full, medium)
+        nodes.network.heal("drafting", "judging")
+        wait_until(lambda: nodes.joined(full, medium))
+        found.answered(NUM_CLIENTS)
+    drafting(nodes)
+
+
+def test_a_drained_node_hands_over(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards planned ends of machines: what they hold starts elsewhere, their routers end what they write, nobody fails."""
+    nodes.start("spare")
+    with crowd(nodes, expected) as found:
+        nodes.drain("judging")
+        wait_until(lambda: "judging" not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})
+        found.answered(NUM_CLIENTS)
+        nodes.network.remove("judging")
+        found.answered(NUM_CLIENTS)
+    assert judge(nodes) == "spare"
+    drafting(nodes)
+
+
+def test_a_killed_drafter_is_done_without(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards requests whose medium tier and whose router die at once, with their whole node; drafting comes back with it."""
+    with crowd(nodes, expected) as found:
+        nodes.network.remove("drafting")
+        found.answered(2 * NUM_CLIENTS)
+        nodes.start("drafting")
+        ready(nodes)
+        found.answered(NUM_CLIENTS)
+    drafting(nodes)
+
+
+def test_a_full_replica_vanishes_with_its_node(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards against machines that lose power, whose connections nobody closes: requests go on at the other full replica."""
+    name = judge(nodes)
+    with crowd(nodes, expected, [nodes.door("drafting")]) as found:
+        nodes.network.remove(name, silently=True)
+        found.answered(2 * NUM_CLIENTS)
+        nodes.start(name)
+        ready(nodes)
+        found.answered(NUM_CLIENTS)
+    drafting(nodes)
+
+
+def test_the_head_dies_and_comes_back(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards requests against the loss of Ray's head, with Serve's controller, the tiny tier and a full replica on it."""
+    with crowd(nodes, expected) as found:
+        nodes.network.remove(HEAD)
+        found.answered(2 * NUM_CLIENTS)
+        nodes.start(HEAD)
+        ready(nodes)
+        found.answered(NUM_CLIENTS)
+    drafting(nodes)

@@ -248,7 +248,8 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
         ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
-        ({"rule": "ratio", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'ratio', whose drafts are lines"),
+        ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
+        ({"rule": "typical", "branches": 1}, "speculation.branches is 1: it must be 0 with rule 'typical', which judges lines"),
         ({"rule": "typical"}, "set lossy: true in the configuration of the server to allow it"),
     ],
 )

@@ -340,7 +340,11 @@ class Sampler:
 
 
 class TreeSampler(Sampler):
-    """The same with two siblings beside each guess."""
+    """The same with siblings beside each guess."""
+
+    def __init__(self, p: Table, q: Table, most: int = 2) -> None:
+        super().__init__(p, q)
+        self.most = most
 
     def _round(self, name: str, begin: int, text: Tensor, keys: list[Tensor], go_on: Next) -> tuple[Tensor, Tensor]:
         ids, places = torch.arange(self.vocab_size), (self.vocab_size + 1) ** torch.arange(self.size)
@@ -355,7 +359,7 @@ class TreeSampler(Sampler):
             if place < self.size - 1:
                 q.append(self.q[behind_it])
                 text[:, place] = (q[-1].log() + keyed_gumbel(drafter, ids)).argmax(-1)
-                beside, _ = others(ids.expand_as(q[-1]), q[-1], text[:, place], drafter, 2)
+                beside, _ = others(ids.expand_as(q[-1]), q[-1], text[:, place], drafter, self.most)
                 x.append(torch.cat([text[:, place, None], beside], 1))
                 drafter, verifier = go_on(drafter, text[:, place]), go_on(verifier, text[:, place])
         return self._judge(begin, text.clone(), p, q, x, nodes, go_on)
@@ -372,8 +376,8 @@ class TreeSampler(Sampler):
     ) -> tuple[Tensor, Tensor]:
         """Places are those of the line, then siblings by the line's places."""
         size, places = len(q), (self.vocab_size + 1) ** torch.arange(self.size)
-        ways = [[1 + at, size + 1 + 2 * at, size + 2 + 2 * at, at] for at in range(size)]
-        for at, rank in itertools.product(range(size), (1, 2)):
+        ways = [[1 + at, *(size + 1 + self.most * at + rank for rank in range(self.most)), at] for at in range(size)]
+        for at, rank in itertools.product(range(size), range(1, 1 + self.most)):
             token, before = x[at][:, rank], text[:, : begin + at]
             p.append(self.p[((torch.cat([before, token[:, None]], 1) + 1) * places[: begin + at + 1]).sum(-1)])
             nodes.append(go_on(nodes[at], token))
@@ -382,7 +386,7 @@ class TreeSampler(Sampler):
             return torch.cat([text[:, :begin], own, text[:, begin + 1 :]], 1), torch.ones(len(text), dtype=torch.long)
         q += [torch.zeros_like(q[0])] * (len(p) - size)
         x += [torch.full_like(x[0], -1)] * (len(p) - size)
-        ways += [[place] * 4 for place in range(size, len(p))]
+        ways += [[place] * (2 + self.most) for place in range(size, len(p))]
         tree = torch.func.vmap(lambda *each: judged_tree(*each[:3], torch.tensor(ways), each[3], size))
         own = tree(*(torch.stack(each, 1) for each in (p, q, x, nodes)))
         at, grown = torch.zeros(len(text), dtype=torch.long), torch.zeros(len(text), dtype=torch.long)

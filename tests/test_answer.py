@@ -15,7 +15,7 @@ from cascade.capabilities import Capabilities
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
-from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured
+from cascade.params import DRAFT_TOP_K, MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -237,6 +237,23 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
     assert chunk is not None
     assert chunk.completion is not None
     assert chunk.completion.stats.rule == rules.rule
+
+
+@pytest.mark.parametrize(
+    ("speculation", "branches"),
+    [
+        ({}, MOST_BRANCHES),
+        ({"schedule": "lockstep"}, 0),
+        ({"schedule": "lockstep", "branches": 3}, 3),
+        ({"rule": "ratio"}, 0),
+        ({"rule": "ratio", "branches": 4}, 4),
+        ({"rule": "block", "branches": 0}, 0),
+    ],
+)
+def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
+    """Guards branches against being silently dropped, in rounds above all, and the lines of rounds that name none."""
+    opening = CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
+    assert opening.draft_branches == branches
 
 
 @pytest.mark.parametrize(

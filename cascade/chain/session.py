@@ -158,7 +158,7 @@ class Session:
     def window_full(self) -> bool:
         """All the guesses of a round are here: a whole draft window, or a text's end."""
         trunk, stops = self.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
-        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not stops.isdisjoint(trunk.tokens[-1:])
+        whole = len(trunk) >= min(self.opening.draft_window, self.room, MAX_NODES) or not stops.isdisjoint(trunk.tokens[-1:])
         return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:

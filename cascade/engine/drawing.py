@@ -76,19 +76,18 @@ def tree_tokens(dists: Sequence[Dist], vocab_size: int, row: Row, draw: Draw) ->
 
     They may end before the places do. Of places behind their end nothing is said.
     """
-    draft, places = row.draft, 1 + len(row.draft)
+    draft = row.draft
     device = torch.as_tensor(dists[0].probs).device
-    families: list[list[int]] = [[] for _ in range(places)]  # children by place
+    families: list[list[int]] = [[] for _ in range(1 + len(draft))]  # children by place
     for node in range(len(draft)):
         families[1 + draft.parent(node)].append(node)
     most = max(map(len, families))
-    x = [[draft.tokens[node] for node in family] + [-1] * (most - len(family)) for family in families]
+    tokens = [[draft.tokens[node] for node in family] + [-1] * (most - len(family)) for family in families]
     ways = [[1 + node for node in family] + [place] * (most - len(family) + 1) for place, family in enumerate(families)]
-    given = [*dists, *[NOTHING] * (places - len(dists))]
-    drawn_from = [draft.dists[family[0]] if family else NOTHING for family in families]
-    p, q = (_dense(each, vocab_size, device) for each in (given, drawn_from))
-    x, ways, keys = (torch.tensor(each).to(device, non_blocking=True) for each in (x, ways, draw.keys))
-    own = judged_tree(p, q, x, ways, keys, draft.height)
+    p = _dense([*dists, *[NOTHING] * (len(families) - len(dists))], vocab_size, device)
+    q = _dense([draft.dists[family[0]] if family else NOTHING for family in families], vocab_size, device)
+    told = (torch.tensor(each).to(device, non_blocking=True) for each in (tokens, ways, draw.keys))
+    own = judged_tree(p, q, *told, draft.height)
     return _told(own[: len(dists)], dists, draw)
 
 

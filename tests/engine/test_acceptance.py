@@ -226,7 +226,7 @@ def test_the_law_of_trees_is_exact(kind: str, room: int) -> None:
     outcome = Combs(p, q, 2, room).outcome()
     assert distance(outcome.law, law_of(p, 3, None, {(): 1.0})) < SURE
     line = enumerated("ratio", p, q, 2).accepted
-    assert outcome.accepted == pytest.approx(line, abs=SURE) if kind == "same" else outcome.accepted > line + 0.05
+    assert outcome.accepted == pytest.approx(line, abs=SURE) if kind == "same" else outcome.accepted > line + 0.01
 
 
 def test_siblings_that_are_offered_for_what_they_say_would_break_the_law() -> None:
@@ -439,7 +439,6 @@ def test_noise_of_positions_alone_would_break_the_law_of_blocks(toy: tuple[Sampl
     assert surprise(sampler.texts("block", 100_000, go_on=ignore), p) > 1.5 * UNLIKELY_Z
 
 
-# a table whose bias from reused noise is plain: the drafter is often wrong, so that siblings are tried
 @pytest.fixture(scope="module")
 def trees() -> tuple[TreeSampler, Table]:
     p, q = table(6, 2, 3), table(6, 2, 4)
@@ -452,10 +451,10 @@ def test_the_law_of_many_trees(trees: tuple[TreeSampler, Table]) -> None:
     assert surprise(sampler.texts("ratio", 100_000), p) < UNLIKELY_Z
 
 
-def test_shared_noise_would_break_the_law_of_trees(trees: tuple[TreeSampler, Table]) -> None:
-    """Guards against a verifier that draws with the noise of its drafter: the test above would tell."""
-    sampler, p = trees
-    assert surprise(sampler.texts("ratio", 100_000, own=0), p) > 2 * UNLIKELY_Z
+def test_shared_noise_would_break_the_law_of_trees() -> None:
+    """Guards against a verifier that draws with the noise of its drafter: with one sibling each; more leave little to draw."""
+    p, q = table(6, 2, 3), table(6, 2, 4)
+    assert surprise(TreeSampler(p, q, 1).texts("ratio", 100_000, own=0), p) > 2 * UNLIKELY_Z
 
 
 def test_one_lot_for_all_siblings_would_break_the_law(
@@ -467,8 +466,8 @@ def test_one_lot_for_all_siblings_would_break_the_law(
     assert surprise(sampler.texts("ratio", 100_000), p) > 2 * UNLIKELY_Z
 
 
-def test_siblings_with_the_noise_of_their_token_would_be_drawn_twice() -> None:
-    """Guards siblings of tokens that were not drawn with their key's noise alone: theirs is apart."""
+def test_siblings_are_drawn_without_replacement() -> None:
+    """Guards what the rule takes them for: none twice, none without a chance, each as likely as what is left of q says."""
     keys = torch.tensor([rounds._first(seed, 1) for seed in range(20_000)])
     probs = torch.tensor([0.5, 0.3, 0.2]).expand(len(keys), -1)
     ids = torch.arange(3).expand_as(probs)

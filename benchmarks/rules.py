@@ -129,7 +129,8 @@ def drawn(
     model: Model, text: list[int], params: SamplingParams, number: random.Random
 ) -> tuple[Draft, list[Sequence[Sibling]]]:
     """A line behind ``text``, with what each guess was drawn from, and siblings beside it."""
-    store, line, beside = model.new_cache(), Draft(), []
+    store, line = model.new_cache(), Draft()
+    beside: list[Sequence[Sibling]] = []
     for size in range(LOCKSTEP_WINDOW):
         begin, new = (len(text) + size - 1, line.tokens[-1:]) if size else (0, text)
         draw = Draw([number.getrandbits(63)], "coupled", 0, RUNNER_UPS)

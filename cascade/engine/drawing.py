@@ -86,8 +86,8 @@ def tree_tokens(dists: Sequence[Dist], vocab_size: int, row: Row, draw: Draw) ->
     ways = [[1 + node for node in family] + [place] * (most - len(family) + 1) for place, family in enumerate(families)]
     p = _dense([*dists, *[NOTHING] * (len(families) - len(dists))], vocab_size, device)
     q = _dense([draft.dists[family[0]] if family else NOTHING for family in families], vocab_size, device)
-    told = (torch.tensor(each).to(device, non_blocking=True) for each in (tokens, ways, draw.keys))
-    own = judged_tree(p, q, *told, draft.height)
+    x, places, keys = (torch.tensor(each).to(device, non_blocking=True) for each in (tokens, ways, draw.keys))
+    own = judged_tree(p, q, x, places, keys, draft.height)
     return _told(own[: len(dists)], dists, draw)
 
 

@@ -39,7 +39,8 @@ class Line(NamedTuple):
     def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp], Dist | None]]]:
         """The own token behind each of its nodes, the runner-ups, and what it is drawn from, as far as they are known."""
         size, first = len(scored.own), self.row.num_scored - len(self.nodes)
-        found = zip(scored.own, scored.runner_ups or [()] * size, scored.dists or [None] * size, strict=True)
+        dists: Sequence[Dist | None] = scored.dists or [None] * size
+        found = zip(scored.own, scored.runner_ups or [()] * size, dists, strict=True)
         return zip(self.nodes, list(found)[first:], strict=False)
 
     def own(self, scored: Scored, own: Sequence[int]) -> Sequence[int]:

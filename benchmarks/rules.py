@@ -185,12 +185,13 @@ def bytes_per_token(temperature: float, **shape: Any) -> dict[str, float]:
     return found
 
 
-def head(found: dict[str, list[Cell]]) -> dict[str, Any]:
+def head(found: dict[str, list[Cell]], quick: bool) -> dict[str, Any]:
     """All figures, and whether they are as the papers have them."""
     by_temperature = {name: figures(cells) for name, cells in found.items()}
+    prompts, tokens = (BUILT_IN[:1], 2 * STRIDE) if quick else (BUILT_IN, TOKENS)
     return {
         "modes": by_temperature,
-        "tokens_per_round": {at(temperature): tokens_per_round(temperature) for temperature in TEMPERATURES},
+        "tokens_per_round": {at(temperature): tokens_per_round(temperature, prompts, tokens) for temperature in TEMPERATURES},
         "block_at_least_ratio": _at_least(by_temperature, "block lines", "ratio lines"),
         "trees_at_least_lines": _at_least(by_temperature, "ratio trees", "ratio lines"),
         "bytes_per_token": {
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
     chosen = parser.parse_args(arguments)
     quiet()
-    first = head(measure(chosen.quick)) | {"hardware": f"{processor()}, {os.cpu_count()} cores"}
+    first = head(measure(chosen.quick), chosen.quick) | {"hardware": f"{processor()}, {os.cpu_count()} cores"}
     console.print(table(first))
     if results := chosen.results or (None if chosen.quick else RESULTS):
         results.write_text(json.dumps(first, indent=1) + "\n")

@@ -19,7 +19,7 @@ from cascade.chain.rounds import Rounds
 from cascade.chain.runner import Runner
 from cascade.chain.session import Session
 from cascade.draft import Dist, Draft
-from cascade.messages import Close, Commit, Edge, Failed, Message, Open, Proposal, Rules
+from cascade.messages import COUPLED, Close, Commit, Edge, Failed, Message, Open, Proposal, Rules
 from cascade.params import Rule, SamplingParams
 from cascade.scorer import Scored, Sibling
 from cascade.simulation.toy import ToyModel
@@ -282,6 +282,15 @@ def test_rounds_are_whole_or_nothing() -> None:
     reading.attach("0", "below", ())
     reading.propose(Proposal("below", 9, guess.first(3)))
     assert not reading.guesses(), "the first pass waits for nobody"
+
+
+def test_a_window_longer_than_any_draft_is_full() -> None:
+    """Guards lockstep with windows beyond what a session holds: each round would wait until its patience is at an end."""
+    first = opening(1, COUPLED, 2, params=params(1, 300), ends=frozenset(), draft_window=100)
+    session = Session(first, "1", 1, VOCAB)
+    session.attach("0", "below", ())
+    session.propose(Proposal("below", 1, Draft((0,) * 100, bytes(100))))
+    assert session.window_full
 
 
 def test_a_drafter_proposes_whole_rounds() -> None:

@@ -360,7 +360,7 @@ class Session:
         new, old = fresh.trunk.tokens, self.draft.trunk.tokens
         if new[: len(old)] != old[: len(new)]:
             self.draft = fresh
-        elif not fresh.dists or not self.draft.dists:
+        elif not fresh.dists and not self.draft.dists:
             self.draft = fresh.merge(self.draft).first(MAX_NODES)
         elif len(new) >= len(old):  # what a round offers, it offers as a whole
             self.draft = fresh

@@ -345,6 +345,10 @@ def test_siblings_are_judged_with_their_round() -> None:
     assert (below.branches, below.draft_branches) == (4, 0), "what is below drafts lines, for it is coupled"
     dist = Dist((0, 1, 2), (0.5, 0.3, 0.2))
     tree = Draft((0, 1, 2, 3, 2), bytes(5), parents=(-1, 0, 1, -1, 0), dists=(dist,) * 5)
+    session.propose(Proposal("below", 1, tree))
+    assert len(session.draft.dists) == 5, "the first to come"
+    session = Session(first, "1", 1, VOCAB)
+    session.attach("0", "below", (), 4)
     for offered, whole in ((tree.first(2), False), (tree.first(3), True), (tree, True), (tree.first(2), True)):
         session.propose(Proposal("below", 1, offered))
         assert bool(session.guesses()) == whole

@@ -30,15 +30,16 @@ from cascade import family
 from cascade.bench.load import Cell, Workload, joined, load
 from cascade.bench.measure import Mode
 from cascade.bench.prompts import BUILT_IN, Prompt
+from cascade.chain.rounds import offered
 from cascade.draft import Draft
-from cascade.engine.acceptance import RULES
+from cascade.engine.acceptance import RULES, siblings
 from cascade.engine.devices import processor
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
-from cascade.messages import Proposal
-from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, WEIGHED, SamplingParams, Speculation
-from cascade.scorer import Draw, Row
+from cascade.messages import RUNNER_UPS, Proposal
+from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, MOST_BRANCHES, WEIGHED, SamplingParams, Speculation
+from cascade.scorer import Draw, Row, Sibling
 from deployments.links.codec import encode
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
@@ -53,12 +54,16 @@ console = Console(stderr=True, highlight=False)
 
 def modes(name: str, chain: tuple[str, ...]) -> list[Mode]:
     """Every rule with one choice of tiers."""
+    most = MOST_BRANCHES
     return [
-        Mode(f"coupled lines, lockstep, {name}", Speculation(tiers=chain, schedule="lockstep")),
-        Mode(f"ratio, {name}", Speculation(tiers=chain, rule="ratio")),
-        Mode(f"ratio of all tokens, {name}", Speculation(tiers=chain, rule="ratio", draft_top_k=0)),
-        Mode(f"block, {name}", Speculation(tiers=chain, rule="block")),
-        Mode(f"block of all tokens, {name}", Speculation(tiers=chain, rule="block", draft_top_k=0)),
+        Mode(f"coupled lines, lockstep, {name}", Speculation(tiers=chain, schedule="lockstep", branches=0)),
+        Mode(f"coupled trees, lockstep, {name}", Speculation(tiers=chain, schedule="lockstep", branches=most)),
+        Mode(f"ratio lines, {name}", Speculation(tiers=chain, rule="ratio", branches=0)),
+        Mode(f"ratio trees, {name}", Speculation(tiers=chain, rule="ratio", branches=most)),
+        Mode(f"ratio lines of all tokens, {name}", Speculation(tiers=chain, rule="ratio", branches=0, draft_top_k=0)),
+        Mode(f"ratio trees of all tokens, {name}", Speculation(tiers=chain, rule="ratio", branches=most, draft_top_k=0)),
+        Mode(f"block lines, {name}", Speculation(tiers=chain, rule="block")),
+        Mode(f"block lines of all tokens, {name}", Speculation(tiers=chain, rule="block", draft_top_k=0)),
         Mode(f"coupled lines, async, {name}", Speculation(tiers=chain, branches=0)),
         Mode(f"coupled trees, async, {name}", Speculation(tiers=chain)),
     ]
@@ -99,33 +104,50 @@ def figures(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
 
 
 def tokens_per_round(temperature: float, prompts: Sequence[Prompt] = BUILT_IN, tokens: int = TOKENS) -> dict[str, float]:
-    """Tokens that a round of medium's guesses gives, by formula: the mean over lines that are the same for both rules.
+    """Tokens that a round of medium's guesses gives, by formula: the mean over lines that are the same for all.
 
-    Lines are drawn behind what the full model writes, every `STRIDE` tokens. It depends on luck far less than answers do.
+    Lines are drawn behind what the full model writes, every `STRIDE` tokens, and for trees siblings beside them. It depends on
+    luck far less than answers do.
     """
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1, ignore_eos=True)
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", drafter=None) as alone:
         written = [(alone.tokenizer.encode(one.text), alone.generate(one.text, params).token_ids) for one in prompts]
     texts = [[*prompt, *output[:end]] for prompt, output in written for end in range(0, tokens, STRIDE)]
     full, medium = (Model.from_pretrained(path, dtype="float32") for path in family.paths()[:0:-1])
-    sums, number = dict.fromkeys(WEIGHED, 0.0), random.Random(0)
+    sums, number = dict.fromkeys((*WEIGHED, "ratio trees"), 0.0), random.Random(0)
     for text in texts:
-        line = drawn(medium, text, params, number)
+        line, beside = drawn(medium, text, params, number)
         p = full.logits([Row(full.new_cache(), 0, text, 1, params, draft=line)]).float().div(temperature).softmax(-1)
         q, x = torch.stack([dist.probs for dist in line.dists]), torch.tensor(line.tokens)
         for rule in WEIGHED:
             sums[rule] += 1 + expected(rule, RULES[rule].weigh(p, q, x).chances.tolist())
+        sums["ratio trees"] += 1 + expected_of_tree(siblings(p[:-1], q, families(line, beside)).chances.tolist())
     return {rule: round(total / len(texts), 3) for rule, total in sums.items()}
 
 
-def drawn(model: Model, text: list[int], params: SamplingParams, number: random.Random) -> Draft:
-    """A line behind ``text``, and what each guess was drawn from."""
+def drawn(
+    model: Model, text: list[int], params: SamplingParams, number: random.Random
+) -> tuple[Draft, list[Sequence[Sibling]]]:
+    """A line behind ``text``, with what each guess was drawn from, and siblings beside it."""
     store, line = model.new_cache(), Draft()
+    beside: list[Sequence[Sibling]] = []
     for size in range(LOCKSTEP_WINDOW):
         begin, new = (len(text) + size - 1, line.tokens[-1:]) if size else (0, text)
-        [scored] = model.run([Row(store, begin, new, 1, params, draw=Draw([number.getrandbits(63)], "coupled", 0))])
+        draw = Draw([number.getrandbits(63)], "coupled", 0, RUNNER_UPS)
+        [scored] = model.run([Row(store, begin, new, 1, params, draw=draw)])
         line = Draft((*line.tokens, *scored.own), bytes(size + 1), dists=(*line.dists, *scored.dists))
-    return line
+        beside += scored.siblings
+    return line, beside
+
+
+def families(line: Draft, beside: Sequence[Sequence[Sibling]]) -> torch.Tensor:
+    """Each guess of ``line`` with the siblings that are offered beside it, -1 where there are fewer: int64 ``[n, k]``."""
+    heads = sorted(offered(beside), reverse=True, key=lambda head: head[0])[:MOST_BRANCHES]
+    found = torch.full((len(line), 1 + RUNNER_UPS), -1)
+    found[:, 0] = torch.tensor(line.tokens)
+    for _, place, rank in heads:
+        found[place, 1 + rank] = beside[place][rank].token
+    return found
 
 
 def expected(rule: str, chances: Sequence[float]) -> float:
@@ -134,6 +156,15 @@ def expected(rule: str, chances: Sequence[float]) -> float:
         return sum(math.prod(chances[: place + 1]) for place in range(len(chances)))
     rest = [math.prod(1 - chance for chance in chances[place:]) for place in range(1, len(chances) + 1)]
     return sum(place * chance * none for place, (chance, none) in enumerate(zip(chances, rest, strict=True), start=1))
+
+
+def expected_of_tree(chances: Sequence[Sequence[float]]) -> float:
+    """Accepted guesses on average, where each place has a guess and siblings, each with its chance if those before it fail."""
+    accepted, reach = 0.0, 1.0
+    for first, *others in chances:
+        accepted += reach * (1 - (1 - first) * math.prod(1 - chance for chance in others))
+        reach *= first
+    return accepted
 
 
 def bytes_per_token(temperature: float, **shape: Any) -> dict[str, float]:
@@ -154,23 +185,32 @@ def bytes_per_token(temperature: float, **shape: Any) -> dict[str, float]:
     return found
 
 
-def head(found: dict[str, list[Cell]]) -> dict[str, Any]:
+def head(found: dict[str, list[Cell]], quick: bool) -> dict[str, Any]:
     """All figures, and whether they are as the papers have them."""
     by_temperature = {name: figures(cells) for name, cells in found.items()}
-    pairs = [(mode.name, mode.name.replace("block", "ratio")) for mode in MODES if mode.name.startswith("block")]
-    shares = [
-        (at[block]["tokens_per_pass"], at[ratio]["tokens_per_pass"]) for at in by_temperature.values() for block, ratio in pairs
-    ]
+    prompts, tokens = (BUILT_IN[:1], 2 * STRIDE) if quick else (BUILT_IN, TOKENS)
     return {
         "modes": by_temperature,
-        "tokens_per_round": {at(temperature): tokens_per_round(temperature) for temperature in TEMPERATURES},
-        "block_at_least_ratio": f"{sum(block >= ratio for block, ratio in shares)} of {len(shares)} cells",
+        "tokens_per_round": {at(temperature): tokens_per_round(temperature, prompts, tokens) for temperature in TEMPERATURES},
+        "block_at_least_ratio": _at_least(by_temperature, "block lines", "ratio lines"),
+        "trees_at_least_lines": _at_least(by_temperature, "ratio trees", "ratio lines"),
         "bytes_per_token": {
             at(temperature): bytes_per_token(temperature)
             | {"top_p 0.9, of all": bytes_per_token(temperature, top_p=0.9)["of all tokens"]}
             for temperature in TEMPERATURES
         },
     }
+
+
+def _at_least(by_temperature: dict[str, dict[str, dict[str, float]]], one: str, other: str) -> str:
+    """In how many cells modes named ``one`` give at least as many tokens per pass as the ``other`` ones beside them."""
+    pairs = [(mode.name, mode.name.replace(one, other)) for mode in MODES if mode.name.startswith(one)]
+    more = [
+        each[name]["tokens_per_pass"] >= each[beside]["tokens_per_pass"]
+        for each in by_temperature.values()
+        for name, beside in pairs
+    ]
+    return f"{sum(more)} of {len(more)} cells"
 
 
 def table(first: dict[str, Any]) -> Table:
@@ -190,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
     chosen = parser.parse_args(arguments)
     quiet()
-    first = head(measure(chosen.quick)) | {"hardware": f"{processor()}, {os.cpu_count()} cores"}
+    first = head(measure(chosen.quick), chosen.quick) | {"hardware": f"{processor()}, {os.cpu_count()} cores"}
     console.print(table(first))
     if results := chosen.results or (None if chosen.quick else RESULTS):
         results.write_text(json.dumps(first, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Draft:
     origins: bytes = b""  # one a node, see `origin`
     confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
-    # of each node, what it was drawn from, where a rule asks for it; only of lines
+    # of each node, what it was drawn from, where a rule asks for it: siblings one after another, without those before them
     dists: tuple[Dist, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -96,22 +96,25 @@ class Draft:
         """Nodes of its longest branch."""
         return len(self.tokens) if not self.parents else max(self.depths) + 1
 
-    def walk(self, own: Sequence[int]) -> tuple[list[int], list[int]]:
+    def walk(self, own: Sequence[int], ends: Collection[int] = ()) -> tuple[list[int], list[int]]:
         """The way that own tokens take through the tree: new tokens of the text, and the nodes that say the same.
 
         ``own[0]`` is the own token behind the text and ``own[1 + node]`` the one behind a node, as far as nodes are scored. The
-        last new token may be in the tree or not: then there is a node less.
+        last new token may be in the tree or not: then there is a node less. Behind the first of ``ends`` there is none.
         """
         new: list[int] = []
         path: list[int] = []
         at = -1
         while at + 1 < len(own):
-            new.append(own[at + 1])
-            found = self._child(at, own[at + 1])
+            own_token = own[at + 1]
+            new.append(own_token)
+            found = self._child(at, own_token)
             if found is None:
                 break
             path.append(found)
             at = found
+            if own_token in ends:
+                break
         return new, path
 
     def way(self, node: int) -> list[int]:
@@ -158,6 +161,7 @@ class Draft:
             bytes(self.origins[node] for node in nodes),
             bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
             tuple(place[self.parent(node)] for node in nodes),
+            tuple(self.dists[node] for node in nodes) if self.dists else (),
         )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
@@ -192,6 +196,7 @@ class Draft:
             bytes(self.origins[i] for i in nodes),
             bytes(self.confidences[i] for i in nodes) if self.confidences else b"",
             tuple(kept[self.parents[i]] for i in nodes),
+            tuple(self.dists[i] for i in nodes) if self.dists else (),
         )
 
     def merge(self, other: "Draft") -> "Draft":

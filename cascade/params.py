@@ -27,6 +27,7 @@ MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 RULES: tuple[Rule, ...] = ("coupled", "ratio", "block", "typical")  # by which guesses are accepted, see docs/algorithm.md
 WEIGHED: tuple[Rule, ...] = ("ratio", "block")  # of these, those that ask what a guess was drawn from
+TREED: tuple[Rule, ...] = ("ratio",)  # of these, those that judge trees
 DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -240,7 +241,8 @@ class Speculation:
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
     # "lockstep": draft a whole window, wait, verify, wait; None: "async" with the coupled rule, and in rounds with others
     schedule: Literal["async", "lockstep"] | None = None
-    branches: int | None = None  # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay
+    # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay, in lockstep none
+    branches: int | None = None
     rule: Rule = "coupled"  # by which the full tier accepts guesses, see docs/algorithm.md
     inner_rule: Rule = "coupled"  # by which tiers between it and the bottom one do
     draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
@@ -271,7 +273,9 @@ class Speculation:
             _require(self.draft_top_k is None, "speculation.draft_top_k", self.draft_top_k, "left out with the coupled rule")
             return
         _require(self.schedule != "async", "speculation.schedule", "async", f"'lockstep' with rule {self.rule!r}")
-        _require(not self.branches, "speculation.branches", self.branches, f"0 with rule {self.rule!r}, whose drafts are lines")
+        if self.rule not in TREED:
+            lines = f"0 with rule {self.rule!r}, which judges lines: 'ratio' and 'coupled' judge trees"
+            _require(not self.branches, "speculation.branches", self.branches, lines)
 
     @property
     def in_rounds(self) -> bool:
@@ -284,10 +288,10 @@ class Speculation:
 
     @property
     def most_branches(self) -> int:
-        """Branches of a tier: none in lockstep, whose rounds are lines."""
-        if self.in_rounds:
-            return 0
-        return MOST_BRANCHES if self.branches is None else self.branches
+        """Branches of a tier: none in lockstep unless the request says so."""
+        if self.branches is None:
+            return 0 if self.in_rounds else MOST_BRANCHES
+        return self.branches
 
     @property
     def adaptive(self) -> bool:

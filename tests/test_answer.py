@@ -15,7 +15,7 @@ from cascade.capabilities import Capabilities
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
-from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured
+from cascade.params import DRAFT_TOP_K, MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -240,6 +240,23 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
 
 
 @pytest.mark.parametrize(
+    ("speculation", "branches"),
+    [
+        ({}, MOST_BRANCHES),
+        ({"schedule": "lockstep"}, 0),
+        ({"schedule": "lockstep", "branches": 3}, 3),
+        ({"rule": "ratio"}, 0),
+        ({"rule": "ratio", "branches": 4}, 4),
+        ({"rule": "block", "branches": 0}, 0),
+    ],
+)
+def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
+    """Guards branches against being silently dropped, in rounds above all, and the lines of rounds that name none."""
+    opening = CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
+    assert opening.draft_branches == branches
+
+
+@pytest.mark.parametrize(
     ("speculation", "words"),
     [
         ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block, typical"),
@@ -248,7 +265,8 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
         ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
-        ({"rule": "ratio", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'ratio', whose drafts are lines"),
+        ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
+        ({"rule": "typical", "branches": 1}, "speculation.branches is 1: it must be 0 with rule 'typical', which judges lines"),
         ({"rule": "typical"}, "set lossy: true in the configuration of the server to allow it"),
     ],
 )

@@ -352,19 +352,28 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("inner", "rule"), [("coupled", "block"), ("ratio", "ratio"), rare("coupled", "ratio"), rare("ratio", "block")]
+    ("inner", "rule", "branches"),
+    [
+        ("coupled", "block", 0),
+        ("coupled", "ratio", 8),
+        rare("coupled", "ratio", 0),
+        rare("ratio", "ratio", 0),
+        rare("ratio", "ratio", 8),
+        rare("ratio", "block", 0),
+    ],
 )
-def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, inner: Any) -> None:
+def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, branches: int, inner: Any) -> None:
     """Guards distributions on their way between real models: guesses are right as often as these say, whatever shapes them."""
     grammar = Structured(regex=r"(a|b|c|d){24}")
     for shaped in ({}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"structured": grammar}):
         params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, **shaped)
         texts = set()
         for tiers in (("medium",), ("tiny", "medium")):
-            speculation = Speculation(tiers=tiers, window=4, rule=rule, inner_rule=inner)
+            speculation = Speculation(tiers=tiers, window=4, rule=rule, inner_rule=inner, branches=branches)
             completion = complete(cascade, PROMPT, params, speculation)
             [edge] = [edge for edge in completion.stats.edges if edge.drafter == "medium"]
-            assert edge.accepted > 0.3 * edge.proposed > 0
+            assert edge.accepted_by_rank[0] > 0.3 * edge.proposed_by_rank[0] > 0
+            assert bool(edge.runner_ups[0]) == bool(branches)
             assert completion.stats.rule == rule
             texts |= {completion.token_ids, complete(cascade, PROMPT, params, speculation).token_ids}
             if "structured" in shaped:

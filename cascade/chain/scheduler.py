@@ -106,7 +106,7 @@ def _candidates(
     for slot in texts:
         session = slot.session
         certain = session.opening.lockstep  # whose rounds are whole
-        guesses = session.guesses()[:max_guesses]
+        guesses = session.guesses()[: max_guesses + (session.opening.draft_branches if certain else 0)]
         found += [(CERTAIN if certain else session.chance * chance, slot, node) for chance, node in guesses]
     for slot in slots:
         found += [(chance, slot, branch) for chance, branch in ways.get(id(slot), ())]

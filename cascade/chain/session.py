@@ -17,15 +17,15 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
 from cascade.chain.hints import Hint, Pool, fed, pooled
-from cascade.chain.rounds import Rounds, unended
+from cascade.chain.rounds import MAX_NODES, Rounds, unended
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
+from cascade.params import TREED
 from cascade.scorer import RunnerUp, Scored
 
 MIN_RUN_AHEAD = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
-MAX_NODES = 64  # of a draft, at most
 LIKELY = 0.5  # chance of a guess for which nobody waits for others
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
@@ -97,7 +97,7 @@ class Session:
         self.calibration = Calibration()  # of its guesses
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
         self.branches: Branches | None = None  # beside its own text, if the tier above takes any
-        if opening.branches:
+        if opening.branches and self.rounds is None:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
         self.taken: Branch | None = None  # the branch that the last correction has made the text, see `join`
 
@@ -158,7 +158,7 @@ class Session:
     def window_full(self) -> bool:
         """All the guesses of a round are here: a whole draft window, or a text's end."""
         trunk, stops = self.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
-        whole = len(trunk) >= min(self.opening.draft_window, self.room) or not stops.isdisjoint(trunk.tokens[-1:])
+        whole = len(trunk) >= min(self.opening.draft_window, self.room, MAX_NODES) or not stops.isdisjoint(trunk.tokens[-1:])
         return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:
@@ -230,8 +230,9 @@ class Session:
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         start = len(self.text)
-        own = scored.own if self.rounds is None else self.rounds.judged(start, work.draft, scored)
-        self._accept(work.draft, own, scored.runner_ups, work.whose)
+        if self.rounds is not None:
+            self.rounds.judged(start, work.draft, scored)
+        self._accept(work.draft, scored.own, scored.runner_ups, work.whose)
         for token in scored.ahead:
             if self.stalled:
                 break
@@ -242,7 +243,7 @@ class Session:
         self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]], whose: Sequence[str] = ()
     ) -> None:
         """Emit the guesses of ``draft`` that are right and the own token behind them; what was guessed behind it is left."""
-        new, path = draft.walk(own)
+        new, path = draft.walk(own, self.opening.ends)
         pool = self.pool.draft
         known = pool.find(new)
         replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
@@ -357,8 +358,12 @@ class Session:
         """Take over guesses behind the text, as far as they are token ids and fit into the window; the newest win."""
         fresh = self._fitting(fresh)
         new, old = fresh.trunk.tokens, self.draft.trunk.tokens
-        agree = new[: len(old)] == old[: len(new)]
-        self.draft = fresh.merge(self.draft).first(MAX_NODES) if agree else fresh
+        if new[: len(old)] != old[: len(new)]:
+            self.draft = fresh
+        elif not fresh.dists and not self.draft.dists:
+            self.draft = fresh.merge(self.draft).first(MAX_NODES)
+        elif len(new) >= len(old):  # what a round offers, it offers as a whole
+            self.draft = fresh
 
     def _fitting(self, draft: Draft) -> Draft:
         return draft.fitting(self.vocab_size, self.opening.draft_window, MAX_NODES)
@@ -379,8 +384,12 @@ class Session:
             return None
         self._told = len(self.text)
         start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
-        dists = self.rounds.dists(start, len(tokens)) if self.rounds is not None else ()
-        draft = Draft(tuple(tokens), origins, dists=dists) if branches is None else branches.draft(tokens, origins, self.level)
+        if branches is not None:
+            draft = branches.draft(tokens, origins, self.level)
+        elif self.rounds is not None:
+            draft = self.rounds.proposed(start, tokens, origins, self.level)
+        else:
+            draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
         return Proposal(self.opening.session, start, draft, self.edges, spared=self.spared, lanes=lanes)
 
@@ -397,13 +406,14 @@ class Session:
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
 
-        It and those may offer and prepare so many ``branches``.
+        It and those may offer and prepare so many ``branches``; in rounds those below a rule that judges trees.
         """
         self._change(drafter)
         self.draft_stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
         params, rules = opening.params, opening.rules.below()
+        judged = self.rounds is None or rules.rule in TREED
         return replace(
             opening,
             params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
@@ -413,7 +423,7 @@ class Session:
             chain=chain,
             window=opening.draft_window,
             branches=branches,
-            draft_branches=branches,
+            draft_branches=branches if judged else 0,
             adaptive=False,
             lockstep=opening.lockstep if self.rounds is None else rules.rule != "coupled",
             rules=rules,

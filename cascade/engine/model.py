@@ -222,7 +222,8 @@ class Model:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
         with self.threads.use(sum(len(row.fed) for row in rows)):
-            scored = run_trees(rows, self._pass, shares_pass=self._attention.shares_pass) if trees else self._pass(rows)
+            alike: dict[str, Any] = {"vocab_size": self.vocab_size, "shares_pass": self._attention.shares_pass}
+            scored = run_trees(rows, self._pass, **alike) if trees else self._pass(rows)
             return scored if self.reader is None else self.reader.draft(rows, scored)
 
     def _counted(self, num_threads: int | None) -> Threads:

@@ -8,6 +8,9 @@ lies between its fork and its first node:
 - the last token of the text, too, where own tokens depend on the path (`SamplingParams.shaped`): so it is a row like any other;
 - all that the session's row reads, where stores are blocks: a kernel reads them all after all were written, but the last
   block of a fork is its own, and what is before the row is there already.
+
+Where own tokens are drawn by a rule, see `drawing`, lines say no more than what each may be drawn from, and the tree is judged
+as a whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cascade.draft import Draft
+from cascade.draft import Dist, Draft
+from cascade.engine.drawing import tree_tokens
 from cascade.engine.logits_processors import report
 from cascade.errors import ModelError
-from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
+from cascade.scorer import MAX_FORKED, Draw, Row, RunnerUp, Scored
 
 MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: behind more, such as a prompt, the trunk is enough
 
@@ -32,11 +36,18 @@ class Line(NamedTuple):
     row: Row
     nodes: Sequence[int]
 
-    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
-        """The own token behind each of its nodes, and the runner-ups, as far as they are known."""
-        first = self.row.num_scored - len(self.nodes)
-        found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
+    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp], Dist | None]]]:
+        """The own token behind each of its nodes, the runner-ups, and what it is drawn from, as far as they are known."""
+        size, first = len(scored.own), self.row.num_scored - len(self.nodes)
+        dists: Sequence[Dist | None] = scored.dists or [None] * size
+        found = zip(scored.own, scored.runner_ups or [()] * size, dists, strict=True)
         return zip(self.nodes, list(found)[first:], strict=False)
+
+    def own(self, scored: Scored, own: Sequence[int]) -> Sequence[int]:
+        """Own tokens of the row, if the tree's ``own`` tokens take its path."""
+        size, first = len(scored.own), self.row.num_scored - len(self.nodes)
+        path = self.row.fed[len(self.row.fed) - self.row.num_scored + 1 :]
+        return [*path[:first], *(own[1 + node] for node in self.nodes if 1 + node < len(own))][:size]
 
 
 class Tree:
@@ -46,9 +57,11 @@ class Tree:
         """``shares_pass``: forks see what their store's row writes before them in the same pass."""
         self.lines: list[Line] = []
         self.taken = 0  # line that own tokens follow
+        self.reported: list[Sequence[int]] = []  # of each line, own tokens that are the tree's: none off their way
         self._row = row
         self._shares_pass = shares_pass
         self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
+        self._draw = Draw((), likeliest=row.draw.likeliest or 0) if row.draw is not None else None  # of the lines
         self._forks: dict[int, Any] = {}  # by line
         self._depths = {-1: 0}  # of the trunk's nodes
 
@@ -60,7 +73,7 @@ class Tree:
             return self.lines
         trunk, *branches = self._split()
         self._depths |= {node: depth for depth, node in enumerate(trunk, 1)}
-        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0), (-1, *trunk)))
+        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0, draw=self._draw), (-1, *trunk)))
         for nodes in branches:
             try:
                 self.lines.append(self._branch(nodes))
@@ -68,18 +81,26 @@ class Tree:
                 break
         return self.lines
 
-    def take(self, scored: Sequence[Scored]) -> Scored:
+    def take(self, scored: Sequence[Scored], vocab_size: int) -> Scored:
         """What the lines say, in the order of the tree's nodes; the store holds the path of own tokens then."""
         row = self._row
         if row.draft.is_line or row.num_own != 1:
+            self.reported = [scored[0].own]
             return scored[0]
-        found: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
+        found: dict[int, tuple[int, Sequence[RunnerUp], Dist | None]] = {}
         for line, one in zip(self.lines, scored, strict=True):
             found.update(line.said(one))
         known = list(takewhile(found.__contains__, range(-1, len(row.draft))))
-        own = [found[node][0] for node in known]
-        self._follow(own)
-        return Scored(own, runner_ups=[found[node][1] for node in known] if row.runner_ups else ())
+        if row.draw is not None:
+            said = tree_tokens([dist for node in known if (dist := found[node][2])], vocab_size, row, row.draw)
+        else:
+            others = [found[node][1] for node in known] if row.runner_ups else ()
+            said = Scored([found[node][0] for node in known], runner_ups=others)
+        self._follow(said.own)
+        line, one = self.lines[self.taken], scored[self.taken]
+        self.reported = [()] * len(self.lines)
+        self.reported[self.taken] = one.own if row.draw is None else line.own(one, said.own)
+        return said
 
     def free(self) -> None:
         """Give back the forks that own tokens do not follow."""
@@ -117,7 +138,7 @@ class Tree:
         if not self._shares_pass:
             fork.reserve(start + again + len(draft))  # while the branch can still be left out
         tokens = row.tokens[len(row.tokens) - again :]
-        alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses)}
+        alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses), "draw": self._draw}
         if row.state is None:
             fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, **alike)
         else:
@@ -138,7 +159,7 @@ class Tree:
 
 
 @torch.inference_mode()
-def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_pass: bool) -> list[Scored]:
+def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, vocab_size: int, shares_pass: bool) -> list[Scored]:
     """What ``run`` says of rows whose drafts are lines, of trees: with a row for each branch.
 
     ``run`` takes a function like `report`, too. Log-probabilities are those of the line that own tokens follow. With
@@ -148,15 +169,15 @@ def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_p
     if not shares_pass:
         for row in rows:  # before forks have what memory is left
             row.cache.prepare(row.start, row.start + len(row.fed))
-    told: list[tuple[Tensor, Sequence[Row], list[Sequence[int]]]] = []
+    told: list[tuple[Tensor, Sequence[Row]]] = []
     try:
         lines = [line.row for tree in trees for line in tree.grow()]
-        said = iter(run(lines, lambda *what: told.append(what)))
-        scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
+        said = iter(run(lines, lambda logits, rows, own: told.append((logits, rows))))
+        scored = [tree.take(list(islice(said, len(tree.lines))), vocab_size) for tree in trees]
     finally:
         for tree in trees:
             tree.free()
-    taken = [place == tree.taken for tree in trees for place in range(len(tree.lines))]
-    for logits, told_rows, own in told:
-        report(logits, told_rows, [one if follows else () for one, follows in zip(own, taken, strict=True)])
+    own = [one for tree in trees for one in tree.reported]
+    for logits, told_rows in told:
+        report(logits, told_rows, own)
     return scored

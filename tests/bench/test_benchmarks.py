@@ -224,10 +224,12 @@ def test_rules_are_compared_fairly() -> None:
     for name, chain in rules.CHAINS.items():
         asked = [mode.speculation for mode in rules.modes(name, chain)]
         assert {one.tiers for one in asked} == {chain}
-        assert [one.rule for one in asked].count("coupled") == 3
+        assert [one.rule for one in asked].count("coupled") == 4
+        assert all(sum(one == replace(other, branches=0) for one in asked) == 1 for other in asked if other.branches)
     assert rules.expected("ratio", [0.5, 0.5]) == 0.75
     assert rules.expected("block", [0.5, 0.5]) == 1.25
+    assert rules.expected_of_tree([[0.5, 0.5], [0.5, 0.0]]) == 1.0
     given = rules.tokens_per_round(1.0, rules.BUILT_IN[:1], 12)
-    assert 1 <= given["ratio"] <= 1 + rules.LOCKSTEP_WINDOW
+    assert 1 <= given["ratio"] < given["ratio trees"] <= 1 + rules.LOCKSTEP_WINDOW
     weights = list(rules.bytes_per_token(1.0, top_p=0.9).values())
     assert 1 < weights[0] < weights[1] <= weights[2]

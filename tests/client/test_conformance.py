@@ -49,7 +49,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "branches": {"branches": 0},
 }
 RULED: dict[str, dict[str, Any]] = {
-    "rule": {"rule": "ratio"},
+    "rule": {"rule": "ratio", "branches": 8},
     "inner_rule": {"rule": "block", "inner_rule": "ratio"},
     "draft_top_k": {"rule": "block", "draft_top_k": 3},
 }

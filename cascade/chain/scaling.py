@@ -1,0 +1,146 @@
+"""Replicas over time: what draft tiers gain is learnt and forgotten, and layouts change only after a while.
+
+`cascade.chain.layout.choose` judges one moment. Here are its memory and its patience; time is an argument, so that servers and
+the simulator of fleets follow the same rules.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cascade.chain.layout import Goal, Layout, TierLoad, choose, devices
+
+OPTIMISM = 2.0  # gain that draft tiers are taken to have until they have been tried
+LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long to wait; seconds."""
+
+    up_delay_s: float = 5.0  # for which more is needed before more is asked for
+    down_delay_s: float = 60.0  # the same of less
+    trial_s: float = 60.0  # for which a draft tier serves before it is judged
+    rest_s: float = 600.0  # before one that did not pay is tried again, twice as long each time that it does not
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What sets of draft tiers gain, by how many sessions a full replica had."""
+
+    pace: Pace
+    _known: dict[frozenset[str], dict[int, float]] = field(default_factory=dict)
+    _awake: dict[str, float] = field(default_factory=dict)  # since when
+    _asleep: dict[str, float] = field(default_factory=dict)
+    _losses: dict[str, int] = field(default_factory=dict)
+
+    def saw(self, tiers: Sequence[TierLoad], speeds: Mapping[frozenset[str], float], now: float) -> None:
+        """``speeds`` are tokens/s of a session as full replicas measure them, by who drafts; of absent tiers they are old."""
+        for tier in tiers[:-1]:
+            self._note(tier, tiers[-1], now)
+        alone = speeds.get(frozenset(), 0.0)
+        tried = {tier.name for tier in tiers[:-1] if self._tried(tier.name, now)}
+        for names in _sets(tried) if tiers[-1].sessions and tiers[-1].replicas else ():
+            if alone > 0 and names in speeds:
+                self._known.setdefault(names, {})[_crowd(tiers[-1])] = speeds[names] / alone
+            elif not all(tier.sessions for tier in tiers[:-1] if tier.name in names):  # there, and nobody asks
+                self._known.setdefault(names, {})[_crowd(tiers[-1])] = 1.0
+
+    def gains(self, tiers: Sequence[TierLoad]) -> dict[frozenset[str], float]:
+        """Of all sets of draft tiers; what is unknown at this load is taken from the nearest one."""
+        found = {frozenset[str](): 1.0}
+        for names in _sets(tier.name for tier in tiers[:-1]):
+            known = self._known.get(names)
+            near = min(known, key=lambda crowd: abs(crowd - _crowd(tiers[-1]))) if known else 0
+            found[names] = known[near] if known else OPTIMISM
+        return found
+
+    def _note(self, tier: TierLoad, full: TierLoad, now: float) -> None:
+        """A tier comes and goes; one that has been away for long may have become better."""
+        name = tier.name
+        if tier.replicas:
+            self._asleep.pop(name, None)
+            if now - self._awake.setdefault(name, now) > 2 * self.pace.trial_s:
+                self._losses.pop(name, None)
+            return
+        if self._awake.pop(name, None) is not None and full.sessions:
+            self._losses[name] = min(LONGEST, self._losses.get(name, 0) + 1)
+        rest_s = self.pace.rest_s * 2 ** max(0, self._losses.get(name, 1) - 1)
+        if now - self._asleep.setdefault(name, now) >= rest_s:
+            self._asleep[name] = now
+            for names in [names for names in self._known if name in names]:
+                del self._known[names]
+
+    def _tried(self, name: str, now: float) -> bool:
+        return name in self._awake and now - self._awake[name] >= self.pace.trial_s
+
+
+@dataclass(slots=True)
+class Patience:
+    """Follows layouts that are wanted for long enough."""
+
+    pace: Pace
+    layout: Layout  # that is asked for
+    _since: float = 0.0
+    _direction: int = 0
+    _most: Layout = ()
+
+    def follow(self, wanted: Layout, now: float) -> Layout:
+        """The layout to ask for. One with less is the largest that was wanted meanwhile."""
+        direction = _direction(self.layout, wanted)
+        if direction != self._direction:
+            self._direction, self._since, self._most = direction, now, wanted
+        if wanted[::-1] > self._most[::-1]:
+            self._most = wanted
+        if direction and now - self._since >= (self.pace.up_delay_s if direction > 0 else self.pace.down_delay_s):
+            self.layout = wanted if direction > 0 else self._most
+            self._direction = 0
+        return self.layout
+
+
+class Scaler:
+    """Chooses the layout of an application, again and again."""
+
+    def __init__(self, goal: Goal, pace: Pace) -> None:
+        self._goal = goal
+        self._pace = pace
+        self._learnt = Learnt(pace)
+        self._patience: Patience | None = None
+
+    def decide(self, tiers: Sequence[TierLoad], speeds: Mapping[frozenset[str], float], now: float) -> Layout:
+        """Replicas to ask for, of tiers bottom to top; see `Learnt.saw` for ``speeds``."""
+        if self._patience is None:
+            self._patience = Patience(self._pace, tuple(max(tier.least, tier.replicas) for tier in tiers))
+        self._learnt.saw(tiers, speeds, now)
+        wanted = choose(tiers, self._learnt.gains(tiers), self._goal, self._patience.layout)
+        return granted(tiers, self._patience.follow(wanted, now), self._goal.max_devices)
+
+
+def granted(tiers: Sequence[TierLoad], wanted: Layout, max_devices: float) -> Layout:
+    """Of what is wanted, what there are devices for while replicas that are too many still serve; draft tiers wait first."""
+    counts = list(wanted)
+    for place, tier in enumerate(tiers):
+        while counts[place] > tier.replicas and _in_use(tiers, counts) > max_devices:
+            counts[place] -= 1
+    return tuple(counts)
+
+
+def _in_use(tiers: Sequence[TierLoad], counts: Sequence[int]) -> float:
+    return devices(tiers, tuple(max(count, tier.replicas) for tier, count in zip(tiers, counts, strict=True)))
+
+
+def _direction(old: Layout, new: Layout) -> int:
+    """1 if more is wanted of the full tier, or of the others where that stays; -1 if less; 0 if nothing changes."""
+    return (new[::-1] > old[::-1]) - (new[::-1] < old[::-1])
+
+
+def _crowd(full: TierLoad) -> int:
+    """Sessions of a full replica, in powers of two as the planner has them."""
+    return round(math.log2(max(1.0, full.sessions / max(1, full.replicas))))
+
+
+def _sets(names: Iterable[str]) -> list[frozenset[str]]:
+    """All but the empty one."""
+    every = sorted(names)
+    return [frozenset(some) for size in range(1, len(every) + 1) for some in itertools.combinations(every, size)]

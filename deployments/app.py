@@ -55,10 +55,11 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     from deployments.router import Router
     from deployments.tier import TierReplica
 
+    asleep = sleepers(config)
     config = scaled(config, replica_devices(config))
     handles: dict[str, Any] = {}
     options: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
-    if asleep := sleepers(config):
+    if asleep:
         options["sleepers"] = asleep
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         deployment = _deployment(TierReplica, tier_options(tier), f"tier {tier.name}")

@@ -1,24 +1,30 @@
 """How many replicas each tier is worth: a pure function of what the tiers report.
 
-A *layout* is a number of replicas for each tier, bottom to top. Of those that the budget allows and that keep the time per
-token that is wanted, the best has most tokens/s for its devices: ``log(tokens/s) - worth * log(devices)``. So a device is
-worth its place if it adds at least ``worth`` times what devices give on average, for a full replica as for a draft tier.
+A *layout* is a number of replicas for each tier, bottom to top. What has to be done is a number of tokens a second, not of
+sessions: where requests come by themselves a layout that is slower has more sessions, and one that is faster has fewer.
+For each set of draft tiers there are the fewest full replicas that give the time per token that is wanted. A set pays if
+sessions are faster with it than with its devices in full replicas, and by so much that ``log(speed) - worth * log(devices)`` is
+more.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from cascade.chain.profile import PassCost
 
 Layout: TypeAlias = tuple[int, ...]  # replicas, bottom to top
-Gains: TypeAlias = Mapping[frozenset[str], float]  # times as many tokens/s as without drafts, by the draft tiers there are
+Drafts: TypeAlias = frozenset[str]  # tiers that draft, by name
+Gains: TypeAlias = Mapping[Drafts, Mapping[int, float]]  # by `crowd`: times the tokens/s that a session has without drafts
 
-SLACK = 1.15  # a new layout must do for so many times the sessions of now: a load that wavers by less moves nothing
-BETTER = 1.05  # times the tokens/s for its devices make a layout better than the one there is
+SLACK = 1.15  # replicas go if the others have room for so many times the load: one that wavers by less moves nothing
+BETTER = 1.05  # times the speed for its devices make another set of draft tiers the better one
+OPTIMISM = 2.0  # gain of draft tiers that have never been tried
 MOST_KV = 0.9  # of a full replica's positions may be held; beyond that sessions begin to wait
+MOST_SESSIONS = 1024  # of a replica
+HALVINGS = 12
 ROUNDING = 1e-9  # devices are decimal fractions
 
 
@@ -28,7 +34,7 @@ class Goal:
 
     max_devices: float
     slowdown: float = 1.5  # times the time per token of a session that has the full tier to itself, without drafts
-    worth: float = 0.5  # of the tokens/s that a device gives on average, the least that one more must add
+    worth: float = 0.5  # share by which sessions must at least become faster for each share more of devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class TierLoad:
     replicas: int = 0  # that serve
     sessions: float = 0.0  # open ones, with those that wait for a replica
     waiting: float = 0.0  # of them, without a place in memory or a replica
+    tokens_s: float = 0.0  # written in a second
     busy: float = 1.0  # share of the time that a replica is in passes
     kv_use: float = 0.0  # share of a replica's positions that sessions hold
 
@@ -59,38 +66,55 @@ class TierLoad:
 
     def capacity(self, slowdown: float) -> float:
         """Sessions in a pass that takes at most ``slowdown`` times as long as one of a single session."""
-        most, limit = 1.0, slowdown * self.cost(1)
-        while most < 1024 and self.cost(int(most) + 1) <= limit:
-            most += 1
-        return most
+        return _most(lambda sessions: self.cost_of(sessions) <= slowdown * self.cost(1))
+
+    def cost_of(self, sessions: float) -> float:
+        """Seconds of a pass, on a straight line between whole numbers of sessions."""
+        below, share = max(1, math.floor(sessions)), max(0.0, sessions - max(1, math.floor(sessions)))
+        return self.cost(below) * (1 - share) + self.cost(below + 1) * share
 
 
-class _Score(NamedTuple):
-    """How good a layout is; larger is better."""
-
-    meets: bool  # the time per token that is wanted
-    value: float
+def crowd(sessions: float) -> int:
+    """Class of a number of sessions of a full replica, in powers of two as the planner has them."""
+    return round(math.log2(max(1.0, sessions)))
 
 
 def choose(tiers: Sequence[TierLoad], gains: Gains, goal: Goal, current: Layout) -> Layout:
-    """The layout there should be, ``current`` unless another one is clearly better now and with a little more to do.
+    """The layout there should be, ``current`` unless another one is needed, or clearly better.
 
-    ``tiers`` go bottom to top, the last is the full one. ``gains`` has all sets of draft tiers; the empty one is 1. Never over
-    the budget, nor under the least replicas where these fit; with anything to do the full tier has at least one.
+    ``tiers`` go bottom to top, the last is the full one; drafts without ``gains`` are taken to be well worth a trial. Never
+    over the budget, nor under the least replicas where these fit; with anything to do the full tier has at least one.
     """
+    if not tiers[-1].sessions and not tiers[-1].tokens_s:
+        return tuple(tier.least for tier in tiers)
     room = _Room(tiers, gains, goal)
-    if not tiers[-1].sessions:
-        return room.smallest
-    best = room.best(SLACK)
-    if current not in room or (
-        better(room.score(best, 1.0), room.score(current, 1.0)) and better(room.score(best, SLACK), room.score(current, SLACK))
-    ):
-        return best
-    return current
+    best = max(room.options(1.0), key=lambda option: option.rank, default=None)
+    if best is None:
+        return (*(tier.least for tier in tiers[:-1]), max(1, tiers[-1].least))
+    kept = next((option for option in room.options(1.0) if option.drafts == room.drafts_of(current)), None)
+    if kept is None or better(best, kept):
+        return best.layout
+    later = next((option for option in room.options(SLACK) if option.drafts == kept.drafts), kept)
+    full = min(max(current[-1], kept.layout[-1]), max(later.layout[-1], kept.layout[-1]))
+    layout = (*kept.layout[:-1], full)
+    return layout if room.fits(layout) else kept.layout
 
 
-def better(one: _Score, other: _Score) -> bool:
-    """Whether a layout with that score is worth a change."""
+class Option(NamedTuple):
+    """A set of draft tiers, with the full replicas that are needed beside it."""
+
+    layout: Layout
+    drafts: Drafts
+    meets: bool  # the time per token that is wanted
+    value: float  # speed for its devices, or of all together if that is not met; logarithm
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        return self.meets, self.value
+
+
+def better(one: Option, other: Option) -> bool:
+    """Whether it is worth a change."""
     if one.meets != other.meets:
         return one.meets
     return one.value > other.value + math.log(BETTER)
@@ -102,61 +126,97 @@ def devices(tiers: Sequence[TierLoad], layout: Layout) -> float:
 
 
 class _Room:
-    """The layouts that a budget allows."""
+    """What a budget allows, and what it gives."""
 
     def __init__(self, tiers: Sequence[TierLoad], gains: Gains, goal: Goal) -> None:
         self._tiers = tiers
         self._drafts, self._full = tiers[:-1], tiers[-1]
         self._gains = gains
         self._goal = goal
-        self._capacity = [tier.capacity(goal.slowdown) for tier in self._drafts]
-        self._wanted_s = goal.slowdown * self._full.cost(1)
+        self._token_s = goal.slowdown * self._full.cost(1)  # that is wanted
+        # sessions slower than wanted want more than they get
+        self._demand = max(self._full.tokens_s, self._full.load / self._token_s, ROUNDING)
 
-    @property
-    def smallest(self) -> Layout:
-        return tuple(tier.least for tier in self._tiers)
+    def drafts_of(self, layout: Layout) -> Drafts:
+        return frozenset(tier.name for tier, count in zip(self._drafts, layout[:-1], strict=True) if count)
 
-    def __contains__(self, layout: Layout) -> bool:
-        within = all(tier.least <= count <= tier.most for tier, count in zip(self._tiers, layout, strict=True))
-        return within and layout[-1] > 0 and self._fits(layout)
-
-    def best(self, slack: float) -> Layout:
-        """With ``slack`` times the sessions; of equals the one with fewer devices."""
-        fitting = [layout for layout in self._layouts() if self._fits(layout)]
-        floor = (*self.smallest[:-1], max(1, self._full.least))
-        return max(fitting, key=lambda one: (self.score(one, slack), -devices(self._tiers, one)), default=floor)
-
-    def score(self, layout: Layout, slack: float) -> _Score:
-        load = slack * max(1.0, self._full.load)
-        rate = self._gain(layout, load) / self._cost(load / layout[-1])
-        meets = rate * self._wanted_s >= 1 - ROUNDING and layout[-1] >= min(self._full.most, self._full.kv_replicas)
-        price = self._goal.worth * math.log(devices(self._tiers, layout)) if meets else 0.0
-        return _Score(meets, math.log(rate) - price)
-
-    def _fits(self, layout: Layout) -> bool:
+    def fits(self, layout: Layout) -> bool:
         return devices(self._tiers, layout) <= self._goal.max_devices + ROUNDING
 
-    def _layouts(self) -> "itertools.product[Layout]":
-        """Each draft tier with the fewest it may have, one, or all that it needs for its sessions."""
-        load = SLACK * max(1.0, self._full.load)
+    def options(self, slack: float) -> Iterator[Option]:
+        """For each set of draft tiers that the budget allows, one that pays or the empty one."""
+        demand = slack * self._demand
+        for chosen in itertools.product((False, True), repeat=len(self._drafts)):
+            drafts = self._counts(chosen, demand)
+            option = None if drafts is None else self._option(drafts, demand)
+            if option is not None and (not any(chosen) or self._pays(option, demand)):
+                yield option
+
+    def _counts(self, chosen: Sequence[bool], demand: float) -> Layout | None:
+        """Replicas of the draft tiers: as many as their sessions need if they are chosen; ``None`` if some cannot be so."""
         counts = []
-        for tier, capacity in zip(self._drafts, self._capacity, strict=True):
-            needed = math.ceil(load / capacity - ROUNDING)
-            counts.append({min(tier.most, max(tier.least, count)) for count in (0, 1, needed)})
-        return itertools.product(*map(sorted, counts), range(max(1, self._full.least), max(1, self._full.most) + 1))
+        for tier, wanted in zip(self._drafts, chosen, strict=True):
+            if wanted is not bool(tier.least) and (tier.least or not tier.most):
+                return None  # it is always there
+            needed = math.ceil(demand * self._token_s / tier.capacity(self._goal.slowdown) - ROUNDING)
+            counts.append(min(tier.most, max(tier.least, needed, 1)) if wanted else 0)
+        return tuple(counts)
 
-    def _gain(self, layout: Layout, load: float) -> float:
-        """Of the draft tiers there are; what they cannot take on goes without."""
-        there = [
-            (tier, count, room) for tier, count, room in zip(self._drafts, layout[:-1], self._capacity, strict=True) if count
-        ]
-        if not there:
-            return 1.0
-        covered = min(1.0, *(count * room / load for _, count, room in there))
-        return 1.0 + (self._gains[frozenset(tier.name for tier, _, _ in there)] - 1.0) * covered
+    def _option(self, drafts: Layout, demand: float) -> Option | None:
+        """The fewest full replicas that suffice beside these draft tiers, else as many as fit."""
+        names = self.drafts_of((*drafts, 0))
+        least = max(1, self._full.least)
+        left = self._goal.max_devices - devices(self._drafts, drafts)
+        most = min(self._full.most, int(left / self._full.devices + ROUNDING))
+        if most < least:
+            return None
+        each = self._capacity(names) / self._token_s
+        needed = max(math.ceil(demand / each - ROUNDING), math.ceil(self._full.kv_replicas - ROUNDING))
+        layout = (*drafts, min(most, max(least, needed)))
+        if layout[-1] < needed:
+            return Option(layout, names, False, math.log(layout[-1] * each))
+        price = self._goal.worth * math.log(devices(self._tiers, layout))
+        return Option(layout, names, True, math.log(self._speed(names, layout[-1], demand)) - price)
 
-    def _cost(self, sessions: float) -> float:
-        """Seconds of a pass of the full tier, on a straight line between whole sessions."""
-        below, share = math.floor(sessions), sessions % 1.0
-        cost = self._full.cost
-        return cost(max(1, below)) * (1 - share) + cost(max(1, below + 1)) * share
+    def _pays(self, option: Option, demand: float) -> bool:
+        """Whether sessions are faster than with the same devices in full replicas."""
+        if not option.meets:
+            return True
+        always = sum(tier.devices * tier.least for tier in self._drafts)
+        replicas = min(self._full.most, int((devices(self._tiers, option.layout) - always) / self._full.devices + ROUNDING))
+        base = self.drafts_of(tuple(tier.least for tier in self._tiers))
+        return self._speed(option.drafts, option.layout[-1], demand) > self._speed(base, max(1, replicas), demand)
+
+    def _capacity(self, drafts: Drafts) -> float:
+        """Sessions of a full replica that have the time per token that is wanted, as far as gains are known there."""
+        sure = self._gains.get(drafts, {})
+
+        def quick(sessions: float) -> bool:
+            later = [known for known in sure if known >= crowd(sessions)]
+            gain = sure[min(later)] if drafts and later else 1.0
+            return max(1.0, gain) * self._token_s >= self._full.cost_of(sessions) * (1 - ROUNDING)
+
+        return _most(quick)
+
+    def _speed(self, drafts: Drafts, replicas: int, demand: float) -> float:
+        """Tokens a second of a session where so many replicas write all that is to be written."""
+        each = demand / replicas
+
+        def slack(sessions: float) -> bool:
+            return sessions * self._rate(drafts, sessions) <= each
+
+        return self._rate(drafts, _most(slack))
+
+    def _rate(self, drafts: Drafts, sessions: float) -> float:
+        known = self._gains.get(drafts, {})
+        gain = known[min(known, key=lambda one: abs(one - crowd(sessions)))] if known else OPTIMISM
+        return (gain if drafts else 1.0) / self._full.cost_of(sessions)
+
+
+def _most(holds: Callable[[float], bool]) -> float:
+    """Most sessions, 1 at least, for which something ``holds`` that does for fewer."""
+    low, high = 1.0, float(MOST_SESSIONS)
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

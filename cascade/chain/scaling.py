@@ -5,13 +5,12 @@ the simulator of fleets follow the same rules.
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cascade.chain.layout import Goal, Layout, TierLoad, choose, devices
+from cascade.chain.layout import Drafts, Gains, Goal, Layout, TierLoad, choose, crowd, devices
 
-OPTIMISM = 2.0  # gain that draft tiers are taken to have until they have been tried
+RECENT = 0.2  # weight of the latest gain beside those before it
 LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
 
 
@@ -30,12 +29,12 @@ class Learnt:
     """What sets of draft tiers gain, by how many sessions a full replica had."""
 
     pace: Pace
-    _known: dict[frozenset[str], dict[int, float]] = field(default_factory=dict)
+    _known: dict[Drafts, dict[int, float]] = field(default_factory=dict)
     _awake: dict[str, float] = field(default_factory=dict)  # since when
     _asleep: dict[str, float] = field(default_factory=dict)
     _losses: dict[str, int] = field(default_factory=dict)
 
-    def saw(self, tiers: Sequence[TierLoad], speeds: Mapping[frozenset[str], float], now: float) -> None:
+    def saw(self, tiers: Sequence[TierLoad], speeds: Mapping[Drafts, float], now: float) -> None:
         """``speeds`` are tokens/s of a session as full replicas measure them, by who drafts; of absent tiers they are old."""
         for tier in tiers[:-1]:
             self._note(tier, tiers[-1], now)
@@ -43,18 +42,18 @@ class Learnt:
         tried = {tier.name for tier in tiers[:-1] if self._tried(tier.name, now)}
         for names in _sets(tried) if tiers[-1].sessions and tiers[-1].replicas else ():
             if alone > 0 and names in speeds:
-                self._known.setdefault(names, {})[_crowd(tiers[-1])] = speeds[names] / alone
+                self._note_gain(names, _crowd(tiers[-1]), speeds[names] / alone)
             elif not all(tier.sessions for tier in tiers[:-1] if tier.name in names):  # there, and nobody asks
-                self._known.setdefault(names, {})[_crowd(tiers[-1])] = 1.0
+                self._note_gain(names, _crowd(tiers[-1]), 1.0)
 
-    def gains(self, tiers: Sequence[TierLoad]) -> dict[frozenset[str], float]:
-        """Of all sets of draft tiers; what is unknown at this load is taken from the nearest one."""
-        found = {frozenset[str](): 1.0}
-        for names in _sets(tier.name for tier in tiers[:-1]):
-            known = self._known.get(names)
-            near = min(known, key=lambda crowd: abs(crowd - _crowd(tiers[-1]))) if known else 0
-            found[names] = known[near] if known else OPTIMISM
-        return found
+    @property
+    def gains(self) -> Gains:
+        """Of sets of draft tiers that were tried."""
+        return self._known
+
+    def _note_gain(self, names: Drafts, crowd: int, gain: float) -> None:
+        known = self._known.setdefault(names, {})
+        known[crowd] = known[crowd] + RECENT * (gain - known[crowd]) if crowd in known else gain
 
     def _note(self, tier: TierLoad, full: TierLoad, now: float) -> None:
         """A tier comes and goes; one that has been away for long may have become better."""
@@ -108,12 +107,12 @@ class Scaler:
         self._learnt = Learnt(pace)
         self._patience: Patience | None = None
 
-    def decide(self, tiers: Sequence[TierLoad], speeds: Mapping[frozenset[str], float], now: float) -> Layout:
+    def decide(self, tiers: Sequence[TierLoad], speeds: Mapping[Drafts, float], now: float) -> Layout:
         """Replicas to ask for, of tiers bottom to top; see `Learnt.saw` for ``speeds``."""
         if self._patience is None:
             self._patience = Patience(self._pace, tuple(max(tier.least, tier.replicas) for tier in tiers))
         self._learnt.saw(tiers, speeds, now)
-        wanted = choose(tiers, self._learnt.gains(tiers), self._goal, self._patience.layout)
+        wanted = choose(tiers, self._learnt.gains, self._goal, self._patience.layout)
         return granted(tiers, self._patience.follow(wanted, now), self._goal.max_devices)
 
 
@@ -136,11 +135,10 @@ def _direction(old: Layout, new: Layout) -> int:
 
 
 def _crowd(full: TierLoad) -> int:
-    """Sessions of a full replica, in powers of two as the planner has them."""
-    return round(math.log2(max(1.0, full.sessions / max(1, full.replicas))))
+    return crowd(full.sessions / max(1, full.replicas))
 
 
-def _sets(names: Iterable[str]) -> list[frozenset[str]]:
+def _sets(names: Iterable[str]) -> list[Drafts]:
     """All but the empty one."""
     every = sorted(names)
     return [frozenset(some) for size in range(1, len(every) + 1) for some in itertools.combinations(every, size)]

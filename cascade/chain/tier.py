@@ -32,6 +32,7 @@ class Load:
 
     sessions: int
     waiting: int  # of them, without a place in memory
+    written: int  # tokens of texts since the tier started
     kv_use: float  # share of the memory for keys and values that sessions hold
     speeds: Mapping[Chain, float]  # own tokens of a session in a second with as many sessions as now, by who drafts
 
@@ -136,7 +137,9 @@ class Tier:
         """What there is to do now."""
         slots = list(self._loop.slots.values())
         waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
-        return Load(len(slots), waiting, self.kv_admission.block_manager.held, self._planner.speeds(len(slots)))
+        return Load(
+            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.held, self._planner.speeds(len(slots))
+        )
 
     # the loop
 

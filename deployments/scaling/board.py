@@ -66,6 +66,7 @@ class Board:
             replicas=context.current_num_replicas,
             sessions=sum(said.get("sessions", {}).values()) + queued,
             waiting=sum(said.get("waiting", {}).values()) + queued,
+            tokens_s=sum(said.get("tokens_s", {}).values()),
             busy=_mean(said.get("busy", {})) if said.get("busy") else 1.0,
             kv_use=_mean(said.get("kv_use", {})),
         )

@@ -15,15 +15,17 @@ class LoadReport:
     def __init__(self, tier: Tier, profile: Profile) -> None:
         self._tier = tier
         self._profile = profile
-        self._busy_s, self._at = 0.0, time.monotonic()
+        self._busy_s, self._written, self._at = 0.0, 0, time.monotonic()
 
     def take(self) -> dict[str, float]:
         """``busy`` is the share of wall time in passes, ``kv_use`` that of positions that sessions hold."""
         load, busy_s, now = self._tier.load(), self._tier.stats.busy_s, time.monotonic()
-        busy = (busy_s - self._busy_s) / max(1e-3, now - self._at)
-        self._busy_s, self._at = busy_s, now
+        seconds = max(1e-3, now - self._at)
+        busy, tokens_s = (busy_s - self._busy_s) / seconds, (load.written - self._written) / seconds
+        self._busy_s, self._written, self._at = busy_s, load.written, now
         return {
             "busy": min(1.0, busy),
+            "tokens_s": tokens_s,
             "sessions": float(load.sessions),
             "waiting": float(load.waiting),
             "kv_use": load.kv_use,

@@ -17,12 +17,14 @@ ROUNDING = 1e-9
 
 
 def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig:
-    """``config`` whose tiers are scaled together if it asks for that, ``devices`` are those of a replica of each.
+    """``config`` whose deployments say themselves how they are scaled, together if it asks for that.
+
+    ``devices`` are those of a replica of each tier.
 
     Raises `ConfigError` if the least replicas do not fit into the budget.
     """
     chosen = config.autoscaling
-    if chosen is None or any("policy" in (tier.deployment_config.autoscaling_config or {}) for tier in config.tiers):
+    if chosen is None:
         return config
     bounds = {
         tier.name: _bounds(tier, chosen.max_devices, devices[tier.name], tier is config.tiers[-1]) for tier in config.tiers
@@ -43,7 +45,8 @@ def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig
         }
         for name, (least, most) in bounds.items()
     }
-    return config.model_copy(update={"tiers": tuple(_with(tier, update[tier.name]) for tier in config.tiers)})
+    tiers = tuple(_with(tier, update[tier.name]) for tier in config.tiers)
+    return config.model_copy(update={"tiers": tiers, "autoscaling": None})
 
 
 def sleepers(config: CascadeConfig) -> list[str]:

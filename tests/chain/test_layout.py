@@ -1,12 +1,12 @@
 """Replicas by what they are worth: laws of the decision at one moment, and of its memory and patience."""
 
-from collections.abc import Mapping
+import itertools
 from dataclasses import replace
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cascade.chain.layout import Goal, Layout, TierLoad, choose, devices
+from cascade.chain.layout import Gains, Goal, Layout, TierLoad, choose, devices
 from cascade.chain.profile import PassCost
 from cascade.chain.scaling import Learnt, Pace, Patience, Scaler, granted
 
@@ -16,7 +16,13 @@ DRAFTS = (TierLoad("tiny", 1.0, 0, 4, PassCost(0.001, 0.0)), TierLoad("medium", 
 GOAL = Goal(max_devices=8)
 PACE = Pace(up_delay_s=5, down_delay_s=30, trial_s=20, rest_s=100)
 
-gains = st.tuples(*[st.floats(0.5, 3.0)] * 3).map(lambda g: {NONE: 1.0, TINY: g[0], MEDIUM: g[1], BOTH: g[2]})
+
+def gaining(tiny: float, medium: float, both: float) -> Gains:
+    """The same at every load."""
+    return {names: dict.fromkeys(range(11), gain) for names, gain in ((TINY, tiny), (MEDIUM, medium), (BOTH, both))}
+
+
+gains = st.tuples(*[st.floats(0.5, 3.0)] * 3).map(lambda three: gaining(*three))
 costs = st.builds(PassCost, st.floats(0.005, 0.05), st.floats(0, 0.002), st.integers(1, 32))
 counts = st.integers(0, 200).map(float)
 
@@ -36,7 +42,7 @@ def loaded(tiers: tuple[TierLoad, ...], sessions: float, **more: float) -> tuple
     return (*tiers[:-1], replace(tiers[-1], sessions=sessions, **more))
 
 
-def settled(tiers: tuple[TierLoad, ...], known: Mapping[frozenset[str], float], goal: Goal, start: Layout) -> Layout:
+def settled(tiers: tuple[TierLoad, ...], known: Gains, goal: Goal, start: Layout) -> Layout:
     return choose(tiers, known, goal, choose(tiers, known, goal, start))
 
 
@@ -44,7 +50,7 @@ def settled(tiers: tuple[TierLoad, ...], known: Mapping[frozenset[str], float], 
     tiers=applications(), known=gains, budget=st.floats(0.5, 32), sessions=counts, waiting=st.floats(0, 1), kv=st.floats(0, 1)
 )
 def test_bounds_and_budget_hold(
-    tiers: tuple[TierLoad, ...], known: dict[frozenset[str], float], budget: float, sessions: float, waiting: float, kv: float
+    tiers: tuple[TierLoad, ...], known: Gains, budget: float, sessions: float, waiting: float, kv: float
 ) -> None:
     """Guards what an operator pays: never more devices than allowed, never fewer replicas than said, and one that answers."""
     smallest = tuple(tier.least for tier in tiers)
@@ -59,21 +65,17 @@ def test_bounds_and_budget_hold(
 
 
 @given(known=gains, sessions=st.lists(counts.filter(bool), min_size=2, max_size=6).map(sorted), cost=costs)
-def test_more_sessions_get_no_fewer_full_replicas(
-    known: dict[frozenset[str], float], sessions: list[float], cost: PassCost
-) -> None:
+def test_more_sessions_get_no_fewer_full_replicas(known: Gains, sessions: list[float], cost: PassCost) -> None:
     """Guards crowds: with the same gains, a larger one was given less."""
     tiers = (*DRAFTS, replace(FULL, cost=cost))
-    for drafts in ({NONE: 1.0, TINY: 0.5, MEDIUM: 0.5, BOTH: 0.5}, known):
+    for drafts in (gaining(0.5, 0.5, 0.5), known):
         asked = [settled(loaded(tiers, some), drafts, Goal(100), (0, 0, 1)) for some in sessions]
         if len({layout[:-1] for layout in asked}) == 1:  # draft tiers come and go as they pay, in the place of full replicas
             assert [layout[-1] for layout in asked] == sorted(layout[-1] for layout in asked)
 
 
 @given(known=gains, sessions=st.floats(1, 200), wavers=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=20), cost=costs)
-def test_constant_load_settles(
-    known: dict[frozenset[str], float], sessions: float, wavers: list[float], cost: PassCost
-) -> None:
+def test_constant_load_settles(known: Gains, sessions: float, wavers: list[float], cost: PassCost) -> None:
     """Guards against flapping: replicas that came and went under a load that only wavers."""
     tiers = (*DRAFTS, replace(FULL, cost=cost))
     layout = settled(loaded(tiers, sessions * 1.03), known, GOAL, (0, 0, 1))
@@ -87,10 +89,9 @@ def test_constant_load_settles(
 
 
 def test_a_draft_tier_is_held_against_another_full_replica() -> None:
-    """Guards the choice itself: drafts where they give more than the same device with the full model, none where they do not."""
+    """Guards the choice itself: drafts where they give more than their device with the full model does."""
     few, many = loaded((*DRAFTS, FULL), 2.0), loaded((*DRAFTS, FULL), 60.0)
-    paying = {NONE: 1.0, TINY: 1.1, MEDIUM: 2.0, BOTH: 2.1}
-    poor = {NONE: 1.0, TINY: 1.02, MEDIUM: 1.1, BOTH: 1.1}
+    paying, poor = gaining(1.1, 2.0, 2.1), gaining(1.02, 1.1, 1.1)
     assert choose(few, paying, GOAL, (0, 0, 1)) == (0, 1, 1)
     assert choose(few, poor, GOAL, (0, 1, 1)) == (0, 0, 1)
     assert choose(many, poor, GOAL, (0, 1, 1))[:-1] == (0, 0)
@@ -100,18 +101,18 @@ def test_a_draft_tier_is_held_against_another_full_replica() -> None:
 def test_full_memory_asks_for_replicas() -> None:
     """Guards long contexts: passes were short and sessions waited for memory, on the only replica."""
     tiers = (*DRAFTS, replace(FULL, sessions=6.0, waiting=3.0, kv_use=1.0, replicas=1))
-    assert choose(tiers, {NONE: 1.0, TINY: 1.0, MEDIUM: 1.0, BOTH: 1.0}, GOAL, (0, 0, 1))[-1] >= 3
+    assert choose(tiers, gaining(1.0, 1.0, 1.0), GOAL, (0, 0, 1))[-1] >= 3
 
 
 @given(st.lists(st.tuples(st.floats(0, 60), st.floats(0.2, 30)), min_size=5, max_size=30), gains)
-def test_devices_in_use_stay_within_the_budget(steps: list[tuple[float, float]], known: dict[frozenset[str], float]) -> None:
+def test_devices_in_use_stay_within_the_budget(steps: list[tuple[float, float]], known: Gains) -> None:
     """Guards changes: a full replica was started while the draft tier that makes room for it still served."""
     scaler, now, counts = Scaler(Goal(4), PACE), 0.0, (0, 0, 1)
     tiers = (*DRAFTS, FULL)
     for sessions, seconds in steps:
         now += seconds
         serving = tuple(replace(tier, replicas=count) for tier, count in zip(tiers, counts, strict=True))
-        asked = scaler.decide(loaded(serving, sessions), {names: 40 * gain for names, gain in known.items()}, now)
+        asked = scaler.decide(loaded(serving, sessions), {NONE: 40.0, **{names: 40 * known[names][0] for names in known}}, now)
         in_use = tuple(max(one, two) for one, two in zip(asked, counts, strict=True))
         assert devices(tiers, in_use) <= 4
         counts = asked if seconds > 3 else tuple(max(pair) for pair in zip(asked, counts, strict=True))
@@ -139,11 +140,11 @@ def test_what_does_not_pay_sleeps_and_is_tried_again_later_and_later() -> None:
     while now < 2000:
         serving = (replace(DRAFTS[0], replicas=int(awake)), replace(FULL, replicas=1, sessions=4.0))
         learnt.saw(serving, {NONE: 40.0, TINY: 41.0}, now)
-        wanted = learnt.gains(serving)[TINY] > 1.5
+        wanted = learnt.gains.get(TINY, {2: 2.0})[2] > 1.5
         if wanted and not awake:
             woken.append(now)
         awake, now = wanted, now + 1.0
-    pauses = [later - earlier for earlier, later in zip(woken, woken[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(woken)]
     assert pauses[0] >= PACE.rest_s
     assert pauses == sorted(pauses)
     assert 3 <= len(woken) <= 6
@@ -155,4 +156,4 @@ def test_nobody_asks_for_a_tier_that_is_there() -> None:
     serving = (replace(DRAFTS[0], replicas=1), replace(FULL, replicas=1, sessions=4.0))
     for now in (0.0, PACE.trial_s):
         learnt.saw(serving, {}, now)
-    assert learnt.gains(serving)[TINY] == 1.0
+    assert learnt.gains[TINY] == {2: 1.0}

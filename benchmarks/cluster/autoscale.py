@@ -1,7 +1,7 @@
 """A load that rises, falls and ends on emulated devices: replicas of all tiers by worth (`docs/autoscaling.md`).
 
-Replicas come and go while clients write. Nothing may fail, and every text must be the toy's. The full tier's device is one whose
-passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.
+Replicas come and go while clients write. Nothing may fail, and every text must be the toy's. The full tier's device is one
+whose passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ Gains: TypeAlias = Mapping[Drafts, Mapping[int, float]]  # by `crowd`: times the
 
 SLACK = 1.15  # replicas go if the others have room for so many times the load: one that wavers by less moves nothing
 BETTER = 1.05  # times the speed for its devices make another set of draft tiers the better one
-OPTIMISM = 2.0  # gain of draft tiers that have never been tried
+OPTIMISM = 2.0  # times the speed that draft tiers are hoped to give that have not been tried
 MOST_KV = 0.9  # of a full replica's positions may be held; beyond that sessions begin to wait
 MOST_SESSIONS = 1024  # of a replica
 HALVINGS = 12
@@ -87,7 +87,7 @@ def choose(tiers: Sequence[TierLoad], gains: Gains, goal: Goal, current: Layout)
     """
     if not tiers[-1].sessions and not tiers[-1].tokens_s:
         return tuple(tier.least for tier in tiers)
-    room = _Room(tiers, gains, goal)
+    room = _Room(tiers, gains, goal, current)
     best = max(room.options(1.0), key=lambda option: option.rank, default=None)
     if best is None:
         return (*(tier.least for tier in tiers[:-1]), max(1, tiers[-1].least))
@@ -128,10 +128,12 @@ def devices(tiers: Sequence[TierLoad], layout: Layout) -> float:
 class _Room:
     """What a budget allows, and what it gives."""
 
-    def __init__(self, tiers: Sequence[TierLoad], gains: Gains, goal: Goal) -> None:
+    def __init__(self, tiers: Sequence[TierLoad], gains: Gains, goal: Goal, current: Layout) -> None:
         self._tiers = tiers
         self._drafts, self._full = tiers[:-1], tiers[-1]
         self._gains = gains
+        self._current = self.drafts_of(current)
+        self._hopeful = not self._current or bool(gains.get(self._current))  # one trial at a time
         self._goal = goal
         self._token_s = goal.slowdown * self._full.cost(1)  # that is wanted
         # sessions slower than wanted want more than they get
@@ -208,9 +210,19 @@ class _Room:
         return self._rate(drafts, _most(slack))
 
     def _rate(self, drafts: Drafts, sessions: float) -> float:
-        known = self._gains.get(drafts, {})
-        gain = known[min(known, key=lambda one: abs(one - crowd(sessions)))] if known else OPTIMISM
-        return (gain if drafts else 1.0) / self._full.cost_of(sessions)
+        return self._gain(drafts, sessions) / self._full.cost_of(sessions)
+
+    def _gain(self, drafts: Drafts, sessions: float) -> float:
+        """At the nearest load. Of drafts that are unknown there is hope where they come to those that there are."""
+        if not drafts or self._gains.get(drafts):
+            return self._known(drafts, sessions)
+        if drafts == self._current or (self._hopeful and drafts > self._current):
+            return OPTIMISM * max((1.0, *(self._known(names, sessions) for names in self._gains if names < drafts)))
+        return 1.0
+
+    def _known(self, drafts: Drafts, sessions: float) -> float:
+        known = self._gains.get(drafts)
+        return known[min(known, key=lambda one: abs(one - crowd(sessions)))] if known else 1.0
 
 
 def _most(holds: Callable[[float], bool]) -> float:

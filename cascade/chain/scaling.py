@@ -18,8 +18,8 @@ LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
 class Pace:
     """How long to wait; seconds."""
 
-    up_delay_s: float = 5.0  # for which more is needed before more is asked for
-    down_delay_s: float = 60.0  # the same of less
+    up_delay_s: float = 5.0  # for which more full replicas are needed before they are asked for
+    down_delay_s: float = 60.0  # the same of any other change
     trial_s: float = 60.0  # for which a draft tier serves before it is judged
     rest_s: float = 600.0  # before one that did not pay is tried again, twice as long each time that it does not
 
@@ -60,7 +60,7 @@ class Learnt:
         name = tier.name
         if tier.replicas:
             self._asleep.pop(name, None)
-            if now - self._awake.setdefault(name, now) > 2 * self.pace.trial_s:
+            if now - self._awake.setdefault(name, now) > self.pace.rest_s:
                 self._losses.pop(name, None)
             return
         if self._awake.pop(name, None) is not None and full.sessions:
@@ -92,7 +92,8 @@ class Patience:
             self._direction, self._since, self._most = direction, now, wanted
         if wanted[::-1] > self._most[::-1]:
             self._most = wanted
-        if direction and now - self._since >= (self.pace.up_delay_s if direction > 0 else self.pace.down_delay_s):
+        urgent = wanted[-1] > self.layout[-1]  # nobody waits for draft tiers
+        if direction and now - self._since >= (self.pace.up_delay_s if urgent else self.pace.down_delay_s):
             self.layout = wanted if direction > 0 else self._most
             self._direction = 0
         return self.layout

@@ -22,6 +22,7 @@ Gains: TypeAlias = Mapping[Drafts, Mapping[int, float]]  # by `crowd`: times the
 SLACK = 1.15  # replicas go if the others have room for so many times the load: one that wavers by less moves nothing
 BETTER = 1.05  # times the speed for its devices make another set of draft tiers the better one
 OPTIMISM = 2.0  # times the speed that draft tiers are hoped to give that have not been tried
+CROWDED = 1.5  # times as long as for one session may passes of a draft tier take
 MOST_KV = 0.9  # of a full replica's positions may be held; beyond that sessions begin to wait
 MOST_SESSIONS = 1024  # of a replica
 HALVINGS = 12
@@ -160,7 +161,7 @@ class _Room:
         for tier, wanted in zip(self._drafts, chosen, strict=True):
             if wanted is not bool(tier.least) and (tier.least or not tier.most):
                 return None  # it is always there
-            needed = math.ceil(demand * self._token_s / tier.capacity(self._goal.slowdown) - ROUNDING)
+            needed = math.ceil(demand * self._token_s / tier.capacity(CROWDED) - ROUNDING)
             counts.append(min(tier.most, max(tier.least, needed, 1)) if wanted else 0)
         return tuple(counts)
 

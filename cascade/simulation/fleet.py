@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cascade.chain.layout import Layout, TierLoad
+from cascade.chain.layout import CROWDED, Layout, TierLoad
 from cascade.chain.scaling import Scaler
 from cascade.simulation.arrivals import Arrival
 
@@ -197,7 +197,9 @@ class _Run:
         )
         sessions = max(1, sum(len(one.sessions) for one in self._full))
         room = [
-            ready[tier.name] * tier.capacity(1.5) / sessions for tier in self._fleet.tiers[:-1] if tier.name in self._drafting
+            ready[tier.name] * tier.capacity(CROWDED) / sessions
+            for tier in self._fleet.tiers[:-1]
+            if tier.name in self._drafting
         ]
         self._covered = round(min(1.0, *room, 1.0), 1)
         for one in self._full:

@@ -30,8 +30,8 @@ def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig
         tier.name: _bounds(tier, chosen.max_devices, devices[tier.name], tier is config.tiers[-1]) for tier in config.tiers
     }
     first = _first(bounds, devices, chosen.max_devices)
-    tiers = [{"name": name, "devices": devices[name], "least": least, "most": most} for name, (least, most) in bounds.items()]
-    shared = {"tiers": tiers, "autoscaling": chosen.model_dump(mode="json")}
+    known = [{"name": name, "devices": devices[name], "least": least, "most": most} for name, (least, most) in bounds.items()]
+    shared = {"tiers": known, "autoscaling": chosen.model_dump(mode="json")}
     update = {
         name: {
             "min_replicas": least,
@@ -45,8 +45,8 @@ def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig
         }
         for name, (least, most) in bounds.items()
     }
-    tiers = tuple(_with(tier, update[tier.name]) for tier in config.tiers)
-    return config.model_copy(update={"tiers": tiers, "autoscaling": None})
+    changed = tuple(_with(tier, update[tier.name]) for tier in config.tiers)
+    return config.model_copy(update={"tiers": changed, "autoscaling": None})
 
 
 def sleepers(config: CascadeConfig) -> list[str]:

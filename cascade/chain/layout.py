@@ -195,8 +195,7 @@ class _Room:
         sure = self._gains.get(drafts, {})
 
         def quick(sessions: float) -> bool:
-            later = [known for known in sure if known >= crowd(sessions)]
-            gain = sure[min(later)] if drafts and later else 1.0
+            gain = _between({**sure, max(sure) + 1: 1.0}, sessions) if drafts and sure else 1.0
             return max(1.0, gain) * self._token_s >= self._full.cost_of(sessions) * (1 - ROUNDING)
 
         return _most(quick)
@@ -223,7 +222,17 @@ class _Room:
 
     def _known(self, drafts: Drafts, sessions: float) -> float:
         known = self._gains.get(drafts)
-        return known[min(known, key=lambda one: abs(one - crowd(sessions)))] if known else 1.0
+        return _between(known, sessions) if known else 1.0
+
+
+def _between(known: Mapping[int, float], sessions: float) -> float:
+    """Gain with so many sessions: on a straight line between crowds, outside of them as at the nearest."""
+    place = math.log2(max(1.0, sessions))
+    below = max((one for one in known if one <= place), default=min(known))
+    above = min((one for one in known if one > place), default=max(known))
+    if above <= below:
+        return known[below]
+    return known[below] + (known[above] - known[below]) * max(0.0, place - below) / (above - below)
 
 
 def _most(holds: Callable[[float], bool]) -> float:

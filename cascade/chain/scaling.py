@@ -18,7 +18,7 @@ LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
 class Pace:
     """How long to wait; seconds."""
 
-    up_delay_s: float = 5.0  # for which more full replicas are needed before they are asked for
+    up_delay_s: float = 10.0  # for which more full replicas are needed before they are asked for
     down_delay_s: float = 60.0  # the same of any other change
     trial_s: float = 60.0  # for which a draft tier serves before it is judged
     rest_s: float = 600.0  # before one that did not pay is tried again, twice as long each time that it does not

@@ -104,7 +104,8 @@ class _Run:
                 self._place(place, arrives)
                 place += 1
             else:
-                self._end(*heapq.heappop(self._due))
+                now, _, replica, version = heapq.heappop(self._due)
+                self._end(now, replica, version)
         hours = self._device_s / 3600
         return Course(hours, tuple(self._token_s), self._most, self._changes)
 
@@ -121,11 +122,11 @@ class _Run:
         heapq.heappush(replica.sessions, (replica.written + self._trace[number].tokens, number))
         self._await_next(replica, now)
 
-    def _end(self, now: float, _: int, replica: _Replica, version: int) -> None:
+    def _end(self, now: float, replica: _Replica, version: int) -> None:
         if version != replica.version:
             return
         self._go_on(replica, now)
-        _, number = heapq.heappop(replica.sessions)
+        number = heapq.heappop(replica.sessions)[1]
         arrival = self._trace[number]
         self._token_s.append((now - arrival.at_s) / arrival.tokens)
         self._await_next(replica, now)

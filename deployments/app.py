@@ -5,6 +5,7 @@ serve deploy cluster/serve/demo.yaml
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.router import RouterConfig
 from cascade.settings.sentence import sentence
+from deployments.scaling.plan import scaled, sleepers
 
 Owner = TypeVar("Owner", TierConfig, RouterConfig)
 
@@ -53,11 +55,15 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     from deployments.router import Router
     from deployments.tier import TierReplica
 
+    asleep = sleepers(config)
+    config = scaled(config, replica_devices(config))
     handles: dict[str, Any] = {}
-    tls = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
+    options: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
+    if asleep:
+        options["sleepers"] = asleep
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         deployment = _deployment(TierReplica, tier_options(tier), f"tier {tier.name}")
-        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **tls)
+        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **options)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
     deployment = _deployment(serve.ingress()(Router), {"name": "router", **router}, "router")
@@ -129,7 +135,9 @@ def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deploymen
     if unknown:  # which Ray Serve would ignore
         raise ConfigError(f"autoscaling_config of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
     try:
-        return serve.deployment(kind, **options)
+        with warnings.catch_warnings():  # Serve's other way to say it is a variable of the environment, for all deployments
+            warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+            return serve.deployment(kind, **options)
     except (ValueError, TypeError) as error:
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
@@ -150,6 +158,7 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
 
 def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
     """One sentence if the replicas to start with ask for more of anything than is ``there``, by Ray's names of resources."""
+    config = scaled(config, replica_devices(config))
     asked: dict[str, dict[str, float]] = {}
     for tier in config.tiers:
         for name, amount in of_replica(tier_options(tier)).items():
@@ -167,6 +176,8 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
 
 def emulated_gpus(config: CascadeConfig) -> int:
     """GPUs that a Ray has to be told of though they are not there: those of emulated devices, of all replicas there may be."""
+    if config.autoscaling is not None and config.tiers[-1].engine_kwargs.emulated is not None:
+        return math.ceil(config.autoscaling.max_devices)
     total = 0.0
     for tier in config.tiers:
         if tier.engine_kwargs.emulated is not None:
@@ -174,6 +185,11 @@ def emulated_gpus(config: CascadeConfig) -> int:
             most = (deployment.autoscaling_config or {}).get("max_replicas") or _num_replicas(deployment)
             total += most * of_replica(tier_options(tier)).get("GPU", 0.0)
     return math.ceil(total)
+
+
+def replica_devices(config: CascadeConfig) -> dict[str, float]:
+    """GPUs that a replica of each tier takes; 1 for one that takes none."""
+    return {tier.name: of_replica(tier_options(tier)).get("GPU") or 1.0 for tier in config.tiers}
 
 
 def of_replica(options: Mapping[str, Any]) -> dict[str, float]:

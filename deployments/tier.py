@@ -25,12 +25,14 @@ from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.toy_tier import ToyTier
+from deployments.links.awake import Awake
 from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.logs import join_serves
+from deployments.scaling.load import LoadReport
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has."""
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
+    ``sleepers`` tiers that are not to be woken."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -49,6 +52,7 @@ class TierReplica:
         lower: Mapping[str, DeploymentHandle],
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
+        sleepers: Sequence[str] = (),
     ) -> None:
         join_serves()
         self._config = TierConfig.model_validate(config)
@@ -73,8 +77,9 @@ class TierReplica:
             new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
-        lessors = {name: lessor(handle) for name, handle in lower.items()}
-        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        self._report = LoadReport(self._tier, self._profile)
+        self._awake = Awake({name: lessor(handle) for name, handle in lower.items()}, sleepers)
+        self._downlink = Downlink(self._awake.lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls)
         self._tier.start()
@@ -109,6 +114,10 @@ class TierReplica:
             "context_s": self._profile.context_s,
         }
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for the policy of `deployments.scaling`."""
+        return self._report.take()
+
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
         if self._ranks is not None:
@@ -118,6 +127,7 @@ class TierReplica:
 
     async def __del__(self) -> None:
         await self._server.stop()
+        await self._awake.close()
         await self._downlink.close()
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody

@@ -43,7 +43,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     if quick:
         single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8, prompts=1, windows=(4,), kinds=("code",))
         many = crowd.Size(stretch=QUICK_STRETCH, loads=(1, 4), replicas=((1, 1, 1),), choosing_s=0.3)
-        rising = autoscale.Size(stretch=QUICK_STRETCH, most=(1, 1, 2), loads=(1, 4), phase_s=4.0)
+        rising = autoscale.Size(stretch=QUICK_STRETCH, max_devices=4, loads=(1, 4), phase_s=4.0)
     found: dict[str, Any] = {}
     if "one" in parts:
         found["one"] = timed("One request", lambda: one.measure(single))

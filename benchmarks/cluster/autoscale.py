@@ -1,9 +1,11 @@
-"""A load that rises and falls on emulated devices, under Ray Serve's autoscaling: replicas, tokens per second, and no error.
+"""A load that rises, falls and ends on emulated devices: replicas of all tiers by worth (`docs/autoscaling.md`).
 
-Full replicas come and go while clients write. Nothing may fail, and every text must be the toy's.
+Replicas come and go while clients write. Nothing may fail, and every text must be the toy's. The full tier's device is one
+whose passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,20 +13,14 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cluster.crowd import THREE, crowd
+from benchmarks.cluster.crowd import AUTO, crowd
 from benchmarks.cluster.devices import Setup
 from cascade.client import AsyncClient
 from deployments.launch.server import Server
 
-SCALING = {
-    "min_replicas": 1,
-    "initial_replicas": 1,
-    "target_ongoing_requests": 8,
-    "upscale_delay_s": 2.0,
-    "downscale_delay_s": 8.0,
-    "metrics_interval_s": 1.0,
-    "look_back_period_s": 3.0,
-}
+FULL_MS = {1: 22.0, 8: 26.0, 16: 36.0, 32: 58.0, 64: 104.0}
+PACE = {"up_delay_s": 4, "down_delay_s": 12, "trial_s": 20, "rest_s": 60}
+LOOK_S = 2.0  # between two looks at the replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +29,66 @@ class Size:
 
     stretch: float = 20.0
     tokens: int = 64  # of an answer
-    most: tuple[int, ...] = (2, 2, 4)  # replicas of tiny, medium, full
-    loads: tuple[int, ...] = (4, 32, 4)  # requests at once
-    phase_s: float = 32.0  # of each load; tokens count in its last quarter
+    max_devices: int = 6
+    loads: tuple[int, ...] = (2, 24, 2, 0)  # requests at once
+    phase_s: float = 56.0  # of each load; tokens count in its last quarter
 
 
 def measure(size: Size) -> dict[str, Any]:
     """One phase after the other, with the same clients."""
-    with Server.start(Setup("code", size.stretch, size.most, SCALING).values, port=0) as server:
+    setup = Setup("code", size.stretch, autoscaling={"max_devices": size.max_devices, **PACE}, full_ms=FULL_MS)
+    with Server.start(setup.values, port=0) as server:
         return asyncio.run(_measure(server.address, size))
 
 
 async def _measure(address: str, size: Size) -> dict[str, Any]:
     phases: list[dict[str, Any]] = []
+    timeline: list[tuple[float, dict[str, int]]] = []
     async with AsyncClient(address) as client:
-        clients = crowd(client, THREE, size.tokens)
+        watching = asyncio.create_task(_watch(client, timeline))
+        clients = crowd(client, AUTO, size.tokens)
         for load in size.loads:
             await clients.stop(load)
             clients.grow(load)
             begin = time.perf_counter()
             await asyncio.sleep(0.75 * size.phase_s)
             rate = await clients.rate(0.25 * size.phase_s)
-            replicas = {tier.name: tier.replicas for tier in (await client.describe()).tiers}
+            replicas = await _replicas(client)
             seconds = round(time.perf_counter() - begin, 1)
             phases.append({"load": load, "tokens_per_second": round(rate, 2), "replicas": replicas, "seconds": seconds})
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
         await clients.stop()
-    return {"same_text": clients.exact, "phases": phases}
+    return {"same_text": clients.exact, "phases": phases, "timeline": timeline}
+
+
+async def _watch(client: AsyncClient, timeline: list[tuple[float, dict[str, int]]]) -> None:
+    """Note the replicas whenever there are others."""
+    begin = time.perf_counter()
+    while True:
+        replicas = await _replicas(client)
+        if not timeline or timeline[-1][1] != replicas:
+            timeline.append((round(time.perf_counter() - begin, 1), replicas))
+        await asyncio.sleep(LOOK_S)
+
+
+async def _replicas(client: AsyncClient) -> dict[str, int]:
+    return {tier.name: tier.replicas for tier in (await client.describe()).tiers}
 
 
 def headline(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Full replicas and tokens per second of each phase, in order."""
+    """Replicas and tokens per second of each phase, in order."""
     phases = found["phases"]
     return {
         "load": [phase["load"] for phase in phases],
-        "full_replicas": [phase["replicas"]["full"] for phase in phases],
+        "replicas": ["/".join(map(str, phase["replicas"].values())) for phase in phases],
         "tokens_per_second": [phase["tokens_per_second"] for phase in phases],
     }
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    result = Table("requests at once", "tokens/s", "replicas at the end", title="A load that rises and falls")
+    result = Table("requests at once", "tokens/s", "replicas at the end", title="A load that rises, falls and ends")
     for phase in found["phases"]:
         replicas = "/".join(map(str, phase["replicas"].values()))
         result.add_row(str(phase["load"]), f"{phase['tokens_per_second']:.1f}", replicas)

@@ -34,7 +34,8 @@ class Setup:
     kind: str = "code"
     stretch: float = 10.0
     replicas: tuple[int, ...] = (1, 1, 1)
-    scaling: Mapping[str, Any] | None = None  # of each tier, instead of a number of replicas
+    autoscaling: Mapping[str, Any] | None = None  # of all tiers together, instead of numbers of replicas
+    full_ms: Mapping[int, float] | None = None  # of passes of the full tier by their tokens, instead of the file's
 
     @property
     def values(self) -> dict[str, Any]:
@@ -46,12 +47,13 @@ class Setup:
             engine["emulated"] |= {"stretch": self.stretch, "agreement": None if agreement is None else agreement[level:]}
             if agreement is None:
                 engine["dtype"] = "float32"
-            if self.scaling is None:
+            if self.autoscaling is None:
                 deployment["num_replicas"] = self.replicas[level]
             else:
                 del deployment["num_replicas"]
-                deployment["autoscaling_config"] = {**self.scaling, "max_replicas": self.replicas[level]}
-        return values
+        if self.full_ms is not None:
+            values["tiers"][-1]["engine_kwargs"]["emulated"]["pass_ms"] = dict(self.full_ms)
+        return values | ({} if self.autoscaling is None else {"autoscaling": dict(self.autoscaling)})
 
     @property
     def config(self) -> CascadeConfig:

@@ -54,6 +54,12 @@ class BlockManager:
         self._kept: dict[Allocation, None] = {}  # the least recently used first
         self._index: dict[int, dict[Allocation, None]] = defaultdict(dict)  # by block key, the latest allocation last
 
+    @property
+    def held(self) -> float:
+        """Share of the blocks that sessions hold; what is kept for reuse is free. Safe to call from any thread."""
+        kept = sum(allocation.blocks for allocation in list(self._kept))
+        return max(0.0, 1.0 - (self.free + kept) / self.total)
+
     def fits(self, positions: int) -> bool:
         """Whether a session of this length could ever be held."""
         return self.blocks(positions) <= self.total

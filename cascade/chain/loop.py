@@ -65,6 +65,7 @@ class Loop(Generic[U]):
         drafters: Sequence[Drafter] = (),
     ) -> None:
         self.slots: dict[str, Slot[U]] = {}  # by session
+        self.written = 0  # tokens of texts
         self.kv_admission = kv_admission
         self._name = name
         self._level = level
@@ -229,6 +230,7 @@ class Loop(Generic[U]):
                 for _, _, guesser in slot.guessers:
                     guesser.saw(work.tokens[-1], work.draft, result)
                 self._hint(slot)
+                self.written += len(commit.tokens)
                 rows.append((slot, work, len(commit.tokens), seconds))
                 self._drafting.tell(slot, commit)
         for slot in {id(slot): slot for slot, _ in batch}.values():

@@ -10,12 +10,12 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop, NewState
-from cascade.chain.planner import Planner, Policy
+from cascade.chain.planner import Chain, Planner, Policy
 from cascade.chain.profile import Profile
 from cascade.chain.runner import Runner, TierStats
 from cascade.messages import Failed, Link, Message, Open, mint
@@ -24,6 +24,17 @@ from cascade.scorer import Drafter, Scorer
 log = logging.getLogger(__name__)
 
 JOIN_S = 0.5  # between two looks at a loop that is to end
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a tier has to do, and what its planner has measured."""
+
+    sessions: int
+    waiting: int  # of them, without a place in memory
+    written: int  # tokens of texts since the tier started
+    kv_use: float  # share of the memory for keys and values that sessions hold
+    speeds: Mapping[Chain, float]  # own tokens of a session in a second with as many sessions as now, by who drafts
 
 
 class Tier:
@@ -56,6 +67,7 @@ class Tier:
         self.below = below
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()
+        self._planner = planner or Planner()
         self._runner = Runner(name, model, max_pass_tokens, profile)
         self.stats = self._runner.stats
         self._loop: Loop[Link] = Loop(
@@ -67,7 +79,7 @@ class Tier:
             send_up=lambda link, message: self._out[link].append(message),
             send_down=self._send_down,
             mint=mint,
-            planner=planner,
+            planner=self._planner,
             drafters=drafters,
         )
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
@@ -120,6 +132,14 @@ class Tier:
         """A copy of the totals."""
         admission = self.kv_admission
         return replace(self.stats, reused=admission.block_manager.reused, preempted=admission.preempted)
+
+    def load(self) -> Load:
+        """What there is to do now."""
+        slots = list(self._loop.slots.values())
+        waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
+        return Load(
+            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.held, self._planner.speeds(len(slots))
+        )
 
     # the loop
 

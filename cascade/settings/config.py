@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
+from cascade.settings.autoscaling import AutoscalingConfig, scaling_problem
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.emulated import emulation_problem
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
@@ -64,6 +65,7 @@ class CascadeConfig(Section):
 
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()
+    autoscaling: AutoscalingConfig | None = None  # of all tiers together; without it each deployment_config says it
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
     link_tls: LinkTLS | None = None  # without it links are not encrypted; secrets guard them either way
@@ -90,6 +92,13 @@ class CascadeConfig(Section):
     @model_validator(mode="after")
     def _emulated_together(self) -> Self:
         if problem := emulation_problem({tier.name: tier.engine_kwargs.emulated for tier in self.tiers}):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _scaled_together(self) -> Self:
+        deployments = {tier.name: tier.deployment_config for tier in self.tiers}
+        if self.autoscaling is not None and (problem := scaling_problem(deployments)):
             raise ValueError(problem)
         return self
 

@@ -72,7 +72,7 @@ def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     }
     assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
     phases = [{"load": 4, "tokens_per_second": 8.0, "replicas": {"tiny": 1, "full": 2}}]
-    assert autoscale.headline({"phases": phases}) == {"load": [4], "full_replicas": [2], "tokens_per_second": [8.0]}
+    assert autoscale.headline({"phases": phases}) == {"load": [4], "replicas": ["1/2"], "tokens_per_second": [8.0]}
     assert bench.head({"scale": found}).keys() == {"one", "scale", "autoscale"}
 
 

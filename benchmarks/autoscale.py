@@ -1,0 +1,167 @@
+"""Device-hours of replicas chosen by what they are worth, against the cheapest static layout, over made-up hours of requests.
+
+    make bench-autoscale
+
+Everything here is simulated (`cascade.simulation.fleet`, `cascade.simulation.arrivals`). The static layout is the one of fewest
+devices whose 95th percentile of the time per token is the one that is asked for; the other one may take as many devices, and
+has to start each replica first. Gains by draft tiers and load are those that real sessions have in the discrete-event
+simulator, with the same passes; `--gains` measures them again. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cascade.chain.layout import Goal, Layout, TierLoad, devices
+from cascade.chain.profile import PassCost
+from cascade.chain.scaling import Pace, Scaler
+from cascade.simulation.arrivals import Arrival, bursty, nightly, rising
+from cascade.simulation.fleet import Course, Fleet, run, static
+from cascade.simulation.forecast import Bench, TierCost
+from cascade.simulation.trace import Acceptance, Trace
+
+HOP_S = 0.3e-3
+CODE = Acceptance((0.78, 0.9))  # of tiny by medium, of medium by full
+TINY = PassCost(points=((1, 0.0015), (64, 0.0016), (256, 0.0025), (512, 0.004)))
+MEDIUM = PassCost(points=((1, 0.005), (64, 0.0055), (256, 0.009), (512, 0.015)))
+FULL = PassCost(points=((1, 0.022), (8, 0.026), (16, 0.036), (32, 0.058), (64, 0.104)))
+LOADS = (1, 2, 4, 8, 16, 32)
+GAINS = {  # by `measure_gains`
+    frozenset({"tiny"}): ((1, 1.54), (2, 1.48), (4, 1.35), (8, 1.10), (16, 1.01), (32, 1.0)),
+    frozenset({"medium"}): ((1, 2.59), (2, 2.43), (4, 2.00), (8, 1.26), (16, 1.12), (32, 1.04)),
+    frozenset({"tiny", "medium"}): ((1, 2.90), (2, 2.57), (4, 2.05), (8, 1.28), (16, 1.12), (32, 1.04)),
+}
+MOST_FULL, MOST_DRAFT = 12, 4
+TOKENS = 300.0  # of an answer, on average
+SHARE = 0.95  # of requests, that are judged
+AIM = 0.9  # of the time per token that is to be kept at that share: what scalers are asked for is a mean
+HOUR_S = 3600.0
+TRACES: dict[str, tuple[Callable[..., list[Arrival]], float, float]] = {  # requests a second at the most, hours
+    "rising": (rising, 12.0, 2.0),
+    "bursty": (bursty, 6.0, 6.0),
+    "nightly": (nightly, 8.0, 24.0),
+}
+console = Console(stderr=True, highlight=False)
+
+
+def measure_gains() -> dict[str, list[tuple[int, float]]]:
+    """Tokens/s of so many sessions with draft tiers over those without, with real sessions in virtual time."""
+    costs = (TierCost("tiny", TINY, HOP_S), TierCost("medium", MEDIUM, HOP_S), TierCost("full", FULL, HOP_S))
+    trace = Trace.drawn(CODE, 4000, 0)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for load in LOADS:
+        bench = Bench(costs, trace, 60, load)
+        alone = bench.outcome((2,)).tokens_per_s
+        for chosen in ((0, 2), (1, 2), (0, 1, 2)):
+            gain = bench.outcome(chosen, branches=0).tokens_per_s / alone
+            found.setdefault("+".join(costs[place].name for place in chosen[:-1]), []).append((load, round(gain, 2)))
+    return found
+
+
+def fleet(start_s: float, least: int = 1) -> Fleet:
+    tiers = (
+        TierLoad("tiny", 1.0, 0, MOST_DRAFT, TINY),
+        TierLoad("medium", 1.0, 0, MOST_DRAFT, MEDIUM),
+        TierLoad("full", 1.0, least, MOST_FULL, FULL),
+    )
+    return Fleet(tiers, GAINS, start_s)
+
+
+def cheapest(there: Fleet, trace: Sequence[Arrival], token_s: float) -> tuple[Layout, Course]:
+    """The static layout of fewest devices that keeps the time per token; of equals the fastest."""
+    best: tuple[float, float, Layout, Course] | None = None
+    for drafts in ((0, 0), (0, 1), (1, 1)):
+        for full in range(1, MOST_FULL + 1):
+            layout = (*drafts, full)
+            size = devices(there.tiers, layout)
+            if best is not None and size > best[0]:
+                break
+            if not _keeps_up(there, trace, layout):
+                continue
+            course = run(there, trace, static(layout), layout)
+            late = course.quantile(SHARE)
+            if late <= token_s:
+                best = min((one for one in (best, (size, late, layout, course)) if one is not None), key=itemgetter(0, 1))
+                break
+    assert best is not None, "no static layout keeps the time per token"
+    return best[2], best[3]
+
+
+def _keeps_up(there: Fleet, trace: Sequence[Arrival], layout: Layout) -> bool:
+    """Whether it can write all tokens in the time there is: else it need not be simulated."""
+    return layout[-1] * 64 / there.tiers[-1].cost(64) >= sum(one.tokens for one in trace) / trace[-1].at_s
+
+
+def compare(trace: Sequence[Arrival], there: Fleet, goal: Goal, pace: Pace) -> dict[str, Any]:
+    """The cheapest static layout, and as many devices for a scaler that has to keep the same time per token."""
+    layout, fixed = cheapest(there, trace, goal.slowdown * FULL(1))
+    late = fixed.quantile(SHARE)
+    asked = Goal(devices(there.tiers, layout), AIM * goal.slowdown, goal.worth)
+    scaled = run(there, trace, Scaler(asked, pace), (0, 1, there.tiers[-1].least))
+    return {
+        "requests": len(trace),
+        "static": "/".join(map(str, layout)),
+        "device_hours": [round(fixed.device_hours, 1), round(scaled.device_hours, 1)],
+        "saved": round(1 - scaled.device_hours / fixed.device_hours, 3),
+        "p95_token_ms": [round(1e3 * late, 1), round(1e3 * scaled.quantile(SHARE), 1)],
+        "p95_ratio": round(scaled.quantile(SHARE) / late, 3),
+        "p50_ratio": round(scaled.quantile(0.5) / fixed.quantile(0.5), 3),
+        "most_devices": scaled.most_devices,
+        "changes": scaled.changes,
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    result = Table(
+        "requests",
+        "static",
+        "device-hours",
+        "saved",
+        "p95 ms a token",
+        "ratio",
+        "p50 ratio",
+        "changes",
+        title="Scaled / static",
+    )
+    for name, one in found.items():
+        hours, late = ("{1} / {0}".format(*one[key]) for key in ("device_hours", "p95_token_ms"))
+        cells = (one["static"], hours, f"{one['saved']:.0%}", late, one["p95_ratio"], one["p50_ratio"], one["changes"])
+        result.add_row(f"{name}, {one['requests']}", *map(str, cells))
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.autoscale", description="Replicas by what they are worth, simulated."
+    )
+    parser.add_argument("--traces", type=lambda text: text.split(","), default=list(TRACES), help=",".join(TRACES))
+    parser.add_argument("--start", type=float, default=60.0, help="seconds that a replica takes to start")
+    parser.add_argument("--hours", type=float, help="of each trace")
+    parser.add_argument("--least", type=int, default=1, help="full replicas that are always there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gains", action="store_true", help="measure the gains of draft tiers, and nothing else")
+    chosen = parser.parse_args(arguments)
+    if unknown := {*chosen.traces} - {*TRACES}:
+        parser.error(f"--traces has {min(unknown)!r}: it takes {', '.join(TRACES)}")
+    if chosen.gains:
+        print(json.dumps(measure_gains()))
+        return
+    found = {}
+    for name in chosen.traces:
+        begin = time.perf_counter()
+        make, most, hours = TRACES[name]
+        trace = make(most, (chosen.hours or hours) * HOUR_S, TOKENS, chosen.seed)
+        found[name] = compare(trace, fleet(chosen.start, chosen.least), Goal(1), Pace())
+        console.print(f"[bold]{name}[/]: {time.perf_counter() - begin:.0f} s")
+    console.print(table(found))
+    print(json.dumps({"start_s": chosen.start, "least": chosen.least, "traces": found}))
+
+
+if __name__ == "__main__":
+    main()

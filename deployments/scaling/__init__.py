@@ -1,0 +1,1 @@
+"""Autoscaling by what a replica is worth, under Ray Serve."""

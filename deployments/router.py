@@ -179,7 +179,7 @@ class Router:
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
         with reported(grpc_context, self.admission.metrics.refused):
-            self.admission.access.account(metadata(grpc_context).get("authorization"))
+            account = self.admission.access.account(metadata(grpc_context).get("authorization"))
             states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             response = pb.DescribeResponse(
                 max_model_len=self.max_model_len,
@@ -187,6 +187,7 @@ class Router:
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
+                key=pb.KeyLimits(name=account.name, **account.limits.model_dump(exclude_none=True)),
             )
             for tier in self._config.tiers:
                 replicas, said = states[tier.name]
@@ -248,7 +249,7 @@ class Router:
         account = self.admission.access.account(said.get("authorization"))
         self.admission.places.check()  # before the work of reading it
         opening = await admit()
-        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), since=since) as request:
+        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), [opening], since=since) as request:
             async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
                 async for chunk in chunks:
                     yield chunk

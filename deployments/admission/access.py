@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cascade.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
 
 MIN_KEY_CHARS = 16
@@ -47,6 +47,14 @@ class Account:
         finally:
             self.num_running -= num_answers
 
+    def check_priority(self, priority: int) -> None:
+        """Raise `PermissionDenied` if a request of the key asks to be served sooner than the key may ask for."""
+        soonest = self.limits.min_priority
+        if soonest is not None and priority < soonest:
+            raise PermissionDenied(
+                f"priority is {priority}: requests of key {self.name} may ask for {soonest} and up, lower is served sooner"
+            )
+
     def charge(self, num_tokens: int) -> None:
         """Tokens that were read or written for the key."""
         self._balance -= num_tokens
@@ -70,9 +78,8 @@ class Access:
         unknown = set(config.limits) - set(keys)
         if unknown:
             raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
-        self._accounts = {
-            _digest(key): Account(name, config.limits.get(name, config.default_limits)) for name, key in keys.items()
-        }
+        limits = {name: _told(config.limits.get(name, config.default_limits)) for name in keys}
+        self._accounts = {_digest(key): Account(name, limits[name]) for name, key in keys.items()}
         self._anonymous = Account(ANONYMOUS, config.default_limits)
 
     @classmethod
@@ -108,6 +115,11 @@ class Access:
         if not found:
             raise Unauthenticated("The API key is not known here")
         return found[0]
+
+
+def _told(limits: KeyLimits) -> KeyLimits:
+    """Limits of a key, where there are several: none goes before the others without being told that it may."""
+    return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 
 
 def _digest(key: str) -> bytes:

@@ -49,3 +49,4 @@ class Observer:
             return
         for name, (replicas, said) in states.items():
             self._metrics.tier(name, replicas, said)
+        self._metrics.reuse(await self._tiers.full_replicas(TIMEOUT_S))

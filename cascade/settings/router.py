@@ -68,6 +68,7 @@ class RouterConfig(Section):
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
     held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # how long a full replica is held for the next request; 0: never
+    prefix_affinity: bool = True  # requests that begin alike meet the same full replica, while it is not busier than others
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = (
         None  # of calls; what the chat template writes
     )

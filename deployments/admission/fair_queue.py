@@ -1,9 +1,9 @@
-"""Who is next: start-time fair queueing of answers by tokens, with a share for each key (Goyal, Vin, Cheng, SIGCOMM 1996). Pure.
+"""Who is next: start-time fair queueing of answers, by tokens, with a weight for each key (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-Every key has a *tag*: the tokens that it was charged, over its weight. The key with the lowest tag is next, its own answers in
-the order in which they came. An answer is charged when its turn comes, by what it is expected to take, and corrected when that is
-known: so it does not matter how many turns there are at once. Who comes back starts at the tag of the last one whose turn came:
-there is no credit for having been away.
+Pure. Every key has a *tag*: the tokens that it was charged, over its weight. The key with the lowest tag is next, its own
+answers in the order in which they came. An answer is charged when its turn comes, by what it is expected to take, and corrected
+when that is known: so it does not matter how many turns there are at once. Who comes back starts at the tag of the last one
+whose turn came: there is no credit for having been away.
 """
 
 from dataclasses import dataclass, field

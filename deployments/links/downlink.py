@@ -139,15 +139,17 @@ class Downlink(Link):
             self._join(opening, route, held.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
-        session = opening.session
+        session, preferred = opening.session, self._preferred(opening)
         try:
             lessor = self._lessors[opening.tier]
-            route.lease = lessor(session, self._preferred(opening))
+            route.lease = lessor(session, preferred)
             async with asyncio.timeout(self._lease_timeout_s):
                 ticket = await anext(aiter(route.lease))
         except Exception as error:  # whatever Ray raises: the tier cannot be had
             if self._routes.get(session) is not route:
                 return  # the session was closed meanwhile, and its lease cancelled
+            for address in preferred:  # the next try is to meet another one
+                self._forget(address)
             reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", session, reason, error)
             self._fail(session, reason)
@@ -160,6 +162,11 @@ class Downlink(Link):
     def _preferred(self, opening: Open) -> tuple[str, ...]:
         """Addresses of the replicas that know how the text begins."""
         return () if self._prefixes is None else self._prefixes.find(opening)
+
+    def _forget(self, address: str) -> None:
+        """The replica there is preferred for nothing that it has read."""
+        if self._prefixes is not None:
+            self._prefixes.forget(address)
 
     def _join(self, opening: Open, route: Route, ticket: str) -> None:
         """Send what waits for a leased replica, and what follows."""
@@ -215,8 +222,7 @@ class Downlink(Link):
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._streams.pop(stream.address, None)
-            if self._prefixes is not None:
-                self._prefixes.forget(stream.address)
+            self._forget(stream.address)
             for leases in self._held.values():
                 leases.distrust(stream.address)
             for session in list(stream.sessions):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -30,7 +31,7 @@ class PreferringRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: i
         return [preferred, others]
 
     def _preferred(self, pending_request: PendingRequest | None, replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
-        args = () if pending_request is None else pending_request.args
+        args: Sequence[Any] = () if pending_request is None else pending_request.args
         addresses = args[1] if len(args) > 1 else ()
         return [one for one in replicas if addresses and one.replica_metadata.get("address") in addresses]
 

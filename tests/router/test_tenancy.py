@@ -81,7 +81,7 @@ def test_without_keys_priorities_are_free() -> None:
 
 
 async def crowd(built: House, keys: dict[str, str], num: int) -> list[str]:
-    """That many requests of each key, which all wait before the first is served; whose they were, in the order of their ends."""
+    """That many requests of each key, which all wait before one is served; whose they were, in the order of their ends."""
     ended: list[str] = []
 
     async def ask_as(name: str, client: AsyncClient) -> None:
@@ -104,7 +104,7 @@ async def crowd(built: House, keys: dict[str, str], num: int) -> list[str]:
 
 
 def test_keys_share_by_weight_where_requests_wait() -> None:
-    """Guards a key against another one's crowd, which came first: three times the weight, three times the tokens, end to end."""
+    """Guards a key against another one's crowd, which came first: three times the weight, three times the tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENANT_KEYS", f"alice={ALICE},bob={BOB},carol={CAROL}")
         keyed = {"keys_env": "TENANT_KEYS", "limits": {"bob": {"weight": 3.0}}}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cascade.answer import Chunk
+from cascade.chain.scheduler import PRIORITY_S
 from cascade.errors import Aborted, CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, Unavailable
 from cascade.messages import Open, mint
 from cascade.settings.config import CascadeConfig
@@ -135,13 +136,13 @@ class Places:
 
     @contextlib.asynccontextmanager
     async def turn(
-        self, lifetime: Lifetime, name: str = ANONYMOUS, weight: float = 1.0, read: int = 0, most: int = 0
+        self, lifetime: Lifetime, name: str = ANONYMOUS, weight: float = 1.0, read: int = 0, most: int = 0, rank: float = 0.0
     ) -> AsyncIterator[Ticket]:
         """Wait for the turn of one admitted answer of key ``name``, and hold it; raises what ends its ``lifetime`` before.
 
         The answer reads so many tokens, and writes at most so many: how many it did, the caller counts on the ticket.
         """
-        ticket = self._queue.join(name, weight, read, most)
+        ticket = self._queue.join(name, weight, read, most, rank)
         await self._called(ticket, lifetime)
         self.num_running += 1
         try:
@@ -262,7 +263,8 @@ class Admission:
         """The turn of one of its answers."""
         account, read = request.account, len(opening.tokens)
         most = opening.params.max_tokens - (read - opening.prompt_len)
-        return self.places.turn(request.lifetime, account.name, account.limits.weight, read, most)
+        rank = request.since + PRIORITY_S * opening.priority  # as at the tiers
+        return self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
 
     def abort(self, key: str, id: str) -> int:
         """End the requests with this id of the key of this name; how many there were."""

@@ -1,11 +1,12 @@
 """Who is next: start-time fair queueing of answers, by tokens, with a weight for each key (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-Pure. Every key has a *tag*: the tokens that it was charged, over its weight. The key with the lowest tag is next, its own
-answers in the order in which they came. An answer is charged when its turn comes, by what it is expected to take, and corrected
-when that is known: so it does not matter how many turns there are at once. Who comes back starts at the tag of the last one
-whose turn came: there is no credit for having been away.
+Pure. Every key has a *tag*: the tokens that it was charged, over its weight. The key with the lowest tag is next, of its own
+answers that with the lowest rank. An answer is charged when its turn comes, by what it is expected to take, and corrected when
+that is known: so it does not matter how many turns there are at once. Who comes back starts at the tag of the last one whose
+turn came: there is no credit for having been away.
 """
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 LEARNT = 0.125  # of a new length in the mean of those that a key's answers had
@@ -17,6 +18,7 @@ class Ticket:
 
     flow: "Flow"
     number: int  # in the order of coming
+    rank: float  # lower goes before, among those of its key
     read: int  # tokens
     most: int  # tokens that it may write
     written: int = 0  # tokens
@@ -29,7 +31,7 @@ class Flow:
     """The answers of one key."""
 
     weight: float
-    waiting: dict[Ticket, None] = field(default_factory=dict)  # in the order of coming
+    waiting: list[Ticket] = field(default_factory=list)  # by rank
     own: float = 0.0  # tokens over weight, charged since it has waiting answers, and where it began
     debt: float = 0.0  # what was left then of what it had been charged before
     epoch: int = 0  # times that it has begun
@@ -68,7 +70,7 @@ class FairQueue:
         self._virtual = 0.0  # tag at which the last turn was given
         self._number = 0
 
-    def join(self, name: str, weight: float, read: int, most: int) -> Ticket:
+    def join(self, name: str, weight: float, read: int, most: int, rank: float = 0.0) -> Ticket:
         """An answer of key ``name`` waits, which reads so many tokens and writes at most so many; keeps the last ``weight``."""
         flow = self._flows.setdefault(name, Flow(weight))
         flow.weight = weight
@@ -76,8 +78,8 @@ class FairQueue:
             flow.begin(self._virtual)
             self._waiting[flow] = None
         self._number += 1
-        ticket = Ticket(flow, self._number, read, most)
-        flow.waiting[ticket] = None
+        ticket = Ticket(flow, self._number, rank, read, most)
+        insort(flow.waiting, ticket, key=_place)
         return ticket
 
     def next(self) -> Ticket | None:
@@ -85,7 +87,7 @@ class FairQueue:
         flow = min(self._waiting, key=_order, default=None)
         if flow is None:
             return None
-        ticket = next(iter(flow.waiting))
+        ticket = flow.waiting[0]
         self._virtual = max(self._virtual, flow.tag)
         self.leave(ticket)
         flow.charge(ticket)
@@ -94,7 +96,7 @@ class FairQueue:
     def leave(self, ticket: Ticket) -> None:
         """An answer waits no longer."""
         waiting = ticket.flow.waiting
-        del waiting[ticket]
+        waiting.remove(ticket)
         if not waiting:
             del self._waiting[ticket.flow]
 
@@ -111,4 +113,9 @@ class FairQueue:
 
 def _order(flow: Flow) -> tuple[float, int]:
     """The lowest is next; of equal ones, whoever came first."""
-    return flow.tag, next(iter(flow.waiting)).number
+    return flow.tag, flow.waiting[0].number
+
+
+def _place(ticket: Ticket) -> tuple[float, int]:
+    """Among those of its key."""
+    return ticket.rank, ticket.number

@@ -102,12 +102,14 @@ def test_books_balance(steps: list[tuple[str, int, int]]) -> None:
     queue, waiting, running = FairQueue(), list[Ticket](), list[Ticket]()
     for verb, name, cost in steps:
         if verb == "join":
-            waiting.append(queue.join(str(name), name + 1.0, cost, 50))
+            waiting.append(queue.join(str(name), name + 1.0, cost, 50, rank=float(cost % 3)))
         elif verb == "next":
             ticket = queue.next()
             assert (ticket is None) == (not waiting)
             if ticket is not None:
-                assert ticket is next(one for one in waiting if one.flow is ticket.flow)
+                assert ticket is min(
+                    (one for one in waiting if one.flow is ticket.flow), key=lambda one: (one.rank, one.number)
+                )
                 waiting.remove(ticket)
                 running.append(ticket)
         elif verb == "leave" and waiting:

@@ -116,6 +116,33 @@ def test_keys_share_by_weight_where_requests_wait() -> None:
     assert len(ended) == 48
 
 
+def test_priorities_order_a_keys_own_where_they_wait() -> None:
+    """Guards urgent requests against those of their own key: the router's queue knew no priorities."""
+
+    async def ask_all(built: House) -> list[int]:
+        ended: list[int] = []
+
+        async def ask_one(client: AsyncClient, priority: int) -> None:
+            await client.generate("x", SHORT, handling=Handling(priority))
+            ended.append(priority)
+
+        async with AsyncClient(built.grpc) as client:
+            first = client.stream("x", LONG)
+            await anext(first)
+            asked = []
+            for priority in (0, 3, -3, 0, -9):
+                asked.append(asyncio.create_task(ask_one(client, 100 * priority)))
+                while built.router.admission.places.num_waiting < len(asked):
+                    await asyncio.sleep(0.01)
+            await first.aclose()
+            await asyncio.gather(*asked)
+        return ended
+
+    with house(pass_s=0.001, max_running=1, max_waiting=9) as built:
+        assert asyncio.run(ask_all(built)) == [-900, -300, 0, 0, 300]
+        built.settle()
+
+
 class Neighbours(Siblings):
     """Routers of one process that ask each other as Serve would have them: each in its own event loop."""
 

@@ -103,7 +103,7 @@ async def verify(ticket: str, session: str, num_tokens: int, window: int, judge:
         for message in messages:
             heard.put_nowait(message)
 
-    downlink = Downlink({NAME: lambda _: Held(ticket)}, deliver)
+    downlink = Downlink({NAME: lambda session, preferred=(): Held(ticket)}, deliver)
     params = SamplingParams(max_tokens=num_tokens + window, temperature=0, seed=0)
     downlink.put([Open(session, PROMPT, len(PROMPT), params, tier=NAME, window=window, lockstep=judge is not None)])
     committed, text, messages = len(PROMPT), list(PROMPT), 1

@@ -7,6 +7,7 @@ CascadeError
 │   ├── TooLarge     it has more bytes or characters than the server reads
 │   └── NotFound     it names a model or a path that is not there
 ├── Unauthenticated  a request has no API key that the server knows
+├── PermissionDenied a request asks for what its API key does not allow
 ├── Overloaded       the server is full, or has enough requests of this API key; try again later
 ├── Unavailable      no replica could finish the request
 ├── Aborted          somebody with the request's API key ended it
@@ -40,6 +41,10 @@ class NotFound(InvalidRequest):
 
 class Unauthenticated(CascadeError):
     """The request has no API key that the server knows."""
+
+
+class PermissionDenied(CascadeError):
+    """The request asks for what its API key does not allow; another key may."""
 
 
 class Overloaded(CascadeError):

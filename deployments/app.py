@@ -36,6 +36,8 @@ ENVIRONMENT = {
     **HUGE_PAGES,
 }
 
+PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.preferring_router.PreferringRouter"}}
+
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
     """The application of a configuration, of a mapping like it, or of ``{"config": path}``; the embedded family if empty.
@@ -62,7 +64,8 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     if asleep:
         options["sleepers"] = asleep
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
-        deployment = _deployment(TierReplica, tier_options(tier), f"tier {tier.name}")
+        chosen = tier_options(tier) | (PREFERRING if config.affine and tier is config.tiers[-1] else {})
+        deployment = _deployment(TierReplica, chosen, f"tier {tier.name}")
         handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **options)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])

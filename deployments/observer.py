@@ -49,3 +49,5 @@ class Observer:
             return
         for name, (replicas, said) in states.items():
             self._metrics.tier(name, replicas, said)
+        *_, (running, _) = states.values()  # of the full tier
+        self._metrics.reuse(await self._tiers.full_replicas(TIMEOUT_S) if running else ())

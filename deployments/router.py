@@ -24,6 +24,7 @@ from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.exchange import Exchange, Usages
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
@@ -44,6 +45,7 @@ from deployments.http.api import Api
 from deployments.http.server import HttpServer
 from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
+from deployments.links.prefixes import Prefixes
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
@@ -103,6 +105,7 @@ class Router:
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
+        self._exchange = Exchange(self.admission.access, self._siblings)
         self._observer = Observer(self.admission.metrics, self._tiers, self._siblings)
         self._counting = asyncio.create_task(self._observer.count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
@@ -129,6 +132,8 @@ class Router:
             lease_timeout_s=FULL_LEASE_TIMEOUT_S,
             hold_s=self._config.router.held_lease_s if places >= HELD_PLACES else 0.0,
             tls=self._config.link_tls,
+            prefixes=Prefixes() if self._config.affine else None,
+            routed=self.admission.metrics.routed,
         )
 
     async def Generate(
@@ -179,7 +184,7 @@ class Router:
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
         with reported(grpc_context, self.admission.metrics.refused):
-            self.admission.access.account(metadata(grpc_context).get("authorization"))
+            account = self.admission.access.account(metadata(grpc_context).get("authorization"))
             states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             response = pb.DescribeResponse(
                 max_model_len=self.max_model_len,
@@ -187,6 +192,7 @@ class Router:
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
+                key=pb.KeyLimits(name=account.name, **account.limits.model_dump(exclude_none=True)),
             )
             for tier in self._config.tiers:
                 replicas, said = states[tier.name]
@@ -207,6 +213,10 @@ class Router:
         """Another router asks for what this one counts: its name, and its page."""
         return self._observer.own_page(router)
 
+    async def exchange_limits(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
+        """Another router tells what keys hold and have used there, and is told the same of this one."""
+        return self._exchange.heard(router, usages)
+
     async def drain(self) -> None:
         """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
@@ -224,6 +234,7 @@ class Router:
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
+        await self._exchange.close()
 
     @property
     def model(self) -> str:
@@ -248,7 +259,7 @@ class Router:
         account = self.admission.access.account(said.get("authorization"))
         self.admission.places.check()  # before the work of reading it
         opening = await admit()
-        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), since=since) as request:
+        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), [opening], since=since) as request:
             async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -275,7 +286,7 @@ class Router:
 
     async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(self._downlink.session(self.names[-1]))
+        opening = answer.replay(self._downlink.session(self.names[-1], answer.opening))
         inbox = self._inboxes[opening.session] = asyncio.Queue()
         self._downlink.put([opening])
         try:

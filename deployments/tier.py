@@ -85,8 +85,15 @@ class TierReplica:
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
 
-    async def lease(self, session: str) -> AsyncIterator[str]:
-        """Hold this replica for a session: the address and secret for its link, then nothing until the session is over."""
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """What callers may prefer this replica by, see `PreferringRouter`."""
+        return {"address": self._server.address}
+
+    async def lease(self, session: str, preferred: Sequence[str] = ()) -> AsyncIterator[str]:
+        """Hold this replica for a session: the address and secret for its link, then nothing until the session is over.
+
+        ``preferred`` is for Serve's router alone, which has chosen this replica.
+        """
         async for address in self._server.lease(session):
             yield address
 
@@ -107,6 +114,9 @@ class TierReplica:
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
+            "address": self._server.address,
+            "asked": stats.asked,
+            "reused": stats.reused,
             "passes": stats.passes,
             "busy_s": stats.busy_s,
             "pass_s": stats.pass_s,

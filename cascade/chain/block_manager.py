@@ -47,7 +47,8 @@ class BlockManager:
         first.free()
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
-        self.reused = 0  # positions that were not scored again
+        self.asked = 0  # positions of the texts that were opened
+        self.reused = 0  # of these, positions that were not scored again
         self.lent = 0  # blocks, beside those of allocations
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
@@ -77,13 +78,14 @@ class BlockManager:
         """
         donor, known = self._find(tokens, salt)
         if donor is None:
-            fresh = self._new(positions)
-            return None if fresh is None else (fresh, 0)
-        allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
-        if allocation is not None:
-            self.reused += known
-            return allocation, known
-        return None
+            allocation = self._new(positions)
+        else:
+            allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
+        if allocation is None:
+            return None
+        self.asked += len(tokens)
+        self.reused += known
+        return allocation, known
 
     def reserve(self, allocation: Allocation, positions: int) -> bool:
         """Give an allocation room for ``positions``; False if memory is short, and then nothing has changed."""

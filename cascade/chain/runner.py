@@ -34,7 +34,8 @@ class TierStats:
     busy_s: float = 0.0  # in passes
     pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
     failures: int = 0  # passes that raised
-    reused: int = 0  # positions whose keys and values another session had left
+    asked: int = 0  # positions of the texts with which sessions came
+    reused: int = 0  # of these, positions whose keys and values another session had left
     preempted: int = 0  # times that a session lost its place in memory
 
 

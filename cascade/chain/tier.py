@@ -130,8 +130,8 @@ class Tier:
 
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
-        admission = self.kv_admission
-        return replace(self.stats, reused=admission.block_manager.reused, preempted=admission.preempted)
+        admission, blocks = self.kv_admission, self.kv_admission.block_manager
+        return replace(self.stats, asked=blocks.asked, reused=blocks.reused, preempted=admission.preempted)
 
     def load(self) -> Load:
         """What there is to do now."""

@@ -21,6 +21,7 @@ from cascade.errors import (
     ModelError,
     NotFound,
     Overloaded,
+    PermissionDenied,
     Unauthenticated,
     Unavailable,
 )
@@ -57,6 +58,7 @@ ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.CANCELLED: Unavailable,  # by the server, which closes

@@ -33,6 +33,17 @@ class TierInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """What the requests of one API key may ask for; ``None`` is any."""
+
+    name: str = ""  # of the key; empty if the server does not say
+    min_priority: int | None = None  # lowest, which is served soonest
+    weight: float = 1.0  # share of the tokens beside those of other keys, where requests wait
+    max_running: int | None = None  # answers at once
+    tokens_per_minute: int | None = None  # of prompts and answers
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server serves; tiers bottom to top."""
 
@@ -42,6 +53,7 @@ class ServerInfo:
     version: str  # of cascade
     drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
     branches: int = 0  # ways beside its text that a tier may prepare unless a request says otherwise
+    key: KeyInfo = KeyInfo()  # the caller's
 
 
 class CompletionBuilder:
@@ -128,7 +140,16 @@ def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     """What a server says of itself."""
     tiers = tuple(map(_tier_info, response.tiers))
     drafters = tuple(response.drafters)
-    return ServerInfo(tiers, response.max_model_len, response.window, response.version, drafters, response.branches)
+    window, branches, key = response.window, response.branches, _key_info(response)
+    return ServerInfo(tiers, response.max_model_len, window, response.version, drafters, branches, key)
+
+
+def _key_info(response: pb.DescribeResponse) -> KeyInfo:
+    if not response.HasField("key"):  # an older server
+        return KeyInfo()
+    said = response.key
+    limits = {name: getattr(said, name) for name in ("min_priority", "max_running", "tokens_per_minute") if said.HasField(name)}
+    return KeyInfo(said.name, weight=said.weight, **limits)
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

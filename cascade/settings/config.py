@@ -103,6 +103,11 @@ class CascadeConfig(Section):
         return self
 
     @property
+    def affine(self) -> bool:
+        """Whether requests that begin alike meet the same replica of the full tier, of several."""
+        return self.router.prefix_affinity and self.tiers[-1].deployment_config.several
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of the tiers, bottom to top."""
         return tuple(tier.name for tier in self.tiers)

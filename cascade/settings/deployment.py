@@ -22,6 +22,13 @@ class DeploymentConfig(Section):
     graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 0  # replicas that start before old ones go, where there is room
 
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one replica."""
+        if self.autoscaling_config is not None:
+            return int(self.autoscaling_config.get("max_replicas", 1)) > 1
+        return self.num_replicas not in (None, 1)
+
 
 class RouterDeploymentConfig(DeploymentConfig):
     """The same for the router, which refuses what it cannot take."""

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cascade.params import MAX_PRIORITY
 from cascade.settings.deployment import RouterDeploymentConfig
 from cascade.settings.section import Section
 
@@ -16,6 +17,9 @@ class KeyLimits(Section):
 
     max_running: Annotated[int, Field(ge=1)] | None = None  # answers at once
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None  # of prompts and answers
+    # lowest, which is served soonest, that a request may ask for; not given: 0, and any on a server without keys
+    min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0  # share of the tokens, beside those of others, where requests wait
 
 
 class AccessConfig(Section):
@@ -64,6 +68,7 @@ class RouterConfig(Section):
     max_running: Annotated[int, Field(ge=1)] = 256  # answers that one router writes at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # that wait for their turn; more are refused
     held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0  # how long a full replica is held for the next request; 0: never
+    prefix_affinity: bool = True  # requests that begin alike meet the same full replica, while it is not busier than others
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = (
         None  # of calls; what the chat template writes
     )

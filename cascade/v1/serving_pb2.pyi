@@ -402,20 +402,36 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters", "branches")
+    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters", "branches", "key")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     max_model_len: int
     window: int
     version: str
     drafters: _containers.RepeatedScalarFieldContainer[str]
     branches: int
-    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., branches: _Optional[int] = ...) -> None: ...
+    key: KeyLimits
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., branches: _Optional[int] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ...) -> None: ...
+
+class KeyLimits(_message.Message):
+    __slots__ = ("name", "min_priority", "weight", "max_running", "tokens_per_minute")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MIN_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    min_priority: int
+    weight: float
+    max_running: int
+    tokens_per_minute: int
+    def __init__(self, name: _Optional[str] = ..., min_priority: _Optional[int] = ..., weight: _Optional[float] = ..., max_running: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "pass_cost", "context_s")

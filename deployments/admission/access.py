@@ -5,15 +5,25 @@ import hashlib
 import hmac
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from cascade.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
 
 MIN_KEY_CHARS = 16
+FORGET_S = 3.0  # what a router held that has told nothing for so long is gone with it
 ANONYMOUS = "anonymous"  # everybody, when no keys are set
+
+
+class Usage(NamedTuple):
+    """What a key holds and has used at one router."""
+
+    running: int  # answers
+    charged: int  # tokens, since the router started
+    balance: float  # tokens that are left of its rate, as the router knows
 
 
 @dataclass(slots=True)
@@ -23,8 +33,10 @@ class Account:
     name: str
     limits: KeyLimits = field(default_factory=KeyLimits)
     num_running: int = 0
+    num_charged: int = 0  # tokens
     _balance: float = 0.0  # tokens
     _since: float = field(default_factory=lambda: time.monotonic())
+    _elsewhere: dict[str, tuple[Usage, float]] = field(default_factory=dict)  # at other routers, and when that was heard
 
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)
@@ -39,25 +51,67 @@ class Account:
                 "send fewer prompts, or a smaller n"
             )
         self._check_rate()
-        if most is not None and self.num_running + num_answers > most:
-            raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {self.num_running}")
+        running = self.num_running + self.num_elsewhere
+        if most is not None and running + num_answers > most:
+            raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {running}")
         self.num_running += num_answers
         try:
             yield
         finally:
             self.num_running -= num_answers
 
+    def check_priority(self, priority: int) -> None:
+        """Raise `PermissionDenied` if a request of the key asks to be served sooner than the key may ask for."""
+        soonest = self.limits.min_priority
+        if soonest is not None and priority < soonest:
+            raise PermissionDenied(
+                f"priority is {priority}: requests of key {self.name} may ask for {soonest} and up, lower is served sooner"
+            )
+
     def charge(self, num_tokens: int) -> None:
         """Tokens that were read or written for the key."""
+        self.num_charged += num_tokens
         self._balance -= num_tokens
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything is to be counted with other routers."""
+        return self.limits.max_running is not None or self.limits.tokens_per_minute is not None
+
+    @property
+    def usage(self) -> Usage:
+        """What other routers are told."""
+        self._refill()
+        return Usage(self.num_running, self.num_charged, self._balance)
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Answers that other routers write, as far as they have told."""
+        oldest = time.monotonic() - FORGET_S
+        return sum(usage.running for usage, heard_at in self._elsewhere.values() if heard_at > oldest)
+
+    def heard(self, router: str, usage: Usage) -> None:
+        """Another router tells what the key holds and has used there."""
+        self._refill()
+        known = self._elsewhere.get(router)
+        if known is None:  # what either of them knows has been used
+            self._balance = min(self._balance, usage.balance)
+        else:
+            self._balance -= max(0, usage.charged - known[0].charged)
+        self._elsewhere[router] = usage, time.monotonic()
+
+    def _refill(self) -> None:
+        """Add what has become due since the last time."""
+        rate, now = self.limits.tokens_per_minute, time.monotonic()
+        if rate is not None:
+            self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
+        self._since = now
 
     def _check_rate(self) -> None:
         rate = self.limits.tokens_per_minute
         if rate is None:
             return
-        now = time.monotonic()
-        self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
-        self._since = now
+        self._refill()
         if self._balance <= 0:
             wait_s = (1 - self._balance) * 60 / rate
             raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
@@ -70,9 +124,8 @@ class Access:
         unknown = set(config.limits) - set(keys)
         if unknown:
             raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
-        self._accounts = {
-            _digest(key): Account(name, config.limits.get(name, config.default_limits)) for name, key in keys.items()
-        }
+        limits = {name: _told(config.limits.get(name, config.default_limits)) for name in keys}
+        self._accounts = {_digest(key): Account(name, limits[name]) for name, key in keys.items()}
         self._anonymous = Account(ANONYMOUS, config.default_limits)
 
     @classmethod
@@ -96,6 +149,25 @@ class Access:
         """Whether anybody may ask."""
         return not self._accounts
 
+    @property
+    def limited(self) -> bool:
+        """Whether any key has limits that routers keep together."""
+        return any(account.limited for account in self._everybody)
+
+    def usages(self) -> dict[str, Usage]:
+        """What the keys that have limits, and have been used, hold and have used here."""
+        return {one.name: one.usage for one in self._everybody if one.limited and one.num_charged + one.num_running}
+
+    def heard(self, router: str, usages: Mapping[str, Usage]) -> None:
+        """Another router tells what keys hold and have used there."""
+        for account in self._everybody:
+            if account.name in usages:
+                account.heard(router, usages[account.name])
+
+    @property
+    def _everybody(self) -> Collection[Account]:
+        return (self._anonymous,) if self.open else self._accounts.values()
+
     def account(self, authorization: str | None) -> Account:
         """Whose request it is, by ``Bearer KEY``; raises `Unauthenticated`. Takes the same time whichever key it is."""
         if self.open:
@@ -108,6 +180,11 @@ class Access:
         if not found:
             raise Unauthenticated("The API key is not known here")
         return found[0]
+
+
+def _told(limits: KeyLimits) -> KeyLimits:
+    """Limits of a key, where there are several: none goes before the others without being told that it may."""
+    return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 
 
 def _digest(key: str) -> bytes:

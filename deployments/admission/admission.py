@@ -5,15 +5,17 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cascade.answer import Chunk
+from cascade.chain.scheduler import PRIORITY_S
 from cascade.errors import Aborted, CascadeError, DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, Unavailable
 from cascade.messages import Open, mint
 from cascade.settings.config import CascadeConfig
-from deployments.admission.access import Access, Account
+from deployments.admission.access import ANONYMOUS, Access, Account
+from deployments.admission.fair_queue import FairQueue, Ticket
 from deployments.admission.metrics import RouterMetrics
 from deployments.admission.status import status_of
 
@@ -87,11 +89,13 @@ class Lifetime:
 
 
 class Places:
-    """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, in order."""
+    """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, see `FairQueue`."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._room = max_running + max_waiting
-        self._turns = asyncio.Semaphore(max_running)  # first come, first served
+        self._free = max_running  # turns that nobody has
+        self._queue = FairQueue()
+        self._calls: dict[Ticket, asyncio.Future[None]] = {}  # of those that wait
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_admitted = 0
@@ -131,15 +135,48 @@ class Places:
                 self._empty.set()
 
     @contextlib.asynccontextmanager
-    async def turn(self, lifetime: Lifetime) -> AsyncIterator[None]:
-        """Wait for the turn of one admitted answer, and hold it; raises what ends its ``lifetime`` before."""
-        await lifetime.wait(self._turns.acquire)
+    async def turn(
+        self, lifetime: Lifetime, name: str = ANONYMOUS, weight: float = 1.0, read: int = 0, most: int = 0, rank: float = 0.0
+    ) -> AsyncIterator[Ticket]:
+        """Wait for the turn of one admitted answer of key ``name``, and hold it; raises what ends its ``lifetime`` before.
+
+        The answer reads so many tokens, and writes at most so many: how many it did, the caller counts on the ticket.
+        """
+        ticket = self._queue.join(name, weight, read, most, rank)
+        await self._called(ticket, lifetime)
         self.num_running += 1
         try:
-            yield
+            yield ticket
         finally:
             self.num_running -= 1
-            self._turns.release()
+            self._queue.settle(ticket)
+            self._free += 1
+            self._call()
+
+    async def _called(self, ticket: Ticket, lifetime: Lifetime) -> None:
+        """Return when it is the answer's turn; one that leaves before takes none along."""
+        called = self._calls[ticket] = asyncio.get_running_loop().create_future()
+        self._call()
+        try:
+            await lifetime.wait(lambda: called)
+        except BaseException:
+            if self._calls.pop(ticket, None) is not None:
+                self._queue.leave(ticket)
+            elif not called.cancelled():  # called in the very moment in which it left
+                self._queue.undo(ticket)
+                self._free += 1
+                self._call()
+            raise
+
+    def _call(self) -> None:
+        """Give free turns to those who are next."""
+        while self._free and (ticket := self._queue.next()) is not None:
+            called = self._calls.pop(ticket)
+            if called.cancelled():  # it is about to leave
+                self._queue.undo(ticket)
+            else:
+                self._free -= 1
+                called.set_result(None)
 
     async def drained(self, timeout_s: float) -> bool:
         """Admit nothing more, and wait until all answers are written; False if that took too long."""
@@ -195,9 +232,15 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(
-        self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
+        self, account: Account, id: str | None, timeout_s: float | None, openings: Sequence[Open], *, since: float
     ) -> Iterator[ActiveRequest]:
-        """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
+        """Hold what a request needs that came at ``since``, and has an answer for each of ``openings``.
+
+        Raises `PermissionDenied`, `InvalidRequest`, `Overloaded` or `Unavailable` at once.
+        """
+        num_answers = len(openings)
+        for priority in {opening.priority for opening in openings}:
+            account.check_priority(priority)
         request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
         request.lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
@@ -215,6 +258,13 @@ class Admission:
         most = self.limits.max_prompt_chars
         if num_chars > most:
             raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
+
+    def _turn(self, opening: Open, request: ActiveRequest) -> contextlib.AbstractAsyncContextManager[Ticket]:
+        """The turn of one of its answers."""
+        account, read = request.account, len(opening.tokens)
+        most = opening.params.max_tokens - (read - opening.prompt_len)
+        rank = request.since + PRIORITY_S * opening.priority  # as at the tiers
+        return self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
 
     def abort(self, key: str, id: str) -> int:
         """End the requests with this id of the key of this name; how many there were."""
@@ -237,7 +287,7 @@ class Admission:
         if len(opening.tokens) > opening.prompt_len:
             self.metrics.resumed()
         try:
-            async with self.places.turn(request.lifetime), contextlib.aclosing(chunks):
+            async with self._turn(opening, request) as ticket, contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
                         yield chunk
@@ -245,6 +295,7 @@ class Admission:
                     now = time.monotonic()
                     self.metrics.piece(now - last, first=num_tokens == 0)
                     num_tokens += len(chunk.token_ids)
+                    ticket.written = num_tokens
                     request.account.charge(len(chunk.token_ids))
                     if chunk.completion is not None:
                         outcome = chunk.completion.finish_reason

@@ -1,7 +1,7 @@
 """What the router counts, as Prometheus reads it at GET /metrics."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -57,6 +57,11 @@ class RouterMetrics:
         self._replicas = Gauge("replicas", "Replicas that run, by tier.", ["tier"], **made)
         self._pass = Gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ["tier", "tokens"], **made)
         self._context = Gauge("context_seconds", "What each position held adds to a pass, by tier.", ["tier"], **made)
+        self._routes = Counter(
+            "prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", ["outcome"], **made
+        )
+        self._asked = Gauge("kv_asked_tokens", "Tokens with which sessions came to a full replica.", ["replica"], **made)
+        self._reused = Gauge("kv_reused_tokens", "Of these, tokens whose keys and values it had.", ["replica"], **made)
         self._drafted: bool | None = None  # as the log says; nothing yet
         running = Gauge("running", "Answers being written.", **made)
         waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
@@ -122,6 +127,18 @@ class RouterMetrics:
             self._pass.labels(name, point["tokens"]).set(point["seconds"])
         if state is not None and "context_s" in state:
             self._context.labels(name).set(state["context_s"])
+
+    def routed(self, outcome: str) -> None:
+        """A session met a full replica that knows its beginning, or not."""
+        self._routes.labels(outcome).inc()
+
+    def reuse(self, replicas: Iterable[Mapping[str, Any]]) -> None:
+        """What each full replica has reused of the texts that came to it; those that are gone are told no more."""
+        for gauge in (self._asked, self._reused):
+            gauge.clear()
+        for state in replicas:
+            self._asked.labels(state["address"]).set(state["asked"])
+            self._reused.labels(state["address"]).set(state["reused"])
 
     def _drafts(self, why: Undrafted | None) -> None:
         """Note whether drafts reach the full tier, and log it when that changes."""

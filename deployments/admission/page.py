@@ -7,7 +7,14 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 LABEL = "router"
-OF_TIERS = ("cascade_replicas", "cascade_pass_seconds", "cascade_context_seconds", "cascade_tiers")  # all routers say the same
+OF_TIERS = (  # all routers say the same
+    "cascade_replicas",
+    "cascade_pass_seconds",
+    "cascade_context_seconds",
+    "cascade_tiers",
+    "cascade_kv_asked_tokens",
+    "cascade_kv_reused_tokens",
+)
 
 
 def joined(pages: Mapping[str, str]) -> bytes:

@@ -55,6 +55,7 @@ Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0
 REFUSALS = {
     400: "The request cannot be honoured",
     401: "No known API key",
+    403: "The API key does not allow it",
     404: "No such model or path",
     413: "Too large",
     429: "Overloaded: try again after Retry-After seconds",
@@ -164,14 +165,14 @@ class Api:
         """Counters for Prometheus."""
         return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """What is served."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(request)]})
 
-    async def describe_model(self, name: str) -> Response:
+    async def describe_model(self, name: str, request: Request) -> Response:
         """The model, if it is this one."""
         self._check_model(name)
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(request))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
@@ -236,7 +237,7 @@ class Api:
         echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said = request.state
-            admitted = self._admission.admitted(said.account, said.request_id, timeout_s, len(openings), since=said.since)
+            admitted = self._admission.admitted(said.account, said.request_id, timeout_s, openings, since=said.since)
             active = held.enter_context(admitted)
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
@@ -285,10 +286,12 @@ class Api:
         if name is not None and name != self._backend.model:
             raise NotFound(f"model is {name[:200]!r}: this server has {self._backend.model!r}")
 
-    def _model(self) -> dict[str, Any]:
-        backend = self._backend
-        tiers = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len}
-        return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **tiers}
+    def _model(self, request: Request) -> dict[str, Any]:
+        """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
+        backend, account = self._backend, request.state.account
+        key = {"name": account.name, **account.limits.model_dump()}
+        ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "key": key}
+        return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **ours}
 
     # errors
 

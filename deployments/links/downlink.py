@@ -15,6 +15,7 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.held_lease import HeldLeases, Lease, Lessor
+from deployments.links.prefixes import Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
 
@@ -48,7 +49,8 @@ class Downlink(Link):
     """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
 
     Made in a running event loop; `send` may be called from any thread. While sessions begin, one more lease on each tier is
-    held for the next of them, for ``hold_s`` at most: see `session`.
+    held for the next of them, for ``hold_s`` at most: see `session`. With ``prefixes``, sessions go where the beginning of
+    their text is known, and ``routed`` is told whether they did.
     """
 
     def __init__(
@@ -59,7 +61,11 @@ class Downlink(Link):
         lease_timeout_s: float = 5.0,
         hold_s: float = 0.0,
         tls: LinkTLS | None = None,
+        prefixes: Prefixes | None = None,
+        routed: Callable[[Outcome], object] = lambda outcome: None,
     ) -> None:
+        self._prefixes = prefixes
+        self._routed = routed
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
@@ -69,9 +75,17 @@ class Downlink(Link):
         self._streams: dict[str, Stream] = {}
         self._held = {tier: HeldLeases(lessor, hold_s) for tier, lessor in lessors.items()}
 
-    def session(self, tier: str) -> str:
-        """A name for a session to be opened at ``tier`` at once: that of the held lease, if there is one."""
-        return self._held[tier].session or mint()
+    def session(self, tier: str, opening: Open | None = None) -> str:
+        """A name for a session to be opened at ``tier`` at once: that of the held lease, if there is one.
+
+        If ``opening`` says what the text is, and other replicas know it, the lease is left to the next session.
+        """
+        held = self._held[tier]
+        if opening is not None and held.session is not None:
+            preferred = self._preferred(opening)
+            if preferred and held.address not in preferred:
+                return mint()
+        return held.session or mint()
 
     @property
     def num_sessions(self) -> int:
@@ -122,18 +136,20 @@ class Downlink(Link):
             route.opening = self._loop.create_task(self._take_lease(opening, route))
         else:
             route.lease = held.lease
-            self._join(opening.session, route, held.ticket)
+            self._join(opening, route, held.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
-        session = opening.session
+        session, preferred = opening.session, self._preferred(opening)
         try:
             lessor = self._lessors[opening.tier]
-            route.lease = lessor(session)
+            route.lease = lessor(session, preferred)
             async with asyncio.timeout(self._lease_timeout_s):
                 ticket = await anext(aiter(route.lease))
         except Exception as error:  # whatever Ray raises: the tier cannot be had
             if self._routes.get(session) is not route:
                 return  # the session was closed meanwhile, and its lease cancelled
+            for address in preferred:  # the next try is to meet another one
+                self._forget(address)
             reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", session, reason, error)
             self._fail(session, reason)
@@ -141,10 +157,22 @@ class Downlink(Link):
         if self._routes.get(session) is not route:  # closed meanwhile
             return
         route.opening = None
-        self._join(session, route, ticket)
+        self._join(opening, route, ticket)
 
-    def _join(self, session: str, route: Route, ticket: str) -> None:
+    def _preferred(self, opening: Open) -> tuple[str, ...]:
+        """Addresses of the replicas that know how the text begins."""
+        return () if self._prefixes is None else self._prefixes.find(opening)
+
+    def _forget(self, address: str) -> None:
+        """The replica there is preferred for nothing that it has read."""
+        if self._prefixes is not None:
+            self._prefixes.forget(address)
+
+    def _join(self, opening: Open, route: Route, ticket: str) -> None:
         """Send what waits for a leased replica, and what follows."""
+        session = opening.session
+        if self._prefixes is not None:
+            self._routed(self._prefixes.sent(opening, ticket.partition(" ")[0]))
         route.stream = self._stream(ticket)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
@@ -194,6 +222,7 @@ class Downlink(Link):
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._streams.pop(stream.address, None)
+            self._forget(stream.address)
             for leases in self._held.values():
                 leases.distrust(stream.address)
             for session in list(stream.sessions):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,8 +23,10 @@ class Lease(Protocol):
     def cancel(self) -> Any: ...
 
 
-Lessor = Callable[[str], Lease]
-"""Takes a lease for a session on some replica of a tier."""
+class Lessor(Protocol):
+    """Takes a lease for a session on some replica of a tier, one at a preferred address where that is as good."""
+
+    def __call__(self, session: str, preferred: Sequence[str] = (), /) -> Lease: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +56,11 @@ class HeldLeases:
     def session(self) -> str | None:
         """Name of the session that the held lease is for, if there is one."""
         return None if self._held is None else self._held.session
+
+    @property
+    def address(self) -> str | None:
+        """Of the replica that is held."""
+        return None if self._held is None else self._held.ticket.partition(" ")[0]
 
     def take(self, session: str) -> HeldLease | None:
         """The held lease, if it is for ``session``; from now on it is the caller's."""

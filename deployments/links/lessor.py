@@ -8,4 +8,4 @@ from deployments.links.held_lease import Lessor
 def lessor(handle: DeploymentHandle) -> Lessor:
     """Takes leases on the replicas behind ``handle``."""
     streaming = handle.options(stream=True)
-    return lambda session: streaming.lease.remote(session)
+    return lambda session, preferred=(): streaming.lease.remote(session, preferred)

@@ -75,6 +75,17 @@ class Tiers:
         said = dict(zip(running, await asyncio.gather(*(ask(self._handles[name], timeout_s) for name in running)), strict=True))
         return {name: (replicas.get(name, 0), said.get(name)) for name in self._handles}
 
+    async def full_replicas(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What each replica of the full tier says of itself; nothing if they do not answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                asked = self._handles[self._config.tiers[-1].name].broadcast("describe")
+                states = await asked.results_async(return_exceptions=True)
+        except Exception as error:  # whatever Ray raises: there is none
+            log.info("The full tier's replicas do not answer: %s", error)
+            return []
+        return [state for state in states if isinstance(state, dict)]
+
 
 def may_sleep(tier: TierConfig) -> bool:
     """Whether it may be scaled to zero."""

@@ -128,7 +128,7 @@ class Net:
     def lessor(self, name: str) -> Lessor:
         """Whatever replica the tier has when it is asked."""
 
-        def take(session: str) -> Lease:
+        def take(session: str, preferred: Sequence[str] = ()) -> Lease:
             if name in self.refused:
                 raise RuntimeError("all replicas are busy")
             lease = Held(self.nodes[name].server.lease(session))
@@ -429,7 +429,7 @@ async def test_silent_lease_is_given_up(net: Net) -> None:
         finally:
             cancelled.append(session)
 
-    def take(session: str) -> Lease:
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
         lease = Held(silence(session))
         net.leases.append(lease)
         return lease
@@ -538,7 +538,7 @@ async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> Non
     """Guards the log from an error for each session that ends early: of a task whose outcome nobody looked at."""
     strays: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: strays.append(context))
-    downlink = Downlink({"full": lambda session: Waiting()}, lambda messages: None)
+    downlink = Downlink({"full": lambda session, preferred=(): Waiting()}, lambda messages: None)
     request = opening()
     downlink.put([request])
     await asyncio.sleep(0.01)
@@ -779,7 +779,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
         yield address
         await asyncio.Event().wait()
 
-    def take(session: str) -> Lease:
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
         held = Held(lease(session))
         net.leases.append(held)
         return held

@@ -103,7 +103,7 @@ async def test_impostors_are_not_told_the_secret(tidy: None, ours: Authority, th
         address = f"127.0.0.1:{port}"
     heard: list[Message] = []
     net = Net()
-    downlink = Downlink({"full": lambda session: _ticket(net, address)}, heard.extend, tls=ours.sign("caller"))
+    downlink = Downlink({"full": lambda session, preferred=(): _ticket(net, address)}, heard.extend, tls=ours.sign("caller"))
     request = opening(5, chain=())
     downlink.put([request])
     await until(lambda: bool(heard))

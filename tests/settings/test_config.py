@@ -366,6 +366,27 @@ def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment
     return [*(handle._bound_deployment for handle in handles.values()), router]
 
 
+@pytest.mark.parametrize(
+    ("deployment", "router", "prefers"),
+    [
+        ({}, {}, False),
+        ({"num_replicas": 2}, {}, True),
+        ({"num_replicas": "auto"}, {}, True),
+        ({"num_replicas": 2}, {"prefix_affinity": False}, False),
+        ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 1}}, {}, False),
+        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}, {}, True),
+    ],
+)
+def test_only_full_tiers_of_several_replicas_are_preferred(
+    deployment: dict[str, Any], router: dict[str, Any], prefers: bool
+) -> None:
+    """Guards Serve's own choice everywhere else, and the switch."""
+    values = {"tiers": [tier("tiny", deployment_config={"num_replicas": 3}), tier(deployment_config=deployment)]}
+    tiny, full, _ = deployments(CascadeConfig.parse({**values, "router": router, "verify": False}))
+    chosen = [one._deployment_config.request_router_config.request_router_class for one in (tiny, full)]
+    assert ["Preferring" in str(one) for one in chosen] == [False, prefers]
+
+
 def test_tiers_get_handles_of_those_below() -> None:
     """Guards the shape of the application: every tier can lease every lower one, and none above."""
     *tiers, _ = deployments(CascadeConfig.parse({"tiers": [tier("a"), tier("b"), tier("c")], "verify": False}))

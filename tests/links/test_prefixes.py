@@ -1,0 +1,226 @@
+"""Sessions that begin alike meet the same replica: what is remembered, what Serve's router makes of it, and real links."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cascade.messages import Open
+from cascade.params import SamplingParams
+from cascade.scorer import BLOCK
+from cascade.simulation.toy import ToyModel, full_text
+from deployments.links.downlink import Downlink
+from deployments.links.held_lease import Lease
+from deployments.links.preferring_router import RATIO, SLACK, PreferringRouter, overloaded
+from deployments.links.prefixes import LEAST_SHARE, Prefixes
+from tests.chain.test_tier import CountingModel
+from tests.links.test_link import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
+
+__all__ = ["tidy"]  # a fixture
+
+PARAMS = SamplingParams(seed=1)
+ONE, OTHER = "10.0.0.1:1", "10.0.0.2:1"
+
+
+def text(tokens: Sequence[int], salt: str = "", params: SamplingParams = PARAMS) -> Open:
+    return Open("s", tuple(tokens), len(tokens), params, cache_salt=salt)
+
+
+def test_the_longest_beginning_counts() -> None:
+    """Guards conversations: their replica is the one that has their history, not one that has the same instructions."""
+    instructions, turn = range(4 * BLOCK), range(900, 900 + 4 * BLOCK)
+    prefixes = Prefixes()
+    assert prefixes.sent(text(instructions), ONE) == "new"
+    assert prefixes.find(text(instructions)) == (ONE,)
+    assert prefixes.sent(text([*instructions, *turn]), OTHER) == "elsewhere"
+    assert prefixes.find(text([*instructions, *turn, 1, 2, 3])) == (OTHER,)
+    assert prefixes.find(text([*instructions, 1, 2, 3])) == (OTHER, ONE)  # both know it
+    assert prefixes.sent(text([*instructions, *turn]), OTHER) == "known"
+    prefixes.forget(OTHER)
+    assert prefixes.find(text([*instructions, *turn])) == (ONE,)
+    prefixes.forget(ONE)
+    assert len(prefixes) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        text(range(4 * BLOCK), "another tenant"),
+        text(range(4 * BLOCK), params=SamplingParams(seed=1, adapter="a")),
+        text(range(4 * BLOCK), params=SamplingParams(seed=1, prompt_logprobs=0)),
+        text([7, *range(4 * BLOCK)]),
+        text(range(BLOCK - 1)),
+    ],
+)
+def test_what_is_not_shared_attracts_nobody(other: Open) -> None:
+    """Guards tenants: where a prompt was answered tells nothing to requests with another salt."""
+    prefixes = Prefixes()
+    prefixes.sent(text(range(4 * BLOCK)), ONE)
+    assert prefixes.find(other) == ()
+
+
+def test_a_little_in_common_is_no_reason() -> None:
+    """Guards the balance: a template that all prompts begin with would bring all of them to one replica."""
+    template, long = range(2 * BLOCK), range(100, 100 + 20 * BLOCK)
+    prefixes = Prefixes()
+    prefixes.sent(text(template), ONE)
+    assert LEAST_SHARE > 2 / 22
+    assert prefixes.find(text([*template, *long])) == ()
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([ONE, OTHER])), max_size=60))
+def test_memory_is_bounded_and_ends_are_forgotten_first(steps: list[tuple[int, int, str]]) -> None:
+    """Guards the router's memory, and beginnings against being forgotten before what is behind them."""
+    prefixes = Prefixes(most_keys=24)
+    for number, blocks, address in steps:
+        one = text(range(100 * number, 100 * number + blocks * BLOCK))
+        prefixes.sent(one, address)
+        assert len(prefixes) <= 24
+        assert address in prefixes.find(one)
+
+
+class Router(PreferringRouter):
+    """Serve's router for a lease, as far as it is ours."""
+
+    def __init__(self, leases: dict[str, int | None]) -> None:
+        self._known = leases
+        self.replicas: list[Any] = [SimpleNamespace(replica_id=one, replica_metadata={"address": one}) for one in leases]
+
+    @property
+    def curr_replicas(self) -> dict[str, Any]:
+        return {one.replica_id: one for one in self.replicas}
+
+    @property
+    def replica_queue_len_cache(self) -> dict[str, int | None]:
+        return self._known
+
+    def apply_locality_routing(self, pending_request: Any = None) -> set[str]:
+        return set(self._known)
+
+    async def ranks(self, *args: object) -> list[list[str]]:
+        chosen = await self.choose_replicas(self.replicas, SimpleNamespace(args=args))  # type: ignore[arg-type]
+        return [[one.replica_id for one in rank] for rank in chosen]
+
+
+async def test_preferred_replicas_come_first_unless_they_are_busier() -> None:
+    """Guards affinity, and the balance against it: a popular beginning is read by another replica when its own has too much."""
+    assert await Router({"a": 3, "b": 0}).ranks("s", ("a",)) in ([["a"], ["a", "b"]], [["a"], ["b", "a"]])
+    assert sorted((await Router({"a": 30, "b": 0}).ranks("s", ("a",)))[0]) == ["a", "b"]
+    assert (await Router({"a": None, "b": 0}).ranks("s", ("a",)))[0] == ["a"]
+    assert (await Router({"a": 30, "b": 2, "c": 29}).ranks("s", ("a", "b")))[0] == ["a", "b"]
+    for args in (("s",), ("s", ()), ("s", ("gone",))):
+        assert [sorted(rank) for rank in await Router({"a": 3, "b": 0}).ranks(*args)] == [["a", "b"]]
+    assert await Router({}).ranks("s", ("a",)) == []
+    assert await Router({"a": 1}).ranks("s", ("a",)) == [["a"], ["a"]]
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_overload_is_relative(leases: int, others: int) -> None:
+    """Guards replicas that are all busy against being strangers to all texts, and idle ones against small differences."""
+    assert overloaded(leases, others) == (leases - others > SLACK and leases > RATIO * others)
+
+
+class Twins(Net):
+    """A router, and two replicas of the full tier between which its lessor chooses as Serve would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins: list[Node] = []
+        self.routed: list[str] = []
+        self._chance = random.Random(1)
+
+    async def begin(self, *, prefixes: bool, hold_s: float = 0.0) -> None:
+        for _ in range(2):
+            node = Node(2, CountingModel(vocab_size=4096), {})
+            self.twins.append(node)
+            await node.start()
+        self.router = Downlink(
+            {"full": self._choose},
+            self._hear,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            hold_s=hold_s,
+            prefixes=Prefixes() if prefixes else None,
+            routed=self.routed.append,
+        )
+
+    def _choose(self, session: str, preferred: Sequence[str] = ()) -> Lease:
+        near = [node for node in self.twins if node.server.address in preferred]
+        lease = Held((near or [self._chance.choice(self.twins)])[0].server.lease(session))
+        self.leases.append(lease)
+        return lease
+
+    def reuse(self) -> float:
+        """Share of the tokens that were not read."""
+        books = [node.tier.kv_admission.block_manager for node in self.twins]
+        return sum(one.reused for one in books) / sum(one.asked for one in books)
+
+    async def close(self) -> None:
+        await super().close()
+        for node in self.twins:
+            await node.stop()
+
+
+@pytest.fixture
+async def twins(tidy: None) -> AsyncIterator[Twins]:
+    net = Twins()
+    yield net
+    await net.close()
+
+
+def crowd(salted: bool = False) -> list[Open]:
+    """Four requests for each of eight beginnings, in a random order."""
+    chance, asked = random.Random(2), []
+    for begin in range(8):
+        prefix = [chance.randrange(4096) for _ in range(8 * BLOCK)]
+        for number in range(4):
+            tokens = (*prefix, *(chance.randrange(4096) for _ in range(4)))
+            salt = str(number) if salted else ""
+            one = opening(begin, max_tokens=4, chain=())
+            asked.append(replace(one, session=f"{begin} {number}", tokens=tokens, prompt_len=len(tokens), cache_salt=salt))
+    chance.shuffle(asked)
+    return asked
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 60.0])
+@pytest.mark.parametrize(("prefixes", "salted"), [(False, False), (True, False), (True, True)])
+async def test_what_begins_alike_is_read_once(twins: Twins, prefixes: bool, salted: bool, hold_s: float) -> None:
+    """Guards the reuse of prompts with several replicas: each read every beginning, and held leases know of none.
+
+    With a salt for each request nothing is shared, and nobody is preferred.
+    """
+    await twins.begin(prefixes=prefixes, hold_s=hold_s)
+    for request in crowd(salted):
+        named = replace(request, session=twins.router.session("full", request))
+        said, _ = await twins.text(named)
+        assert said == full_text(ToyModel(vocab_size=4096), request)
+        if hold_s:
+            await until(lambda: twins.router._held["full"].session is not None)
+    if not prefixes:
+        assert twins.reuse() < 0.7
+    elif salted:
+        assert twins.routed == ["new"] * 32
+        assert twins.reuse() == 0
+    else:
+        assert sorted(twins.routed) == ["known"] * 24 + ["new"] * 8
+        assert twins.reuse() > 0.7
+
+
+async def test_a_replica_that_dies_attracts_nobody(twins: Twins) -> None:
+    """Guards requests against a preference for a replica that is gone."""
+    await twins.begin(prefixes=True)
+    request = crowd()[0]
+    await twins.text(request)
+    (home,) = twins.router._preferred(request)
+    dead = next(node for node in twins.twins if node.server.address == home)
+    twins.twins.remove(dead)
+    await dead.stop()
+    await until(lambda: twins.router._preferred(request) == ())
+    said, _ = await twins.text(replace(request, session="again"))
+    assert said == full_text(ToyModel(vocab_size=4096), request)
+    await asyncio.sleep(0)

@@ -1,0 +1,81 @@
+"""Two routers and two full replicas, as Ray Serve runs them: what routers tell each other, and where prompts go."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from benchmarks.affinity import Load, values
+from cascade.bench.scrape import scrape
+from cascade.client import Client
+from cascade.errors import Overloaded
+from cascade.params import Handling, SamplingParams
+from cascade.settings.config import CascadeConfig
+from deployments.app import forked
+from deployments.launch.server import Server
+from deployments.observer import OBSERVE_S
+from tests.conftest import LONG_S, Cluster
+
+LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster) -> Iterator[Server]:
+    """Toys, behind two routers that share their ports; everybody together may have three answers at once."""
+    described = values(Load(), affinity=True)
+    described["router"] |= {"deployment_config": {"num_replicas": 2}, "access": {"default_limits": {"max_running": 3}}}
+    with Server.start(forked(CascadeConfig.parse(described), cluster.py_executable), port=0) as server:
+        yield server
+
+
+def settled(server: Server) -> None:
+    """Wait until no router knows of an answer."""
+    deadline = time.monotonic() + LONG_S
+    with Client(server.address) as client:
+        while time.monotonic() < deadline:
+            try:
+                for _ in range(6):  # any router
+                    client.generate(list(range(1, 9)), SHORT)
+                return
+            except Overloaded:
+                time.sleep(0.2)
+    pytest.fail("a limit counts answers that are over")
+
+
+def test_routers_keep_a_limit_together(server: Server) -> None:
+    """Guards a limit against the number of routers, whichever of them a connection meets; and that places come back."""
+    with ExitStack() as stack:
+        for number in range(3):
+            stream = stack.enter_context(Client(server.address)).stream(list(range(1, 9)), LONG)
+            next(stream)
+            stack.callback(stream.close)
+            time.sleep(1.0 if number == 2 else 0.0)  # until the others have heard
+        refusals = 0
+        for _ in range(8):
+            with Client(server.address, patience_s=0) as client, pytest.raises(Overloaded, match="may have 3 answers"):
+                client.generate(list(range(1, 9)), SHORT)
+            refusals += 1
+        assert refusals == 8
+    settled(server)
+
+
+def test_prompts_that_begin_alike_are_read_once(server: Server) -> None:
+    """Guards the preference for a replica on its whole way: the router, Serve's router, what replicas say of themselves."""
+    time.sleep(OBSERVE_S)
+    before = scrape(server.url)
+    with Client(server.address) as client:
+        for number in range(16):
+            prompt = [*range(1000, 1160), number]
+            client.generate(prompt, SHORT)
+            client.generate(prompt, SHORT, handling=Handling(cache_salt=f"tenant {number}"))
+    time.sleep(OBSERVE_S + 1.0)
+    counted = scrape(server.url).since(before)
+    routes = {
+        dict(labels)["outcome"]: value for (name, labels), value in counted.samples.items() if name == "prefix_routes_total"
+    }
+    assert routes["new"] <= 18  # the salted ones, and the first of each router
+    assert routes["known"] >= 12
+    assert counted.total("kv_asked_tokens") == 32 * 161
+    assert counted.total("kv_reused_tokens") >= 12 * 160

@@ -16,7 +16,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings", "cascade.placement"),
     ("cascade.local",),
     ("cascade.bench",),
-    ("deployments.links", "deployments.admission", "deployments.logs"),
+    ("deployments.links", "deployments.admission", "deployments.logs", "deployments.live", "deployments.versions"),
     ("deployments.chat", "deployments.observer"),
     ("deployments.grpc", "deployments.http"),
     ("deployments.tier", "deployments.router"),

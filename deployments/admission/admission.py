@@ -90,8 +90,10 @@ class Places:
     """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, in order."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
         self._room = max_running + max_waiting
         self._turns = asyncio.Semaphore(max_running)  # first come, first served
+        self._surplus = 0  # turns to be taken out, as they become free
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_admitted = 0
@@ -134,11 +136,28 @@ class Places:
     async def turn(self, lifetime: Lifetime) -> AsyncIterator[None]:
         """Wait for the turn of one admitted answer, and hold it; raises what ends its ``lifetime`` before."""
         await lifetime.wait(self._turns.acquire)
+        while self._surplus:
+            self._surplus -= 1
+            await lifetime.wait(self._turns.acquire)
         self.num_running += 1
         try:
             yield
         finally:
             self.num_running -= 1
+            self._give_back(1)
+
+    def resize(self, max_running: int, max_waiting: int) -> None:
+        """Have so many places from now on; what is being written or waits has its own until it ends."""
+        more, self._max_running, self._room = max_running - self._max_running, max_running, max_running + max_waiting
+        if more < 0:
+            self._surplus -= more
+        else:
+            self._give_back(more)
+
+    def _give_back(self, turns: int) -> None:
+        over = min(turns, self._surplus)
+        self._surplus -= over
+        for _ in range(turns - over):
             self._turns.release()
 
     async def drained(self, timeout_s: float) -> bool:
@@ -192,6 +211,13 @@ class Admission:
         self.metrics = RouterMetrics(self.places, config.names)
         self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
+
+    def change(self, config: CascadeConfig) -> None:
+        """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
+        router = config.router
+        self.access.limit(router.access)
+        self.limits, self._logs = router.limits, router.access.log
+        self.places.resize(router.max_running, router.max_waiting)
 
     @contextlib.contextmanager
     def admitted(

@@ -73,6 +73,11 @@ class Downlink(Link):
         """A name for a session to be opened at ``tier`` at once: that of the held lease, if there is one."""
         return self._held[tier].session or mint()
 
+    def hold(self, seconds: float) -> None:
+        """Hold leases for so long from now on."""
+        for leases in self._held.values():
+            leases.hold_s = seconds
+
     @property
     def num_sessions(self) -> int:
         return len(self._routes)

@@ -174,8 +174,20 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": (7, r"mapping"),
     "placement group": (
         one(placement_group_config={"bundle": [{"CPU": 1}]}),
-        r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy",
+        r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy, bundle_label_selector",
     ),
+    "user_config": (deploying(user_config={}), r"user_config cannot be given here: it is made of the configuration"),
+    "logging option": (deploying(logging_config={"encodin": "JSON"}), r"tier full.*encodin"),
+    "backpressure option": (deploying(backpressure_config={"status": 429}), r"tier full.*status"),
+    "request router option": (
+        deploying(request_router_config={"backoff": 1}),
+        r"request_router_config of tier full has the unknown key 'backoff'",
+    ),
+    "request router class": (
+        deploying(request_router_config={"request_router_class": "no.such:Class"}),
+        r"tier full.*no",
+    ),
+    "rolling_update_percentage": (deploying(rolling_update_percentage=20), r"rolling_update_percentage is 20"),
     "placement strategy": (
         one(placement_group_config={"bundles": [{"CPU": 1}], "strategy": "NEAR"}),
         r"tier full.*NEAR",

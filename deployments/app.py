@@ -143,7 +143,7 @@ def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deploymen
             raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
     try:
         return serve.deployment(kind, **options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two of classes that are named
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
 

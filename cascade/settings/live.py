@@ -85,7 +85,7 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any], paths: Sequen
         *sections, key = path.split(".")
         part = result
         for section in sections:
-            part = part[section]
+            part = part.setdefault(section, {})
         part[key] = value
     return result
 

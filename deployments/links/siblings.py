@@ -31,7 +31,7 @@ class Siblings:
             self.me, self._place = context.replica_tag, (context.deployment, context.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` of each replica returns, which is told first who asks; without ``None``, and those that do not answer."""
+        """What ``method`` of each replica returns, which is told first who asks; ``None`` and those without answer left out."""
         if self._place is None:
             return []
         try:

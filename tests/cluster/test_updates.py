@@ -158,7 +158,7 @@ def test_a_drafter_without_room_for_two_is_exchanged(served: Served) -> None:
 
 
 def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
-    """Guards answers at a full replica that is replaced: they are handed on, whether a new one comes first or an old one goes."""
+    """Guards answers at a full replica that is replaced: they are handed on, whether new ones come first or old ones go."""
     assert served.update(engine(2, max_pass_tokens=256)) == {"full"}
     served.values["tiers"][2]["deployment_config"]["max_surge_percent"] = 0
     assert served.update(engine(2, max_pass_tokens=512)) == {"full"}

@@ -28,7 +28,7 @@ async def net() -> AsyncIterator[Net]:
 
 @pytest.mark.parametrize("name", ["tiny", "medium", "full"])
 async def test_sessions_are_handed_on(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards requests at a replica that is replaced: they were cut off when its time was over. Texts stay, and it ends empty."""
+    """Guards requests at a replica that is replaced: they were cut off when its time was over. Texts stay."""
     monkeypatch.setattr(uplink, "REFUSAL_S", 0.01)
     requests = [opening(seed, 0.8, 150) for seed in range(3)]
     running = [asyncio.create_task(net.text(request)) for request in requests]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
-from deployments import app
-from deployments.app import ENVIRONMENT, build, parse, tier_options
+from deployments import app, versions
+from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.grpc.ingress import SERVICER
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -592,12 +593,16 @@ def test_logs_are_as_the_application_says() -> None:
     assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))
 
 
-def test_new_routers_start_before_old_ones_go() -> None:
-    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody."""
+@pytest.mark.parametrize(("free", "expected"), [(None, 0), (0.25, 0), (0.5, SURGE_PERCENT)])
+def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, free: float | None, expected: int) -> None:
+    """Guards requests while a configuration is exchanged: old replicas went first; where there is no room they must."""
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: free is not None)
+    monkeypatch.setattr(app.ray, "available_resources", lambda: {"CPU": free})
+    monkeypatch.setattr(versions, "ray", SimpleNamespace(is_initialized=lambda: False))
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
-    assert surges == [0, 0, 50, 100]
+    assert surges == [expected, expected, 50, 100]
 
 
 def test_drafters_are_named_in_many_ways() -> None:

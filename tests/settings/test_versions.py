@@ -1,7 +1,7 @@
 """Which replicas an update replaces: applications built from two configurations, judged by Ray Serve's own functions."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ ALL = {"tiny", "medium", "full", "router"}
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Values, Any], dict[str, DeploymentVersion]]]:
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, DeploymentVersion]]:
     """Versions of the deployments as Serve's controller gets them; each build has another version of the application."""
     monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01"))
     applications = count()
@@ -42,7 +42,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Values, Any], d
             found[deployment.name] = DeploymentTargetState.create(info, 1).version
         return found
 
-    yield versions
+    return versions
 
 
 def values() -> Values:

@@ -10,22 +10,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
 from cascade.settings.router import RouterConfig
 from cascade.settings.sentence import sentence
 from deployments.scaling.plan import scaled, sleepers
+from deployments.versions import versioned
 
 Owner = TypeVar("Owner", TierConfig, RouterConfig)
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
+SURGE_PERCENT = 20  # rounded up to whole replicas
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
+
+SECTIONS = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
 
 # weights in pages of 2 MB where the kernel has them: a pass on a CPU reads all of them, and is 5 to 15 % faster
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -60,17 +66,23 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     asleep = sleepers(config)
     config = scaled(config, replica_devices(config))
     handles: dict[str, Any] = {}
-    options: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
+    bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     if asleep:
-        options["sleepers"] = asleep
+        bound["sleepers"] = asleep
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
-        chosen = tier_options(tier) | (PREFERRING if config.affine and tier is config.tiers[-1] else {})
-        deployment = _deployment(TierReplica, chosen, f"tier {tier.name}")
-        handles[tier.name] = deployment.bind(tier.model_dump(mode="json"), level, dict(handles), config.drafters, **options)
+        values = tier.model_dump(mode="json")
+        preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
+        options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
+        known = {"level": level, "lower": list(handles), "drafters": config.drafters, **bound}
+        deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
+        handles[tier.name] = deployment.bind(values, level, dict(handles), config.drafters, **bound)
     router = config.router.deployment_config.model_dump(exclude_none=True)
     router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
-    deployment = _deployment(serve.ingress()(Router), {"name": "router", **router}, "router")
-    return deployment.bind(config.model_dump(mode="json"), handles, dict(limits))
+    values = config.model_dump(mode="json")
+    options = {"name": "router", **router, "user_config": live(values, OF_ROUTERS)}
+    deployment = _deployment(serve.ingress()(Router), options, "router")
+    deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": dict(limits)})
+    return deployment.bind(values, handles, dict(limits))
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
@@ -122,7 +134,7 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
     if ranks > 1 and tier.placement_group_config is None:
         options |= {"placement_group_bundles": [_bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
     if tier.placement_group_config is not None:
-        known = {"bundles": "placement_group_bundles", "strategy": "placement_group_strategy"}
+        known = {name: f"placement_group_{name}" for name in ("bundles", "strategy", "bundle_label_selector")}
         for key, value in tier.placement_group_config.items():
             if key not in known:
                 raise ConfigError(
@@ -134,16 +146,27 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
 
 def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deployment:
     """A deployment; raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options."""
-    unknown = set(options.get("autoscaling_config", ())) - set(AutoscalingConfig.model_fields)
-    if unknown:  # which Ray Serve would ignore
-        raise ConfigError(f"autoscaling_config of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
+    for section, known in SECTIONS.items():
+        unknown = set(options.get(section, ())) - set(known.model_fields)
+        if unknown:  # which Ray Serve would ignore
+            raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
     try:
         with warnings.catch_warnings():  # Serve's other way to say it is a variable of the environment, for all deployments
             warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
             return serve.deployment(kind, **options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two of classes that are named
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
+
+
+def _surging(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` of a tier whose new replicas start before old ones go, if the cluster has room for one more now.
+
+    Else old ones go first: Serve would wait for that room for ever.
+    """
+    free = ray.available_resources() if ray.is_initialized() else {}
+    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in _of_replica(options).items())
+    return {"max_surge_percent": SURGE_PERCENT if room else 0} | options
 
 
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:

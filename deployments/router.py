@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from cascade.errors import InvalidRequest
 from cascade.messages import Close, Message, Open
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
+from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
 from deployments.admission.exchange import Exchange, Usages
@@ -49,6 +51,7 @@ from deployments.links.prefixes import Prefixes
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
+from deployments.live import LiveConfig
 from deployments.logs import join_serves
 from deployments.observer import Observer
 
@@ -76,6 +79,7 @@ class Router:
     ) -> None:
         join_serves()
         self._config = CascadeConfig.model_validate(config)
+        self._live = LiveConfig(config, OF_ROUTERS, CascadeConfig.parse)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         self._handles = handles
@@ -113,6 +117,19 @@ class Router:
         self._api = Api(self).application()
         await self._listen()
 
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Called by Serve with what changes while a router runs, and at its start, see `cascade.settings.live`."""
+        self._live.take(user_config, self._change)
+
+    def _change(self, config: CascadeConfig) -> None:
+        """Admit by ``config`` from now on; raises `ConfigError`."""
+        self.admission.change(config)
+        self._config = config
+        self._capabilities = replace(
+            self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens, lossy=config.lossy
+        )
+        self._downlink.hold(self._held_lease_s)
+
     async def _listen(self) -> None:
         """Open servers of its own, where the configuration asks for them; else clients come through Ray Serve's proxies."""
         listen, limits = self._config.router.listen, self.admission.limits
@@ -125,16 +142,21 @@ class Router:
     def _joined(self) -> Downlink:
         """The links to the full tier."""
         full = self._config.tiers[-1]
-        places = full.deployment_config.max_ongoing_requests
         return Downlink(
             {full.name: lessor(self._handles[full.name])},
             self._hear,
             lease_timeout_s=FULL_LEASE_TIMEOUT_S,
-            hold_s=self._config.router.held_lease_s if places >= HELD_PLACES else 0.0,
+            hold_s=self._held_lease_s,
             tls=self._config.link_tls,
             prefixes=Prefixes() if self._config.affine else None,
             routed=self.admission.metrics.routed,
         )
+
+    @property
+    def _held_lease_s(self) -> float:
+        """How long a lease on the full tier is held for the next session."""
+        places = self._config.tiers[-1].deployment_config.max_ongoing_requests
+        return self._config.router.held_lease_s if places >= HELD_PLACES else 0.0
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext

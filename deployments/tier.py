@@ -23,14 +23,18 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
+from cascade.settings.live import OF_TIERS, tier_of
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.toy_tier import ToyTier
 from deployments.links.awake import Awake
 from deployments.links.downlink import Downlink
+from deployments.links.handover import Handover
 from deployments.links.lessor import lessor
 from deployments.links.ranks import Ranks, bind_threads
+from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
+from deployments.live import LiveConfig
 from deployments.logs import join_serves
 from deployments.scaling.load import LoadReport
 
@@ -56,6 +60,7 @@ class TierReplica:
     ) -> None:
         join_serves()
         self._config = TierConfig.model_validate(config)
+        self._live = LiveConfig(config, OF_TIERS, tier_of)
         tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
         if tls is not None:
             check(tls)
@@ -82,8 +87,16 @@ class TierReplica:
         self._downlink = Downlink(self._awake.lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls)
+        siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
+        self._replica = siblings.me
+        self._handover = Handover(siblings.me, partial(siblings.ask, "running_for"), self._server.leave, period_s)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
+        self._watching = asyncio.create_task(self._handover.watch())
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Called by Serve with what changes while a replica runs, and at its start, see `cascade.settings.live`."""
+        self._live.take(user_config, lambda config: self._tier.change(config.engine_kwargs.policy))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What callers may prefer this replica by, see `PreferringRouter`."""
@@ -128,14 +141,20 @@ class TierReplica:
         """Called by Serve, for the policy of `deployments.scaling`."""
         return self._report.take()
 
+    async def running_for(self, replica: str) -> str:
+        """Another replica asks which ones Serve routes to."""
+        return self._replica
+
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
+        self._handover.check()
         if self._ranks is not None:
             self._ranks.check()
         if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
     async def __del__(self) -> None:
+        self._watching.cancel()
         await self._server.stop()
         await self._awake.close()
         await self._downlink.close()

@@ -25,6 +25,9 @@ class Health:
     retry_at: dict[str, float] = field(default_factory=dict)
 
     def failed(self, tier: str, now: float) -> None:
+        """A session there failed; when many do, because a replica goes, that is one failure."""
+        if not self.usable(tier, now):
+            return
         wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
         self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
 

@@ -76,6 +76,10 @@ class Loop(Generic[U]):
         self._drafters = drafters
         self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
 
+    def change(self, policy: Policy) -> None:
+        """Start passes by ``policy`` from now on; from any thread."""
+        self._limits = replace(self._limits, policy=policy)
+
     # take
 
     def take(self, message: Message, up: U | None, now: float) -> None:

@@ -99,6 +99,10 @@ class Tier:
         if self._stopped:
             self._refuse()
 
+    def change(self, policy: Policy) -> None:
+        """Start passes by ``policy`` from now on."""
+        self._loop.change(policy)
+
     def drop(self, up: Link) -> None:
         """The link ``up`` is broken: close all its sessions."""
         self._inbox.put(up)

@@ -41,6 +41,12 @@ class Account:
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)
 
+    def limit(self, limits: KeyLimits) -> None:
+        """Take other limits; a new rate begins with a whole minute's tokens, and with no debts."""
+        if limits.tokens_per_minute != self.limits.tokens_per_minute:
+            self._balance, self._since = float(limits.tokens_per_minute or 0), time.monotonic()
+        self.limits = limits
+
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
         """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
@@ -121,12 +127,18 @@ class Access:
     """The keys of a server."""
 
     def __init__(self, keys: Mapping[str, str], config: AccessConfig) -> None:
-        unknown = set(config.limits) - set(keys)
+        self._accounts = {_digest(key): Account(name) for name, key in keys.items()}
+        self._anonymous = Account(ANONYMOUS)
+        self.limit(config)
+
+    def limit(self, config: AccessConfig) -> None:
+        """Limit what keys may take from now on; raises `ConfigError` if limits are for a key that is not there."""
+        unknown = set(config.limits) - {account.name for account in self._accounts.values()}
         if unknown:
             raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
-        limits = {name: _told(config.limits.get(name, config.default_limits)) for name in keys}
-        self._accounts = {_digest(key): Account(name, limits[name]) for name, key in keys.items()}
-        self._anonymous = Account(ANONYMOUS, config.default_limits)
+        for account in self._accounts.values():
+            account.limit(_told(config.limits.get(account.name, config.default_limits)))
+        self._anonymous.limit(config.default_limits)
 
     @classmethod
     def load(cls, config: AccessConfig) -> "Access":

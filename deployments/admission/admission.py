@@ -92,8 +92,9 @@ class Places:
     """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, see `FairQueue`."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
         self._room = max_running + max_waiting
-        self._free = max_running  # turns that nobody has
+        self._free = max_running  # turns that nobody has; less than none where there are fewer than before
         self._queue = FairQueue()
         self._calls: dict[Ticket, asyncio.Future[None]] = {}  # of those that wait
         self._empty = asyncio.Event()
@@ -150,8 +151,17 @@ class Places:
         finally:
             self.num_running -= 1
             self._queue.settle(ticket)
-            self._free += 1
-            self._call()
+            self._give_back(1)
+
+    def resize(self, max_running: int, max_waiting: int) -> None:
+        """Have so many places from now on; what is being written or waits has its own until it ends."""
+        more, self._max_running, self._room = max_running - self._max_running, max_running, max_running + max_waiting
+        self._give_back(more)
+
+    def _give_back(self, turns: int) -> None:
+        """So many more are free; with fewer than before, none is until that many answers have ended."""
+        self._free += turns
+        self._call()
 
     async def _called(self, ticket: Ticket, lifetime: Lifetime) -> None:
         """Return when it is the answer's turn; one that leaves before takes none along."""
@@ -164,13 +174,12 @@ class Places:
                 self._queue.leave(ticket)
             elif not called.cancelled():  # called in the very moment in which it left
                 self._queue.undo(ticket)
-                self._free += 1
-                self._call()
+                self._give_back(1)
             raise
 
     def _call(self) -> None:
         """Give free turns to those who are next."""
-        while self._free and (ticket := self._queue.next()) is not None:
+        while self._free > 0 and (ticket := self._queue.next()) is not None:
             called = self._calls.pop(ticket)
             if called.cancelled():  # it is about to leave
                 self._queue.undo(ticket)
@@ -229,6 +238,13 @@ class Admission:
         self.metrics = RouterMetrics(self.places, config.names)
         self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
+
+    def change(self, config: CascadeConfig) -> None:
+        """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
+        router = config.router
+        self.access.limit(router.access)
+        self.limits, self._logs = router.limits, router.access.log
+        self.places.resize(router.max_running, router.max_waiting)
 
     @contextlib.contextmanager
     def admitted(

@@ -87,6 +87,11 @@ class Downlink(Link):
                 return mint()
         return held.session or mint()
 
+    def hold(self, seconds: float) -> None:
+        """Hold leases for so long from now on."""
+        for leases in self._held.values():
+            leases.hold_s = seconds
+
     @property
     def num_sessions(self) -> int:
         return len(self._routes)

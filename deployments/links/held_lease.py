@@ -48,7 +48,7 @@ class HeldLeases:
 
     def __init__(self, lessor: Lessor, hold_s: float) -> None:
         self._lessor = lessor
-        self._hold_s = hold_s
+        self.hold_s = hold_s
         self._held: HeldLease | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -73,7 +73,7 @@ class HeldLeases:
 
     def renew(self) -> None:
         """Begin to take a lease, unless one is held or on its way."""
-        if self._hold_s and self._task is None:
+        if self.hold_s and self._task is None:
             # an empty context: in that of a request Serve would cancel the lease when the request ends
             self._task = asyncio.get_running_loop().create_task(self._hold(), context=contextvars.Context())
             self._task.add_done_callback(self._ended)
@@ -85,7 +85,7 @@ class HeldLeases:
 
     async def close(self) -> None:
         """Let go of the lease, and take no more."""
-        self._hold_s = 0.0
+        self.hold_s = 0.0
         task = self._task
         self._stop()
         if task is not None:
@@ -110,7 +110,7 @@ class HeldLeases:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 ticket = await anext(tickets)
             self._held = held = HeldLease(session, lease, ticket)
-            async with asyncio.timeout(self._hold_s):
+            async with asyncio.timeout(self.hold_s):
                 await anext(tickets, None)  # returns or raises only when the lease is over
         except TimeoutError:
             pass

@@ -1,4 +1,4 @@
-"""The other routers of the application: clients of one port reach any of them, and some questions are for all."""
+"""The other replicas of a deployment: clients of one port reach any of several routers, and some questions are for all."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ AGAIN_S = 0.05  # between two tries while Serve has not told yet which routers t
 
 
 class Siblings:
-    """Asks all routers of this one's deployment; outside of Ray Serve there are none."""
+    """Asks all replicas of this one's deployment that Serve routes to; outside of Ray Serve there are none."""
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
@@ -31,7 +31,7 @@ class Siblings:
             self.me, self._place = context.replica_tag, (context.deployment, context.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` of each other router returns, which is told first who asks; without those that do not answer."""
+        """What ``method`` of each replica returns, which is told first who asks; ``None`` and those without answer left out."""
         if self._place is None:
             return []
         try:
@@ -40,7 +40,7 @@ class Siblings:
                     self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._place)
                 answers = await self._answers(self._handle, method, args)
         except Exception as error:  # whatever Ray raises, or the time is over
-            log.warning("The other routers cannot be asked: %s", error or type(error).__name__)
+            log.warning("The other replicas cannot be asked: %s", error or type(error).__name__)
             return []
         return [answer for answer in answers if answer is not None and not isinstance(answer, BaseException)]
 

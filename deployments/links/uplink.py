@@ -104,6 +104,11 @@ class Leases:
         if session in self._ended:
             self._ended[session].set()
 
+    def end_unopened(self) -> None:
+        """No session will begin here any more."""
+        for session in self._ended.keys() - self._opened:
+            self._ended[session].set()
+
 
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
@@ -112,6 +117,8 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._tier = tier
         self._tls = tls
         self._server: grpc.aio.Server | None = None
+        self._links: dict[Mailbox, set[str]] = {}  # their sessions
+        self._leaving = False
         self.leases = Leases()
         self.address = ""
         self.secret = secrets.token_urlsafe(32)  # told with a lease, which only members of the Ray cluster can take
@@ -128,6 +135,16 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         await self._server.start()
         self.address = f"{host}:{port}"
 
+    def leave(self) -> None:
+        """Hand all sessions on: whoever opened them hears that they failed here, and goes on at another replica.
+
+        From now on no lease is given.
+        """
+        self._leaving = True
+        for mailbox, sessions in self._links.items():
+            mailbox.put([Failed(session, "the replica is being replaced", self._tier.name) for session in sessions])
+        self.leases.end_unopened()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Break all links."""
         if self._server is not None:
@@ -136,11 +153,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def lease(self, session: str) -> AsyncIterator[str]:
         """Yield the ticket for the link of ``session``, address and secret, then stay until the session is over.
 
-        A caller that drops the lease closes the session. A replica that hangs gives none.
+        A caller that drops the lease closes the session. A replica that hangs, or leaves, gives none.
         """
-        if self._tier.hangs:
+        if self._tier.hangs or self._leaving:
             await asyncio.sleep(REFUSAL_S)
-            raise Unavailable(f"This replica of {self._tier.name} hangs")
+            raise Unavailable(f"This replica of {self._tier.name} {'hangs' if self._tier.hangs else 'leaves'}")
         self.leases.add(session)
         try:
             yield f"{self.address} {self.secret}"
@@ -158,13 +175,14 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             log.warning("%s was refused: it does not know the secret of this replica", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
         mailbox = Mailbox(asyncio.get_running_loop())
-        sessions: set[str] = set()
+        sessions = self._links[mailbox] = set[str]()
         try:
             ends = self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions), self._hang()
             await race(*ends)
         except ValueError as error:
             log.warning("A link was broken off: %s", error)
         finally:
+            del self._links[mailbox]
             self._tier.drop(mailbox)
             for session in list(sessions):
                 self._end(session, sessions)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
-from deployments import app
-from deployments.app import ENVIRONMENT, build, parse, tier_options
+from deployments import app, versions
+from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.grpc.ingress import SERVICER
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -174,8 +175,20 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": (7, r"mapping"),
     "placement group": (
         one(placement_group_config={"bundle": [{"CPU": 1}]}),
-        r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy",
+        r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy, bundle_label_selector",
     ),
+    "user_config": (deploying(user_config={}), r"user_config cannot be given here: it is made of the configuration"),
+    "logging option": (deploying(logging_config={"encodin": "JSON"}), r"tier full.*encodin"),
+    "backpressure option": (deploying(backpressure_config={"status": 429}), r"tier full.*status"),
+    "request router option": (
+        deploying(request_router_config={"backoff": 1}),
+        r"request_router_config of tier full has the unknown key 'backoff'",
+    ),
+    "request router class": (
+        deploying(request_router_config={"request_router_class": "no.such:Class"}),
+        r"tier full.*no",
+    ),
+    "rolling_update_percentage": (deploying(rolling_update_percentage=20), r"rolling_update_percentage is 20"),
     "placement strategy": (
         one(placement_group_config={"bundles": [{"CPU": 1}], "strategy": "NEAR"}),
         r"tier full.*NEAR",
@@ -601,12 +614,16 @@ def test_logs_are_as_the_application_says() -> None:
     assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))
 
 
-def test_new_routers_start_before_old_ones_go() -> None:
-    """Guards requests while a configuration is exchanged: old routers went first, and clients found nobody."""
+@pytest.mark.parametrize(("free", "expected"), [(None, 0), (0.25, 0), (0.5, SURGE_PERCENT)])
+def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, free: float | None, expected: int) -> None:
+    """Guards requests while a configuration is exchanged: old replicas went first; where there is no room they must."""
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: free is not None)
+    monkeypatch.setattr(app.ray, "available_resources", lambda: {"CPU": free})
+    monkeypatch.setattr(versions, "ray", SimpleNamespace(is_initialized=lambda: False))
     values = CascadeConfig.demo().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
-    assert surges == [0, 0, 50, 100]
+    assert surges == [expected, expected, 50, 100]
 
 
 def test_drafters_are_named_in_many_ways() -> None:

@@ -1,0 +1,44 @@
+"""A version for each deployment. Ray Serve gives all deployments of an application one, made of its whole ``args``.
+
+Replicas are replaced when the version of their deployment changes. So one changed word would replace every tier and router.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import ray
+from pydantic import PrivateAttr
+from ray.serve import Deployment
+from ray.serve._private.config import DeploymentConfig
+
+from cascade.settings.live import digest
+
+
+class Versioned(DeploymentConfig):  # type: ignore[misc]  # Ray is not typed
+    """Serve's own, which tells the controller its own version, whatever the application's is."""
+
+    _own: str = PrivateAttr("")
+
+    def to_proto(self) -> Any:
+        """What the controller is told."""
+        proto = super().to_proto()
+        proto.version = self._own
+        return proto
+
+
+def versioned(deployment: Deployment, fixed: Mapping[str, Any]) -> Deployment:
+    """``deployment``, whose replicas stay as long as ``fixed``, JSON values, and what they run in stay.
+
+    Serve has no public way to say a version (2.60); without this, every deployment is replaced with every change.
+    """
+    plain = deployment._deployment_config
+    config = Versioned.model_construct(plain.model_fields_set, **dict(plain))
+    config._own = digest({"fixed": fixed, "package": version("cascade-serve"), "runtime_env": _runtime_env()})
+    deployment._deployment_config = config
+    return deployment
+
+
+def _runtime_env() -> dict[str, Any]:
+    """The application's: that of the task in which Serve builds it."""
+    return dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}

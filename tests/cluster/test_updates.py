@@ -1,0 +1,172 @@
+"""A served cascade whose configuration is exchanged under load, the way `serve deploy` does it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from benchmarks.cluster.devices import CONTEXT, VOCAB, Setup
+from cascade import SamplingParams, Speculation
+from cascade.client import Client
+from cascade.messages import Open
+from cascade.settings.router import ListenConfig
+from cascade.simulation.toy import full_text
+from cascade.simulation.toy_tier import ToyTier
+from deployments.app import forked, parse
+from deployments.launch.server import LOOPBACK, free_port
+from tests.conftest import LONG_S, Cluster
+
+pytestmark = pytest.mark.slow
+
+APPLICATION = "updated"
+PROMPT = list(range(20, 60))
+PARAMS = SamplingParams(max_tokens=96, temperature=0.8, ignore_eos=True)
+NUM_CLIENTS = 4
+SEEDS = 3
+MORE = 2 * NUM_CLIENTS  # answers behind an update
+
+Values = dict[str, Any]
+
+
+def deploy(values: Values) -> None:
+    """What the command does, through the dashboard; returns when the update is over."""
+    application = {"name": APPLICATION, "route_prefix": "/updated", "import_path": "deployments.app:build", "args": values}
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    deadline, seen = time.monotonic() + LONG_S, 0
+    while seen < 2:  # the first look may come before Serve has begun
+        assert time.monotonic() < deadline, serve.status()
+        time.sleep(1.0)
+        status = serve.status().applications.get(APPLICATION)
+        seen = seen + 1 if status is not None and status.status == "RUNNING" and not _stopping(status) else 0
+
+
+def _stopping(status: Any) -> bool:
+    return any(state != "RUNNING" for one in status.deployments.values() for state in one.replica_states)
+
+
+def pids() -> dict[str, set[int]]:
+    """Processes of the replicas of each deployment."""
+    deployments = _get_global_client().get_serve_details()["applications"][APPLICATION]["deployments"]
+    return {name: {replica["pid"] for replica in one["replicas"]} for name, one in deployments.items()}
+
+
+@dataclass
+class Crowd:
+    """Clients that ask for answers until they are told to stop, and compare them."""
+
+    address: str
+    expected: list[list[int]]
+    answers: int = 0
+    wrong: list[object] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self, number: int) -> None:
+        with Client(self.address, timeout_s=LONG_S) as client:
+            for turn in range(10**6):
+                if self._stop.is_set():
+                    return
+                seed = (number + turn) % SEEDS
+                speculation = Speculation(tiers=("tiny", "medium"))
+                try:
+                    text = client.generate(PROMPT, replace(PARAMS, seed=seed), speculation).token_ids
+                except Exception as error:  # of any kind: no client may see one
+                    self.wrong.append(error)
+                    continue
+                self.answers += 1
+                if list(text) != self.expected[seed]:
+                    self.wrong.append((seed, text))
+
+    def more(self) -> None:
+        """Wait for some more answers."""
+        enough, deadline = self.answers + MORE, time.monotonic() + LONG_S
+        while self.answers < enough:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+@dataclass
+class Served:
+    """An application and those that use it."""
+
+    values: Values
+    crowd: Crowd
+
+    def update(self, change: Callable[[Values], object]) -> set[str]:
+        """Exchange its configuration while clients ask; the deployments whose replicas are others now."""
+        before = pids()
+        self.crowd.more()
+        change(self.values)
+        deploy(self.values)
+        self.crowd.more()
+        assert self.crowd.wrong == []
+        after = pids()
+        replaced = {name for name in before if before[name] != after[name]}
+        assert all(before[name].isdisjoint(after[name]) for name in replaced)
+        assert {name: len(one) for name, one in before.items()} == {name: len(one) for name, one in after.items()}
+        return replaced
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster) -> Iterator[Served]:
+    """Three tiers of toys, of whose full one there are two replicas, on devices that have room for as many again."""
+    listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
+    values = Setup("code", stretch=1.0, replicas=(1, 1, 2)).values
+    for tier in values["tiers"]:
+        tier["deployment_config"]["ray_actor_options"]["num_gpus"] = 0.5
+    values["router"] = {"listen": listen.model_dump(mode="json"), "held_lease_s": 1.0}
+    values = forked(parse(values), cluster.py_executable).model_dump(mode="json", exclude_none=True)
+    toy = ToyTier(VOCAB, context_len=CONTEXT)
+    texts = [full_text(toy, Open("x", tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
+    crowd = Crowd(f"{LOOPBACK}:{listen.grpc_port}", [text[len(PROMPT) :] for text in texts])
+    try:
+        deploy(values)
+        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+            asking = [threads.submit(crowd.ask, number) for number in range(NUM_CLIENTS)]
+            try:
+                yield Served(values, crowd)
+            finally:
+                crowd.stop()
+        for one in asking:
+            one.result(0)
+    finally:
+        serve.delete(APPLICATION)
+
+
+def engine(level: int, **options: Any) -> Callable[[Values], object]:
+    return lambda values: values["tiers"][level]["engine_kwargs"].update(options)
+
+
+def test_a_drafter_is_exchanged_and_nobody_notices(served: Served) -> None:
+    """Guards new weights of a drafter: everything was replaced, and requests were lost."""
+    assert served.update(engine(0, max_pass_tokens=256)) == {"tiny"}
+
+
+def test_a_drafter_without_room_for_two_is_exchanged(served: Served) -> None:
+    """Guards devices that are all taken: the old replica goes first, and the tiers above go on without it."""
+    served.values["tiers"][1]["deployment_config"]["max_surge_percent"] = 0
+    assert served.update(engine(1, max_pass_tokens=256)) == {"medium"}
+
+
+def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
+    """Guards answers at a full replica that is replaced: they are handed on, whether new ones come first or old ones go."""
+    assert served.update(engine(2, max_pass_tokens=256)) == {"full"}
+    served.values["tiers"][2]["deployment_config"]["max_surge_percent"] = 0
+    assert served.update(engine(2, max_pass_tokens=512)) == {"full"}
+
+
+def test_routers_are_exchanged_and_told(served: Served) -> None:
+    """Guards clients of a router that is replaced, and running routers against being replaced for what they can be told."""
+    assert served.update(lambda values: values["router"].update(tool_format="json")) == {"router"}
+    assert served.update(lambda values: values.update(window=9)) == set()
+    with Client(served.crowd.address) as client:
+        assert client.describe().window == 9

@@ -1,0 +1,159 @@
+"""Which replicas an update replaces: applications built from two configurations, judged by Ray Serve's own functions."""
+
+import copy
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private import deploy_utils
+from ray.serve._private.build_app import build_app
+from ray.serve._private.deploy_utils import deploy_args_to_deployment_info, get_deploy_args
+from ray.serve._private.deployment_state import DeploymentTargetState
+from ray.serve._private.version import DeploymentVersion
+from ray.serve.schema import DeploymentSchema
+
+from cascade.errors import ConfigError
+from cascade.settings.config import CascadeConfig
+from cascade.settings.deployment import REFUSED, DeploymentConfig, RouterDeploymentConfig
+from cascade.settings.live import OF_ROUTERS, OF_TIERS, SERVES, changed, fixed_of_router, fixed_of_tier, live, tier_of
+from deployments.app import bind, parse
+from deployments.live import LiveConfig
+
+Values = dict[str, Any]
+LIMITS = {name: {"context_len": 1024, "vocab_size": 4096} for name in ("tiny", "medium", "full")}
+ALL = {"tiny", "medium", "full", "router"}
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, DeploymentVersion]]:
+    """Versions of the deployments as Serve's controller gets them; each build has another version of the application."""
+    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01"))
+    applications = count()
+
+    def versions(values: Values, limits: Any = LIMITS) -> dict[str, DeploymentVersion]:
+        application = build_app(bind(parse(values), limits), name="updated")
+        found, code = {}, f"application {next(applications)}"
+        for deployment in application.deployments:
+            config, replica = deployment._deployment_config, deployment._replica_config
+            said = get_deploy_args(deployment.name, deployment_config=config, replica_config=replica, version=code)
+            info = deploy_args_to_deployment_info(app_name="updated", **said)
+            found[deployment.name] = DeploymentTargetState.create(info, 1).version
+        return found
+
+    return versions
+
+
+def values() -> Values:
+    return CascadeConfig.demo().model_dump(mode="json")
+
+
+def set_at(path: str, value: Any) -> Callable[[Values], None]:
+    """A change: what stands at a dotted path."""
+
+    def change(values: Values) -> None:
+        *sections, key = path.split(".")
+        part: Any = values
+        for section in sections:
+            part = part[int(section)] if isinstance(part, list) else part[section]
+        part[key] = value
+
+    return change
+
+
+LINK_TLS = {"certificate": "a.pem", "key": "b.pem", "authority": "c.pem", "server_name": "x"}
+CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # what is replaced, what is told
+    "nothing": (lambda values: None, set(), set()),
+    "weights of a drafter": (set_at("tiers.0.model_loading_config.model_source", "/new/tiny"), {"tiny"}, set()),
+    "passes of a drafter": (set_at("tiers.0.engine_kwargs.max_pass_tokens", 64), {"tiny"}, set()),
+    "device of a drafter": (set_at("tiers.1.accelerator_type", "L4"), {"medium"}, set()),
+    "resources of a drafter": (set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.25}), {"medium"}, set()),
+    "a restart": (
+        set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.5, "runtime_env": {"env_vars": {"AGAIN": "1"}}}),
+        {"medium"},
+        set(),
+    ),
+    "patience": (set_at("tiers.1.engine_kwargs.patience", 0.5), set(), {"medium"}),
+    "passes of the full tier": (set_at("tiers.2.engine_kwargs.max_pass_tokens", 64), {"full"}, set()),
+    "weights of the full tier": (set_at("tiers.2.model_loading_config.model_source", "/new"), {"full", "router"}, set()),
+    "leases of the full tier": (set_at("tiers.2.deployment_config.max_ongoing_requests", 8), {"router"}, {"full"}),
+    "replicas": (set_at("tiers.1.deployment_config.num_replicas", 3), set(), set()),
+    "health checks": (set_at("tiers.1.deployment_config.health_check_period_s", 5.0), set(), set()),
+    "surge": (set_at("tiers.1.deployment_config.max_surge_percent", 50), set(), set()),
+    "drafters that others count, too": (set_at("tiers.0.engine_kwargs.drafter", [{"kind": "lookup"}]), ALL, set()),
+    "window": (set_at("window", 9), set(), {"router"}),
+    "limits of the router": (set_at("router.max_running", 3), set(), {"router"}),
+    "limits of keys": (set_at("router.access.default_limits.max_running", 3), set(), {"router"}),
+    "tools": (set_at("router.tool_format", "json"), {"router"}, set()),
+    "the longest text": (set_at("max_model_len", 512), {"router"}, set()),
+    "certificates": (set_at("link_tls", LINK_TLS), ALL, set()),
+}
+
+
+@pytest.mark.parametrize(("change", "replaced", "told"), CHANGES.values(), ids=CHANGES)
+def test_only_what_changed_is_replaced(
+    built: Callable[..., dict[str, DeploymentVersion]], change: Callable[[Values], None], replaced: set[str], told: set[str]
+) -> None:
+    """Guards service while a configuration is exchanged: one changed word replaced the replicas of all deployments."""
+    after = values()
+    change(after)
+    old, new = built(values()), built(after)
+    assert {name for name in old if old[name].requires_actor_restart(new[name])} == replaced
+    assert {name for name in old if old[name].requires_actor_reconfigure(new[name])} - replaced == told
+
+
+def test_routers_are_replaced_when_the_limits_of_models_change(built: Callable[..., dict[str, DeploymentVersion]]) -> None:
+    """Guards prompts against a router that admits by the contexts of models that are gone."""
+    old, new = built(values()), built(values(), {**LIMITS, "tiny": {"context_len": 512, "vocab_size": 4096}})
+    assert {name for name in old if old[name].requires_actor_restart(new[name])} == {"router"}
+
+
+def paths(values: Any, prefix: str = "") -> set[str]:
+    """Dotted places of all that a configuration says."""
+    if not isinstance(values, dict) or not values:
+        return {prefix[:-1]}
+    return set[str]().union(*(paths(value, f"{prefix}{key}.") for key, value in values.items()))
+
+
+def test_no_change_is_without_effect() -> None:
+    """Guards options against being changed without a word: each replaces replicas, or is told to them, or is Serve's own."""
+    config = CascadeConfig.demo()
+    tier = config.tiers[0]
+    known = paths(fixed_of_tier(tier)) | {path for path in paths(tier.model_dump(mode="json")) if path.startswith(SERVES)}
+    assert known | set(OF_TIERS) == paths(tier.model_dump(mode="json"))
+    said = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
+    told = paths(live(config.model_dump(mode="json"), OF_ROUTERS))
+    assert (paths(fixed_of_router(config)) - {"drafters", "full.max_ongoing_requests", "asleep"}) | told == said - {"verify"}
+
+
+def test_what_is_told_is_what_stands_there() -> None:
+    """Guards the way of a change to running replicas: told to one that has the old values, it makes the new ones of them."""
+    old, new = values(), values()
+    new["router"]["max_running"], new["window"], new["router"]["access"]["limits"] = 3, 9, {"alice": {"max_running": 1}}
+    assert changed(old, live(new, OF_ROUTERS), OF_ROUTERS) == new
+    with pytest.raises(ConfigError, match=r"user_config has 'router\.listen', which no running replica changes"):
+        changed(old, {"router": {"listen": None}}, OF_ROUTERS)
+
+
+def test_a_wrong_change_stops_no_running_replica() -> None:
+    """Guards service: Serve replaces a replica that refuses a change, and the next one, too, until none is left."""
+    tier, applied = values()["tiers"][0], list[float | None]()
+
+    def take(patience: object) -> None:
+        replica.take({"engine_kwargs": {"patience": patience}}, lambda config: applied.append(config.engine_kwargs.patience))
+
+    replica = LiveConfig(copy.deepcopy(tier), OF_TIERS, tier_of)
+    with pytest.raises(ConfigError, match=r"Tier tiny: engine_kwargs\.patience is 'long'"):
+        take("long")  # one that starts
+    for patience in (0.5, "long", 0.25):
+        take(patience)
+    assert applied == [0.5, 0.25]
+
+
+def test_every_option_of_serve_is_known() -> None:
+    """Guards options of Ray Serve against being forgotten: each is handed on, or refused in a sentence that says what to do."""
+    assert set(DeploymentSchema.model_fields) == set(DeploymentConfig.model_fields) | set(REFUSED)
+    for owner, name in ((owner, name) for owner in (DeploymentConfig, RouterDeploymentConfig) for name in REFUSED):
+        with pytest.raises(ValueError, match=f"{name} cannot be given here: .*(remove|write|change)"):
+            owner.model_validate({name: None})

@@ -141,6 +141,10 @@ class Places:
             self.num_running -= 1
             self._turns.release()
 
+    async def idle(self) -> None:
+        """Wait until nothing is admitted."""
+        await self._empty.wait()
+
     async def drained(self, timeout_s: float) -> bool:
         """Admit nothing more, and wait until all answers are written; False if that took too long."""
         self.closed = True

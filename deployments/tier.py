@@ -31,6 +31,7 @@ from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.logs import join_serves
+from deployments.tracing.export import flush, tracing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -74,9 +75,10 @@ class TierReplica:
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
         lessors = {name: lessor(handle) for name, handle in lower.items()}
-        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        traced = tracing(self._config.name)
+        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls)
+        self._server = LinkServer(self._tier, tls, traced)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
 
@@ -119,6 +121,7 @@ class TierReplica:
     async def __del__(self) -> None:
         await self._server.stop()
         await self._downlink.close()
+        await asyncio.to_thread(flush)
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,6 +16,8 @@ from cascade.settings.config import CascadeConfig
 from deployments.admission.access import Access, Account
 from deployments.admission.metrics import RouterMetrics
 from deployments.admission.status import status_of
+from deployments.tracing.export import tracing
+from deployments.tracing.request import UNTRACED, RequestTrace, request_trace
 
 T = TypeVar("T")
 access = logging.getLogger("deployments.access")
@@ -165,6 +167,7 @@ class ActiveRequest:
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
+    trace: RequestTrace = UNTRACED
 
     def ended(self, outcome: str, num_read: int, num_written: int) -> None:
         """One of its answers is over."""
@@ -194,24 +197,37 @@ class Admission:
         self.access = Access.load(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
         self.metrics = RouterMetrics(self.places, config.names)
+        self.tracing = tracing("router")
         self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
 
     @contextlib.contextmanager
     def admitted(
-        self, account: Account, id: str | None, timeout_s: float | None, num_answers: int = 1, *, since: float
+        self,
+        account: Account,
+        id: str | None,
+        timeout_s: float | None,
+        num_answers: int = 1,
+        *,
+        since: float,
+        headers: Iterable[tuple[str, object]] = (),
     ) -> Iterator[ActiveRequest]:
-        """Hold what a request needs that came at ``since``; raises `InvalidRequest`, `Overloaded` or `Unavailable` at once."""
+        """Hold what a request needs that came at ``since`` with ``headers``, or metadata.
+
+        Raises `InvalidRequest`, `Overloaded` or `Unavailable` at once.
+        """
         request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
         request.lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
+            request.trace = request_trace(self.tracing, headers, since)
             try:
                 yield request
             finally:
                 self._active.discard(request)
+                summary = request.summary
+                request.trace.end(summary)
                 if self._logs:
-                    summary = request.summary
                     access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def check_length(self, num_chars: int) -> None:
@@ -242,11 +258,14 @@ class Admission:
             self.metrics.resumed()
         try:
             async with self.places.turn(request.lifetime), contextlib.aclosing(chunks):
+                request.trace.turn(opening.session)
                 async for chunk in chunks:
                     if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
                         yield chunk
                         continue
                     now = time.monotonic()
+                    if num_tokens == 0:
+                        request.trace.first_piece(opening.session)
                     self.metrics.piece(now - last, first=num_tokens == 0)
                     num_tokens += len(chunk.token_ids)
                     request.account.charge(len(chunk.token_ids))
@@ -264,3 +283,4 @@ class Admission:
         finally:
             self.metrics.ended(outcome, opening.prompt_len, num_tokens)
             request.ended(outcome, opening.prompt_len, num_tokens)
+            request.trace.ended(opening.session, outcome, opening.prompt_len, num_tokens)

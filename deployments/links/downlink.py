@@ -17,6 +17,8 @@ from deployments.links.codec import decode, encode
 from deployments.links.held_lease import HeldLeases, Lease, Lessor
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
+from deployments.tracing.export import Tracing
+from deployments.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,9 @@ class Downlink(Link):
         lease_timeout_s: float = 5.0,
         hold_s: float = 0.0,
         tls: LinkTLS | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._asked = AskedSessions(tracing)
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
@@ -86,7 +90,7 @@ class Downlink(Link):
         batches: dict[str, list[Message]] = {}
         for message in messages:
             if isinstance(message, Open):
-                self._open(message)
+                self._open(self._asked.opened(message))
                 continue
             route = self._routes.get(message.session)
             if route is None:
@@ -146,12 +150,14 @@ class Downlink(Link):
     def _join(self, session: str, route: Route, ticket: str) -> None:
         """Send what waits for a leased replica, and what follows."""
         route.stream = self._stream(ticket)
+        self._asked.leased(session, route.stream.address)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
 
     def _leave(self, session: str) -> None:
         """Forget a session and let go of its lease."""
+        self._asked.ended(session)
         route = self._routes.pop(session, None)
         if route is None:
             return
@@ -167,6 +173,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None:
             route.opening = None
+            self._asked.failed(session, reason)
             self._leave(session)
             self._deliver([Failed(session, reason, route.tier)])
 
@@ -209,6 +216,7 @@ class Downlink(Link):
         known = [message for message in messages if message.session in self._routes]
         for message in known:
             if isinstance(message, Failed):
+                self._asked.failed(message.session, message.reason)
                 self._leave(message.session)
             else:
                 self._answered(message.session)
@@ -220,6 +228,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None and not route.answered:
             route.answered = True
+            self._asked.answered(session)
             self._held[route.tier].renew()
 
 

@@ -165,7 +165,7 @@ def _surging(options: dict[str, Any]) -> dict[str, Any]:
     Else old ones go first: Serve would wait for that room for ever.
     """
     free = ray.available_resources() if ray.is_initialized() else {}
-    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in _of_replica(options).items())
+    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in of_replica(options).items())
     return {"max_surge_percent": SURGE_PERCENT if room else 0} | options
 
 

@@ -28,6 +28,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
 from deployments.admission.exchange import Exchange, Usages
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
+from deployments.auditor import Auditor
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
@@ -54,6 +55,7 @@ from deployments.links.tls import check
 from deployments.live import LiveConfig
 from deployments.logs import join_serves
 from deployments.observer import Observer
+from deployments.tracing.export import flush
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -114,6 +116,7 @@ class Router:
         self._counting = asyncio.create_task(self._observer.count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
+        self._auditor = Auditor(self._config.router.audit, self._downlink, self._inboxes, self.admission)
         self._api = Api(self).application()
         await self._listen()
 
@@ -150,6 +153,7 @@ class Router:
             tls=self._config.link_tls,
             prefixes=Prefixes() if self._config.affine else None,
             routed=self.admission.metrics.routed,
+            tracing=self.admission.tracing,
         )
 
     @property
@@ -253,10 +257,12 @@ class Router:
 
     async def __del__(self) -> None:
         self._counting.cancel()
+        self._auditor.close()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
         await self._exchange.close()
+        await asyncio.to_thread(flush)
 
     @property
     def model(self) -> str:
@@ -281,14 +287,16 @@ class Router:
         account = self.admission.access.account(said.get("authorization"))
         self.admission.places.check()  # before the work of reading it
         opening = await admit()
-        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), [opening], since=since) as request:
+        limits = account, said.get("request_id"), remaining_s(context), [opening]
+        with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
             async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt."""
-        return self.admission.counted(self._chunks(opening, request, index), opening, request)
+        opening = request.trace.answer(opening, index)
+        return self.admission.counted(self._auditor.some(self._chunks(opening, request, index), opening), opening, request)
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""

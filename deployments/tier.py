@@ -37,6 +37,7 @@ from deployments.links.uplink import LinkServer
 from deployments.live import LiveConfig
 from deployments.logs import join_serves
 from deployments.scaling.load import LoadReport
+from deployments.tracing.export import flush, tracing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -82,11 +83,12 @@ class TierReplica:
             new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
-        self._report = LoadReport(self._tier, self._profile)
+        self._report, traced = LoadReport(self._tier, self._profile), tracing(self._config.name)
         self._awake = Awake({name: lessor(handle) for name, handle in lower.items()}, sleepers)
-        self._downlink = Downlink(self._awake.lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        limits: dict[str, Any] = {"lease_timeout_s": LEASE_TIMEOUT_S, "tls": tls, "tracing": traced}
+        self._downlink = Downlink(self._awake.lessors, self._tier.post, **limits)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls)
+        self._server = LinkServer(self._tier, tls, traced)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
         self._replica = siblings.me
         self._handover = Handover(siblings.me, partial(siblings.ask, "running_for"), self._server.leave, period_s)
@@ -158,6 +160,7 @@ class TierReplica:
         await self._server.stop()
         await self._awake.close()
         await self._downlink.close()
+        await asyncio.to_thread(flush)
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)

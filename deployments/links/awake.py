@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from cascade.errors import Unavailable
 from deployments.links.held_lease import Lease, Lessor
@@ -35,10 +35,10 @@ class Awake:
             await asyncio.gather(self._looking, return_exceptions=True)
 
     def _gate(self, name: str, take: Lessor) -> Lessor:
-        def lease(session: str) -> Lease:
+        def lease(session: str, preferred: Sequence[str] = ()) -> Lease:
             if name in self._asleep:
                 raise Unavailable(f"tier {name} sleeps")
-            return take(session)
+            return take(session, preferred)
 
         return lease
 

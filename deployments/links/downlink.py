@@ -18,6 +18,8 @@ from deployments.links.held_lease import HeldLeases, Lease, Lessor
 from deployments.links.prefixes import Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
+from deployments.tracing.export import Tracing
+from deployments.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,11 @@ class Downlink(Link):
         tls: LinkTLS | None = None,
         prefixes: Prefixes | None = None,
         routed: Callable[[Outcome], object] = lambda outcome: None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._prefixes = prefixes
         self._routed = routed
+        self._asked = AskedSessions(tracing)
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
@@ -105,7 +109,7 @@ class Downlink(Link):
         batches: dict[str, list[Message]] = {}
         for message in messages:
             if isinstance(message, Open):
-                self._open(message)
+                self._open(self._asked.opened(message))
                 continue
             route = self._routes.get(message.session)
             if route is None:
@@ -135,6 +139,7 @@ class Downlink(Link):
 
     def _open(self, opening: Open) -> None:
         route = self._routes[opening.session] = Route(opening.tier, [opening])
+        route.answered = bool(opening.audit)  # no session is expected behind it: none needs a lease
         leases = self._held.get(opening.tier)
         held = None if leases is None else leases.take(opening.session)
         if held is None:
@@ -179,12 +184,14 @@ class Downlink(Link):
         if self._prefixes is not None:
             self._routed(self._prefixes.sent(opening, ticket.partition(" ")[0]))
         route.stream = self._stream(ticket)
+        self._asked.leased(session, route.stream.address)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
 
     def _leave(self, session: str) -> None:
         """Forget a session and let go of its lease."""
+        self._asked.ended(session)
         route = self._routes.pop(session, None)
         if route is None:
             return
@@ -200,6 +207,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None:
             route.opening = None
+            self._asked.failed(session, reason)
             self._leave(session)
             self._deliver([Failed(session, reason, route.tier)])
 
@@ -243,6 +251,7 @@ class Downlink(Link):
         known = [message for message in messages if message.session in self._routes]
         for message in known:
             if isinstance(message, Failed):
+                self._asked.failed(message.session, message.reason)
                 self._leave(message.session)
             else:
                 self._answered(message.session)
@@ -254,6 +263,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None and not route.answered:
             route.answered = True
+            self._asked.answered(session)
             self._held[route.tier].renew()
 
 

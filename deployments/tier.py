@@ -31,6 +31,7 @@ from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.logs import join_serves
+from deployments.reporting import report_tier
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class TierReplica:
         self._server = LinkServer(self._tier, tls)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
+        reported = report_tier(self._config, self._tier, self._profile, self._server, self._downlink)
+        self._reporting = asyncio.create_task(reported)
 
     async def lease(self, session: str) -> AsyncIterator[str]:
         """Hold this replica for a session: the address and secret for its link, then nothing until the session is over."""
@@ -122,6 +125,7 @@ class TierReplica:
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)
+        self._reporting.cancel()
 
 
 async def _apart(work: Callable[[], T]) -> T:

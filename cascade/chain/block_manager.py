@@ -48,11 +48,18 @@ class BlockManager:
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.reused = 0  # positions that were not scored again
+        self.looked_up = 0  # positions for which such were looked for
         self.lent = 0  # blocks, beside those of allocations
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
         self._kept: dict[Allocation, None] = {}  # the least recently used first
         self._index: dict[int, dict[Allocation, None]] = defaultdict(dict)  # by block key, the latest allocation last
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sessions hold; what is kept for reuse is as good as free. From any thread."""
+        kept = sum(allocation.blocks for allocation in list(self._kept))
+        return max(0.0, 1 - (self.free + kept) / max(1, self.total))
 
     def fits(self, positions: int) -> bool:
         """Whether a session of this length could ever be held."""
@@ -71,13 +78,14 @@ class BlockManager:
         """
         donor, known = self._find(tokens, salt)
         if donor is None:
-            fresh = self._new(positions)
-            return None if fresh is None else (fresh, 0)
-        allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
-        if allocation is not None:
-            self.reused += known
-            return allocation, known
-        return None
+            allocation, known = self._new(positions), 0
+        else:
+            allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
+        if allocation is None:
+            return None
+        self.looked_up += len(tokens)
+        self.reused += known
+        return allocation, known
 
     def reserve(self, allocation: Allocation, positions: int) -> bool:
         """Give an allocation room for ``positions``; False if memory is short, and then nothing has changed."""

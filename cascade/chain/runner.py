@@ -35,6 +35,7 @@ class TierStats:
     pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
     failures: int = 0  # passes that raised
     reused: int = 0  # positions whose keys and values another session had left
+    looked_up: int = 0  # positions of sessions that were given a place, for which such were looked for
     preempted: int = 0  # times that a session lost its place in memory
 
 

@@ -54,6 +54,7 @@ class Tier:
         self.name = name
         self.level = level
         self.below = below
+        self.planner = planner or Planner()
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()
         self._runner = Runner(name, model, max_pass_tokens, profile)
@@ -67,7 +68,7 @@ class Tier:
             send_up=lambda link, message: self._out[link].append(message),
             send_down=self._send_down,
             mint=mint,
-            planner=planner,
+            planner=self.planner,
             drafters=drafters,
         )
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
@@ -119,7 +120,8 @@ class Tier:
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
         admission = self.kv_admission
-        return replace(self.stats, reused=admission.block_manager.reused, preempted=admission.preempted)
+        blocks = admission.block_manager
+        return replace(self.stats, reused=blocks.reused, looked_up=blocks.looked_up, preempted=admission.preempted)
 
     # the loop
 

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.metrics.series import PREFIX
+
 LABEL = "router"
-OF_TIERS = ("cascade_replicas", "cascade_pass_seconds", "cascade_context_seconds", "cascade_tiers")  # all routers say the same
+OF_ALL = (
+    "tiers",
+    "replicas",
+    "full_replicas",
+    "full_min_replicas",
+    "pass_seconds",
+    "context_seconds",
+)  # all routers say the same
 
 
 def joined(pages: Mapping[str, str]) -> bytes:
@@ -17,7 +26,7 @@ def joined(pages: Mapping[str, str]) -> bytes:
     for router, page in pages.items():
         for family in text_string_to_metric_families(page):
             kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if family.name not in OF_TIERS:
+            if family.name.removeprefix(PREFIX) not in OF_ALL:
                 kept.samples += [sample._replace(labels={**sample.labels, LABEL: router}) for sample in family.samples]
             elif router == first:
                 kept.samples += family.samples

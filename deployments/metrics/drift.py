@@ -19,8 +19,9 @@ class Drift:
 
     An observation is what `BATCH_TOKENS` tokens or more say, `BATCH_S` after the last one or later. The alarm is raised when
     the recent mean is `SIGMAS` of its standard deviations, and `LEAST_FALL`, below the long-run mean. It ends when the mean has
-    come back by half. How much observations vary is learnt from them: answers differ far more than coins do. The long-run
-    mean goes on learning under an alarm, so that a fall for good becomes the level, an hour later at the soonest.
+    come back by half. How much observations vary is learnt from their successive differences (von Neumann 1941), in which a
+    fall counts once: answers differ far more than coins do. The long-run mean goes on learning under an alarm, so that a fall
+    for good becomes the level, an hour later at the soonest.
     """
 
     recent: float = math.nan  # mean share; not a number before the first observation
@@ -28,6 +29,7 @@ class Drift:
     alarm: bool = False
     _variance: float = 0.0  # of observations
     _num: int = 0
+    _last: float = 0.0
     _right: float = 0.0  # of the next observation
     _judged: float = 0.0
     _due: float = field(default=-math.inf)
@@ -63,13 +65,12 @@ class Drift:
         self._num += 1
         weight = max(LONG, 1 / self._num)
         if self._num == 1:
-            self.recent = self.level = share
+            self.recent = self.level = self._last = share
             return
         self.recent += max(RECENT, weight) * (share - self.recent)
-        off = share - self.level
-        self.level += weight * off
-        if not self.alarm:  # else a fall would count as the noise that hides it
-            self._variance = (1 - weight) * (self._variance + weight * off * off)
+        self.level += weight * (share - self.level)
+        self._variance += weight * ((share - self._last) ** 2 / 2 - self._variance)
+        self._last = share
 
     def _judge(self) -> bool:
         before = self.alarm

@@ -129,9 +129,7 @@ BETWEEN = (
     _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=LINKS),
     _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=LINKS),
     _counter("lease_wait_seconds", "Time that sessions waited for them.", "below", places=LINKS),
-    _counter(
-        "failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=LINKS
-    ),
+    _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=LINKS),
 )
 REPLICAS = (
     _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),

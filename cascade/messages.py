@@ -37,11 +37,18 @@ class Edge:
     corrected: int = 0  # times that the verifier said another token than the drafter's own
     prepared: int = 0  # of these, times that the drafter had written behind that token before it heard of it
     waiting: int = 0  # tokens that it had written there, together
+    bare: int = 0  # passes that scored no guess
+    agreed: int = 0  # own tokens of the drafter that the verifier said too, whether they came in time to be scored or not
 
     @property
     def mean_accepted_len(self) -> float:
         """Tokens per pass."""
         return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the drafter's own tokens that the verifier said too, however many it scored; ``None`` if none was judged."""
+        return self.agreed / (self.agreed + self.corrected) if self.agreed + self.corrected else None
 
     @property
     def runner_ups(self) -> tuple[int, int]:
@@ -64,6 +71,8 @@ class Edge:
             self.corrected + other.corrected,
             self.prepared + other.prepared,
             self.waiting + other.waiting,
+            self.bare + other.bare,
+            self.agreed + other.agreed,
         )
 
 

@@ -112,10 +112,10 @@ class Router:
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
         self._exchange = Exchange(self.admission.access, self._siblings)
-        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings)
-        self._counting = asyncio.create_task(self._observer.count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
+        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings, self._downlink)
+        self._counting = asyncio.create_task(self._observer.run())
         self._auditor = Auditor(self._config.router.audit, self._downlink, self._inboxes, self.admission)
         self._api = Api(self).application()
         await self._listen()

@@ -36,6 +36,7 @@ from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.live import LiveConfig
 from deployments.logs import join_serves
+from deployments.reporting import report_tier
 from deployments.scaling.load import LoadReport
 from deployments.tracing.export import flush, tracing
 
@@ -95,6 +96,8 @@ class TierReplica:
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
         self._watching = asyncio.create_task(self._handover.watch())
+        reported = report_tier(self._config, self._tier, self._profile, self._server, self._downlink)
+        self._reporting = asyncio.create_task(reported)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Called by Serve with what changes while a replica runs, and at its start, see `cascade.settings.live`."""
@@ -164,6 +167,7 @@ class TierReplica:
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)
+        self._reporting.cancel()
 
 
 async def _apart(work: Callable[[], T]) -> T:

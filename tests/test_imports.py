@@ -16,7 +16,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings", "cascade.placement"),
     ("cascade.local",),
     ("cascade.bench",),
-    ("deployments.tracing",),
+    ("deployments.metrics", "deployments.tracing"),
     (
         "deployments.links",
         "deployments.admission",
@@ -25,7 +25,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
         "deployments.scaling",
         "deployments.versions",
     ),
-    ("deployments.chat", "deployments.observer", "deployments.auditor"),
+    ("deployments.chat", "deployments.observer", "deployments.auditor", "deployments.reporting"),
     ("deployments.grpc", "deployments.http"),
     ("deployments.tier", "deployments.router"),
     ("deployments.app",),

@@ -56,10 +56,10 @@ class BlockManager:
         self._index: dict[int, dict[Allocation, None]] = defaultdict(dict)  # by block key, the latest allocation last
 
     @property
-    def held(self) -> float:
-        """Share of the blocks that sessions hold; what is kept for reuse is free. Safe to call from any thread."""
+    def usage(self) -> float:
+        """Share of the blocks that sessions hold; what is kept for reuse is as good as free. From any thread."""
         kept = sum(allocation.blocks for allocation in list(self._kept))
-        return max(0.0, 1.0 - (self.free + kept) / self.total)
+        return max(0.0, 1 - (self.free + kept) / max(1, self.total))
 
     def fits(self, positions: int) -> bool:
         """Whether a session of this length could ever be held."""

@@ -14,6 +14,7 @@ class EdgeTotals:
     tier: str
     below: tuple[Edge, ...] = ()  # of the edges below that one
     _edge: Edge = field(init=False)  # of the current drafter, but for what follows
+    agreed: int = 0  # tokens of the current drafter that the verifier said too
     _bare: int = 0  # passes that scored no guess
     _emitted: int = 0  # tokens that they gave
     _waited_s: float = 0.0
@@ -25,9 +26,10 @@ class EdgeTotals:
     @property
     def edge(self) -> Edge:
         """That of the current drafter."""
-        if self._bare or self._waited_s:
-            bare = Edge(self._edge.drafter, self.tier, self._bare, emitted=self._emitted, waited_s=self._waited_s)
-            self._edge, self._bare, self._emitted, self._waited_s = self._edge + bare, 0, 0, 0.0
+        if self._bare or self._waited_s or self.agreed:
+            drafter, emitted, bare = self._edge.drafter, self._emitted, self._bare
+            counted = Edge(drafter, self.tier, bare, emitted=emitted, waited_s=self._waited_s, bare=bare, agreed=self.agreed)
+            self._edge, self._bare, self._emitted, self._waited_s, self.agreed = self._edge + counted, 0, 0, 0.0, 0
         return self._edge
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, whose: Sequence[str] = ()) -> None:

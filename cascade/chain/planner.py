@@ -5,6 +5,7 @@ Pure; the serving tier and the simulator follow the same rules.
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -118,6 +119,16 @@ class Planner:
                 speeds[course.tiers] = max(record.rate, speeds.get(course.tiers, 0.0))
         return speeds
 
+    def measured(self) -> Iterator["Measured"]:
+        """What each course that was tried gives, by what is allowed, who is sampled and how many sessions there are.
+
+        May be asked from any thread.
+        """
+        for (allowed, sampled), plans in list(self._plans.items()):
+            for load, plan in list(plans.items()):
+                known = {one: record.rate for one, record in list(plan.records.items()) if record.rate and not record.borrowed}
+                yield Measured(allowed, sampled, 1 << load, known)
+
     def _plan(self, allowed: Course, num_sessions: int, *, sampled: bool) -> "_Plan":
         plans = self._plans.setdefault((allowed, sampled), {})
         load = _load(num_sessions)
@@ -132,6 +143,15 @@ class Planner:
 def _load(num_sessions: int) -> int:
     """1, 2, 3 to 5, 6 to 11, 12 to 22, ...: the borders lie between powers of two, at which loads like to be held."""
     return round(math.log2(max(1, num_sessions)))
+
+
+class Measured(NamedTuple):
+    """Own tokens of a session in a second, by course, in a tier of about so many sessions that may use ``allowed``."""
+
+    allowed: Course
+    sampled: bool
+    num_sessions: int
+    rates: dict[Course, float]
 
 
 @dataclass(slots=True)

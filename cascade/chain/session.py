@@ -276,6 +276,7 @@ class Session:
         for hint in self.hints:
             hint.calibration.saw(hint.draft, new, hint.draft.find(new))
         self._missing = None
+        self.totals.agreed += num_right
         if num_right < min(len(trunk), len(new)):
             self.totals.corrected()
             self._below_lanes = ()

@@ -65,9 +65,9 @@ class Tier:
         self.name = name
         self.level = level
         self.below = below
+        self.planner = planner or Planner()
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()
-        self._planner = planner or Planner()
         self._runner = Runner(name, model, max_pass_tokens, profile)
         self.stats = self._runner.stats
         self._loop: Loop[Link] = Loop(
@@ -79,7 +79,7 @@ class Tier:
             send_up=lambda link, message: self._out[link].append(message),
             send_down=self._send_down,
             mint=mint,
-            planner=self._planner,
+            planner=self.planner,
             drafters=drafters,
         )
         self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
@@ -142,7 +142,7 @@ class Tier:
         slots = list(self._loop.slots.values())
         waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
         return Load(
-            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.held, self._planner.speeds(len(slots))
+            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.usage, self.planner.speeds(len(slots))
         )
 
     # the loop

@@ -104,8 +104,8 @@ def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Tab
     suffix = "" if seconds is None else "/s"
     columns = ("running", "waiting", f"answers{suffix}", f"refused{suffix}", f"tokens{suffix}", "first token", "gap")
     table = Table(*columns, title="Requests")
-    rates = [_rate(change.total(name), seconds) for name in ("answers_total", "refused_total", "output_tokens_total")]
-    waits = [change.mean(name) for name in ("first_token_seconds", "piece_gap_seconds")]
+    rates = [_rate(change.total(name), seconds) for name in ("answers_total", "refused_total", "generation_tokens_total")]
+    waits = [change.mean(name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")]
     table.add_row(
         f"{now.total('running'):.0f}",
         f"{now.total('waiting'):.0f}",

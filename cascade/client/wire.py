@@ -35,6 +35,8 @@ EDGE_TOTALS = (  # of `Edge`, with the same name and type in `pb.Edge` and `Link
     "corrected",
     "prepared",
     "waiting",
+    "bare",
+    "agreed",
 )
 EDGE_COUNTS = {  # likewise, each with as many numbers as it has at most
     "accepted_by_position": MAX_POSITIONS,

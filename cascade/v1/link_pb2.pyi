@@ -160,7 +160,7 @@ class LinkLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LinkEdge(_message.Message):
-    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prepared", "waiting")
+    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prepared", "waiting", "bare", "agreed")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,8 @@ class LinkEdge(_message.Message):
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    BARE_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     verifier: str
     passes: int
@@ -189,7 +191,9 @@ class LinkEdge(_message.Message):
     corrected: int
     prepared: int
     waiting: int
-    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prepared: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    bare: int
+    agreed: int
+    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prepared: _Optional[int] = ..., waiting: _Optional[int] = ..., bare: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "tier", "fault")

@@ -321,6 +321,7 @@ class Admission:
             self.metrics.resumed()
         try:
             async with self._turn(opening, request) as ticket, contextlib.aclosing(chunks):
+                self.metrics.turn(time.monotonic() - request.since)
                 request.trace.turn(opening.session)
                 async for chunk in chunks:
                     if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
@@ -335,7 +336,7 @@ class Admission:
                     request.account.charge(len(chunk.token_ids))
                     if chunk.completion is not None:
                         outcome = chunk.completion.finish_reason
-                        self.metrics.completed(chunk.completion)
+                        self.metrics.completed(chunk.completion, now - request.since, sampled=opening.params.temperature > 0)
                     yield chunk
                     last = time.monotonic()
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer

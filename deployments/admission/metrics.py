@@ -1,19 +1,41 @@
-"""What the router counts, as Prometheus reads it at GET /metrics."""
+"""What the router counts, as Prometheus reads it at GET /metrics, and through Ray."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cascade.answer import Completion, Undrafted
 from cascade.messages import Edge
 from deployments.admission.audit_metrics import AuditMetrics
+from deployments.metrics.drift import Drift
+from deployments.metrics.page import Page, Source
+from deployments.metrics.series import Reading, sampling
 
 log = logging.getLogger(__name__)
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+OF_PASSES = {  # series and what `Edge` calls them
+    "passes": "passes",
+    "bare_passes": "bare",
+    "waited_seconds": "waited_s",
+    "proposed_tokens": "proposed",
+    "accepted_tokens": "accepted",
+}
+OF_DRAFTERS = {  # likewise, of edges that have one
+    "agreed_tokens": "agreed",
+    "corrections": "corrected",
+    "prepared_corrections": "prepared",
+    "prepared_tokens": "waiting",
+}
+BY_NUMBER = {  # likewise, each with numbers by rank or position
+    "proposed_by_rank": "proposed_by_rank",
+    "accepted_by_rank": "accepted_by_rank",
+    "proposed_by_position": "proposed_by_position",
+    "accepted_by_position": "accepted_by_position",
+}
 
 
 class Occupancy(Protocol):
@@ -29,51 +51,52 @@ class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
     def __init__(self, places: Occupancy, names: Sequence[str]) -> None:
-        self._registry = CollectorRegistry()
-        made: dict[str, Any] = {"registry": self._registry, "namespace": "cascade"}
-        self._answers = Counter(
-            "answers", "Answers that ended, by how: a finish reason, an error's code, left.", ["outcome"], **made
-        )
-        self._resumed = Counter("resumed_answers", "Answers that clients went on with, whose streams had broken.", **made)
-        self._refused = Counter("refused", "Requests that got an error, by its code.", ["code"], **made)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **made)
-        self._output = Counter("output_tokens", "Tokens that the full tier wrote.", **made)
-        self._proposed = Counter("proposed_tokens", "Guesses that were scored, by edge.", ["drafter", "verifier"], **made)
-        self._accepted = Counter("accepted_tokens", "Guesses that were right, by edge.", ["drafter", "verifier"], **made)
-        self._passes = Counter("passes", "Passes that gave own tokens, by edge.", ["drafter", "verifier"], **made)
-        edge, ranked = ["drafter", "verifier"], ["drafter", "verifier", "rank"]
-        self._proposed_by_rank = Counter(
-            "proposed_by_rank", "Guesses that were scored: own tokens of the drafter (0), its runner-ups.", ranked, **made
-        )
-        self._accepted_by_rank = Counter("accepted_by_rank", "Guesses that were right, likewise.", ranked, **made)
-        self._corrected = Counter("corrections", "Tokens of a drafter that its verifier replaced.", edge, **made)
-        self._prepared = Counter(
-            "prepared_corrections", "Corrections that the drafter had written behind before it heard of them.", edge, **made
-        )
-        self._ready = Counter("prepared_tokens", "Tokens that it had written there.", edge, **made)
-        self._first = Histogram("first_token_seconds", "From a request's arrival to the first piece.", buckets=SECONDS, **made)
-        self._gaps = Histogram("piece_gap_seconds", "Between two pieces of an answer.", buckets=SECONDS, **made)
-        self._plain = Counter("undrafted_answers", "Answers without a single guess scored, by reason.", ["reason"], **made)
-        self._active = Gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not.", **made)
-        self._replicas = Gauge("replicas", "Replicas that run, by tier.", ["tier"], **made)
-        self._pass = Gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ["tier", "tokens"], **made)
-        self._context = Gauge("context_seconds", "What each position held adds to a pass, by tier.", ["tier"], **made)
-        self._routes = Counter(
-            "prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", ["outcome"], **made
-        )
-        self._asked = Gauge("kv_asked_tokens", "Tokens with which sessions came to a full replica.", ["replica"], **made)
-        self._reused = Gauge("kv_reused_tokens", "Of these, tokens whose keys and values it had.", ["replica"], **made)
+        page = self._page = Page()
+        self._full = names[-1]
+        self._answers = page.counter("answers")
+        self._resumed = page.counter("resumed_answers")
+        self._refused = page.counter("refused")
+        self._plain = page.counter("undrafted_answers")
+        self._prompt = page.counter("prompt_tokens")
+        self._output = page.counter("generation_tokens")
+        self._latency = page.histogram("e2e_request_latency_seconds")
+        self._queue = page.histogram("request_queue_time_seconds")
+        self._first = page.histogram("time_to_first_token_seconds")
+        self._gaps = page.histogram("inter_token_latency_seconds")
+        self._per_token = page.histogram("request_time_per_output_token_seconds")
+        self._prompt_len = page.histogram("request_prompt_tokens")
+        self._output_len = page.histogram("request_generation_tokens")
+        self._edges = {name: page.counter(name) for name in (*OF_PASSES, *OF_DRAFTERS, *BY_NUMBER)}
+        self._agreement = page.gauge("drafter_agreement")
+        self._level = page.gauge("drafter_agreement_level")
+        self._drift = page.gauge("acceptance_drift")
+        self._drifts: dict[tuple[str, str, str], Drift] = defaultdict(Drift)
+        self._active = page.gauge("speculation_active")
+        self._replicas = page.gauge("replicas")
+        self._full_replicas = page.gauge("full_replicas")
+        self._full_min_replicas = page.gauge("full_min_replicas")
+        self._pass = page.gauge("pass_seconds")
+        self._context = page.gauge("context_seconds")
+        self._routes = page.counter("prefix_routes")
+        self._asked = page.gauge("kv_asked_tokens")
+        self._reused = page.gauge("kv_reused_tokens")
+        self.audit = AuditMetrics(page)
         self._drafted: bool | None = None  # as the log says; nothing yet
-        running = Gauge("running", "Answers being written.", **made)
-        waiting = Gauge("waiting", "Answers that wait for their turn.", **made)
-        running.set_function(lambda: places.num_running)
-        waiting.set_function(lambda: places.num_waiting)
-        Gauge("tiers", "Tiers in the configuration.", **made).set(len(names))
-        self.audit = AuditMetrics(made)
+        page.gauge("num_requests_running").set_function(lambda: places.num_running)
+        page.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
+        page.gauge("tiers").set(len(names))
 
     def text(self) -> bytes:
         """In Prometheus' text form."""
-        return generate_latest(self._registry)
+        return self._page.text()
+
+    def readings(self) -> Iterator[Reading]:
+        """What there is to be told to Ray: see `Page.readings`."""
+        return self._page.readings()
+
+    def also(self, source: Source) -> None:
+        """Show what ``source`` reads, too."""
+        self._page.also(source)
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()
@@ -81,9 +104,13 @@ class RouterMetrics:
     def resumed(self) -> None:
         self._resumed.inc()
 
+    def turn(self, seconds: float) -> None:
+        """An answer has its turn, so long after its request."""
+        self._queue(seconds)
+
     def piece(self, seconds: float, first: bool) -> None:
         """One piece came so long after the one before it, or after the request."""
-        (self._first if first else self._gaps).observe(seconds)
+        (self._first if first else self._gaps)(seconds)
 
     def ended(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
         """An answer is over."""
@@ -91,40 +118,58 @@ class RouterMetrics:
         self._prompt.inc(prompt_tokens)
         self._output.inc(output_tokens)
 
-    def completed(self, completion: Completion) -> None:
-        """What happened on every edge for an answer."""
-        edges = completion.stats.edges
-        for edge in edges:
-            labels = (edge.drafter or "none", edge.verifier)
-            self._proposed.labels(*labels).inc(edge.proposed)
-            self._accepted.labels(*labels).inc(edge.accepted)
-            self._passes.labels(*labels).inc(edge.passes)
+    def completed(self, completion: Completion, seconds: float, *, sampled: bool) -> None:
+        """A whole answer, so long after its request: what it took, and what happened on every edge."""
+        stats = completion.stats
+        self._latency(seconds)
+        self._prompt_len(stats.prompt_tokens)
+        self._output_len(stats.completion_tokens)
+        if stats.first_token_s is not None and stats.completion_tokens > 1:
+            self._per_token(max(0.0, seconds - stats.first_token_s) / (stats.completion_tokens - 1))
+        for edge in stats.edges:
+            self._count(edge)
             if edge.drafter:
-                self._branched(edge)
-        why = completion.stats.undrafted
+                self._watch(edge, sampling(sampled))
+        why = stats.undrafted
         if why is not None:
             self._plain.labels(why).inc()
         if why not in ("disabled", "short"):  # else the answer says nothing of the tiers below
             self._drafts(why)
 
-    def _branched(self, edge: Edge) -> None:
-        """What became of a drafter's runner-ups and branches."""
-        labels = (edge.drafter, edge.verifier)
-        for rank, count in enumerate(edge.proposed_by_rank):
-            self._proposed_by_rank.labels(*labels, str(rank)).inc(count)
-        for rank, count in enumerate(edge.accepted_by_rank):
-            self._accepted_by_rank.labels(*labels, str(rank)).inc(count)
-        self._corrected.labels(*labels).inc(edge.corrected)
-        self._prepared.labels(*labels).inc(edge.prepared)
-        self._ready.labels(*labels).inc(edge.waiting)
+    def _count(self, edge: Edge) -> None:
+        labels = (edge.drafter or "none", edge.verifier)
+        for name, field in (OF_PASSES | (OF_DRAFTERS if edge.drafter else {})).items():
+            self._edges[name].labels(*labels).inc(getattr(edge, field))
+        for name, field in BY_NUMBER.items() if edge.drafter else ():
+            for number, count in enumerate(getattr(edge, field)):
+                self._edges[name].labels(*labels, str(number)).inc(count)
+
+    def _watch(self, edge: Edge, sampling: str) -> None:
+        """Whether a drafter agrees less than it used to; that is logged when it changes."""
+        labels = (edge.drafter, edge.verifier, sampling)
+        drift = self._drifts[labels]
+        if drift.saw(*judged(edge), time.monotonic()):
+            level = logging.WARNING if drift.alarm else logging.INFO
+            said = (*labels, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
+            log.log(level, "%s agrees with %s (%s) on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *said)
+        if drift.known:
+            self._agreement.labels(*labels).set(drift.recent)
+            self._level.labels(*labels).set(drift.level)
+            self._drift.labels(*labels).set(drift.alarm)
 
     def started(self, drafters: int) -> None:
         """The router has started with so many tiers ready below the full one, of at least one that is configured."""
         self._drafts(None if drafters else "no_replica")
 
+    def needs(self, replicas: int) -> None:
+        """So many replicas of the full tier should always run."""
+        self._full_min_replicas.set(replicas)
+
     def tier(self, name: str, replicas: int, state: Mapping[str, Any] | None) -> None:
         """A tier has so many replicas, and one of them says this of itself."""
         self._replicas.labels(name).set(replicas)
+        if name == self._full:
+            self._full_replicas.set(replicas)
         for point in (state or {}).get("pass_cost", ()):
             self._pass.labels(name, point["tokens"]).set(point["seconds"])
         if state is not None and "context_s" in state:
@@ -151,3 +196,14 @@ class RouterMetrics:
         elif active and self._drafted is False:
             log.info("Speculation is active again")
         self._drafted = active
+
+
+def judged(edge: Edge) -> tuple[int, int]:
+    """How many tokens of a drafter were right and wrong, however many of them were scored.
+
+    Of drafters inside tiers, whose other tokens nobody counts, the first ones behind a text.
+    """
+    if edge.agreed or edge.corrected:
+        return edge.agreed, edge.corrected
+    proposed, right = (sum(counts[:1]) for counts in (edge.proposed_by_position, edge.accepted_by_position))
+    return right, proposed - right

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.metrics.series import PREFIX
+
 LABEL = "router"
-OF_TIERS = (  # all routers say the same
-    "cascade_replicas",
-    "cascade_pass_seconds",
-    "cascade_context_seconds",
-    "cascade_tiers",
-    "cascade_kv_asked_tokens",
-    "cascade_kv_reused_tokens",
+OF_ALL = (  # all routers say the same
+    "tiers",
+    "replicas",
+    "full_replicas",
+    "full_min_replicas",
+    "pass_seconds",
+    "context_seconds",
+    "kv_asked_tokens",
+    "kv_reused_tokens",
 )
 
 
@@ -24,7 +28,7 @@ def joined(pages: Mapping[str, str]) -> bytes:
     for router, page in pages.items():
         for family in text_string_to_metric_families(page):
             kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if family.name not in OF_TIERS:
+            if family.name.removeprefix(PREFIX) not in OF_ALL:
                 kept.samples += [sample._replace(labels={**sample.labels, LABEL: router}) for sample in family.samples]
             elif router == first:
                 kept.samples += family.samples

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,12 @@ from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
+from deployments.links.counts import LinkCounts, readings
 from deployments.links.held_lease import HeldLeases, Lease, Lessor
 from deployments.links.prefixes import Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
+from deployments.metrics.series import Reading
 from deployments.tracing.export import Tracing
 from deployments.tracing.sessions import AskedSessions
 
@@ -75,6 +78,7 @@ class Downlink(Link):
         self._lease_timeout_s = lease_timeout_s
         self._tls = tls
         self._loop = asyncio.get_running_loop()
+        self._counts: dict[str, LinkCounts] = defaultdict(LinkCounts, {tier: LinkCounts() for tier in lessors})
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
         self._held = {tier: HeldLeases(lessor, hold_s) for tier, lessor in lessors.items()}
@@ -99,6 +103,10 @@ class Downlink(Link):
     @property
     def num_sessions(self) -> int:
         return len(self._routes)
+
+    def readings(self) -> Iterator[Reading]:
+        """What became of its sessions so far, and how many there are."""
+        return readings(self._counts, self.num_sessions)
 
     def send(self, messages: Sequence[Message]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
@@ -149,7 +157,7 @@ class Downlink(Link):
             self._join(opening, route, held.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
-        session, preferred = opening.session, self._preferred(opening)
+        session, preferred, since = opening.session, self._preferred(opening), self._loop.time()
         try:
             lessor = self._lessors[opening.tier]
             route.lease = lessor(session, preferred)
@@ -167,6 +175,7 @@ class Downlink(Link):
         if self._routes.get(session) is not route:  # closed meanwhile
             return
         route.opening = None
+        self._counts[route.tier].lease_wait_s += self._loop.time() - since
         self._join(opening, route, ticket)
 
     def _preferred(self, opening: Open) -> tuple[str, ...]:
@@ -181,6 +190,7 @@ class Downlink(Link):
     def _join(self, opening: Open, route: Route, ticket: str) -> None:
         """Send what waits for a leased replica, and what follows."""
         session = opening.session
+        self._counts[route.tier].leases += 1
         if self._prefixes is not None:
             self._routed(self._prefixes.sent(opening, ticket.partition(" ")[0]))
         route.stream = self._stream(ticket)
@@ -209,6 +219,7 @@ class Downlink(Link):
             route.opening = None
             self._asked.failed(session, reason)
             self._leave(session)
+            self._counts[route.tier].failed += 1
             self._deliver([Failed(session, reason, route.tier)])
 
     # streams
@@ -252,6 +263,8 @@ class Downlink(Link):
         for message in known:
             if isinstance(message, Failed):
                 self._asked.failed(message.session, message.reason)
+                if (route := self._routes.get(message.session)) is not None and not message.fault:
+                    self._counts[route.tier].failed += 1
                 self._leave(message.session)
             else:
                 self._answered(message.session)

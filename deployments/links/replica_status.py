@@ -62,6 +62,16 @@ class Tiers:
         """``context_len`` or ``vocab_size`` that all tiers take."""
         return min(limits[name] for limits in self._limits.values())
 
+    @property
+    def full(self) -> TierConfig:
+        """The top tier."""
+        return self._config.tiers[-1]
+
+    async def replicas(self) -> dict[str, int]:
+        """Those of each tier that run; raises `Unavailable`."""
+        replicas = await self._status.replicas()
+        return {name: replicas.get(name, 0) for name in self._handles}
+
     async def num_drafters(self, timeout_s: float) -> int | None:
         """How many tiers below the full one answer within the time; ``None`` if nobody can be asked."""
         awake = [tier.name for tier in self._config.tiers[:-1] if not may_sleep(tier)]

@@ -66,7 +66,8 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
 
     def answered(why: Undrafted | None) -> None:
-        metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why)))
+        answer = Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why))
+        metrics.completed(answer, 1.0, sampled=True)
 
     with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
         for why in (None, "no_replica", "disabled", "short", "late", "no_replica", None, None):
@@ -189,9 +190,9 @@ def test_pages_of_routers_become_one() -> None:
         metrics.tier("full", 2, None)
         pages[router] = metrics.text().decode()
     page = joined(pages).decode()
-    assert 'cascade_output_tokens_total{router="one"} 5.0' in page
-    assert 'cascade_output_tokens_total{router="two"} 7.0' in page
+    assert 'cascade_generation_tokens_total{router="one"} 5.0' in page
+    assert 'cascade_generation_tokens_total{router="two"} 7.0' in page
     assert page.count('cascade_replicas{tier="full"} 2.0') == 1
-    assert page.count("# TYPE cascade_output_tokens_total counter") == 1
+    assert page.count("# TYPE cascade_generation_tokens_total counter") == 1
     scraped = Scrape.parse(page)
-    assert (scraped.total("output_tokens_total"), scraped.total("answers_total")) == (12.0, 2.0)
+    assert (scraped.total("generation_tokens_total"), scraped.total("answers_total")) == (12.0, 2.0)

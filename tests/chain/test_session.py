@@ -632,6 +632,22 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
     }
 
 
+def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
+    """Guards the alarm on drafters: guesses that a pass had no room for are judged, too, each once."""
+    for most in (1, 2, 3, 10):
+        session = drafting(opening())
+        session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4))))
+        own, bare = [4, 5, 6, 8], 0
+        while len(session.text) < 7:
+            work = session.work(most)
+            done = len(session.text) - 3
+            bare += bool(work.num_own) and not work.draft
+            session.advance(work, Scored(own[done : done + work.num_scored]))
+        [edge] = session.edges
+        assert (edge.agreed, edge.corrected, edge.agreement) == (3, 1, 0.75)
+        assert edge.bare == bare
+
+
 def test_origins_tell_who_said_it_first() -> None:
     """Guards the colours of the demonstration: lowest tier of the unbroken chain, and whether it was a correction."""
     session = drafting(opening())

@@ -40,10 +40,10 @@ cascade_proposed_by_rank_total{drafter="tiny",rank="2",verifier="full"} 1.0
 cascade_corrections_total{drafter="tiny",verifier="full"} 6.0
 # TYPE cascade_prepared_corrections_total counter
 cascade_prepared_corrections_total{drafter="tiny",verifier="full"} 4.0
-# TYPE cascade_piece_gap_seconds histogram
-cascade_piece_gap_seconds_bucket{le="+Inf"} 4.0
-cascade_piece_gap_seconds_count 4.0
-cascade_piece_gap_seconds_sum 2.0
+# TYPE cascade_inter_token_latency_seconds histogram
+cascade_inter_token_latency_seconds_bucket{le="+Inf"} 4.0
+cascade_inter_token_latency_seconds_count 4.0
+cascade_inter_token_latency_seconds_sum 2.0
 """
 
 
@@ -73,11 +73,11 @@ def test_counters_and_their_change() -> None:
     earlier = Scrape.parse(COUNTERS.replace("3.0", "1.0"))
     assert now.total("answers_total") == 5
     assert now.edges == (("tiny", "full"),)
-    assert now.mean("piece_gap_seconds") == 0.5
+    assert now.mean("inter_token_latency_seconds") == 0.5
     assert now.since(earlier).total("answers_total") == 2
     assert now.since(earlier).of_edge("passes_total", "tiny", "full") == 0
     assert earlier.since(now) == earlier
-    assert Scrape.parse("").mean("piece_gap_seconds") is None
+    assert Scrape.parse("").mean("inter_token_latency_seconds") is None
 
 
 def test_branches_are_shown() -> None:
@@ -125,7 +125,7 @@ def test_once_shows_tiers_edges_and_requests() -> None:
     assert not after.problems
     assert before.scrape is not None
     assert after.scrape is not None
-    assert after.scrape.since(before.scrape).total("output_tokens_total") == GREEDY.max_tokens
+    assert after.scrape.since(before.scrape).total("generation_tokens_total") == GREEDY.max_tokens
     assert view(after, before) is not None
 
 

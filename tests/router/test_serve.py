@@ -284,7 +284,7 @@ def test_any_router_aborts_and_counts_for_all(server: Server, client: Client) ->
             assert caught.value.code() is grpc.StatusCode.ABORTED
     wait_until(lambda: scrape(server.url).total("answers_total") >= 8)
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        routers = set(re.findall(r'cascade_running\{router="(\w+)"\}', answer.read().decode()))
+        routers = set(re.findall(r'cascade_num_requests_running\{router="(\w+)"\}', answer.read().decode()))
     assert len(routers) == 2
 
 

@@ -1,0 +1,187 @@
+"""Every series that a cascade reports: the one place where names, labels and meanings are written down.
+
+Routers show theirs at `GET /metrics` as ``cascade_NAME``; through Ray routers and replicas of tiers report theirs as
+``ray_cascade_NAME``, with the labels `COMMON`. Counters end in ``_total`` on both. `docs/metrics.md` has this table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Place: TypeAlias = Literal["page", "router", "tier"]  # a router's own page; by Ray, of routers or of tiers
+
+PREFIX = "cascade_"
+COMMON = ("application", "model", "tier", "replica")  # labels that all series have by Ray: who says it
+ROUTER = "router"  # the tier that routers say they are
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
+MARGINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # nats
+TOKENS = tuple(float(1 << power) for power in range(18))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One name; ``vllm`` is that of vLLM's series that means the same, without its prefix ``vllm:``."""
+
+    name: str  # without prefix and ``_total``
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ("page", "router")
+    buckets: tuple[float, ...] = ()  # upper bounds, of histograms
+    vllm: str = ""
+
+    @property
+    def on_page(self) -> str:
+        """As samples at `GET /metrics` are named; those of histograms have endings."""
+        return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+    @property
+    def by_ray(self) -> str:
+        """As Ray's endpoints name it."""
+        return f"ray_{self.on_page}"
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """All names of samples by Ray."""
+        return tuple(self.by_ray + end for end in ("_bucket", "_count", "_sum")) if self.kind == "histogram" else (self.by_ray,)
+
+
+class Reading(NamedTuple):
+    """What a series is now: a counter's total, a gauge's value, or one value that a histogram takes in."""
+
+    name: str
+    labels: tuple[str, ...]  # values, in the order of the series' labels
+    value: float
+
+
+def _counter(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("page", "router"), vllm: str = "") -> Series:
+    return Series(name, "counter", help, labels, places, vllm=vllm)
+
+
+def _gauge(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("page", "router"), vllm: str = "") -> Series:
+    return Series(name, "gauge", help, labels, places, vllm=vllm)
+
+
+def _histogram(
+    name: str, help: str, buckets: tuple[float, ...], places: tuple[Place, ...] = ("page", "router"), *, vllm: bool = True
+) -> Series:
+    return Series(name, "histogram", help, (), places, buckets, name if vllm else "")
+
+
+EDGE = ("drafter", "verifier")
+LINKS: tuple[Place, ...] = ("page", "router", "tier")
+TIER: tuple[Place, ...] = ("tier",)
+
+REQUESTS = (
+    _counter(
+        "answers", "Answers that ended, by how: a finish reason, an error's code, left.", "outcome", vllm="request_success"
+    ),
+    _counter("resumed_answers", "Answers that clients went on with, whose streams had broken."),
+    _counter("refused", "Requests that got an error, by its code.", "code"),
+    _counter("undrafted_answers", "Answers without a single guess scored, by reason.", "reason"),
+    _counter("prompt_tokens", "Tokens of prompts.", vllm="prompt_tokens"),
+    _counter("generation_tokens", "Tokens that the full tier wrote.", vllm="generation_tokens"),
+    _gauge("num_requests_running", "Answers being written.", vllm="num_requests_running"),
+    _gauge("num_requests_waiting", "Answers that wait for their turn.", vllm="num_requests_waiting"),
+    _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", LONG_SECONDS),
+    _histogram("request_queue_time_seconds", "From a request's arrival until it is its answer's turn.", LONG_SECONDS),
+    _histogram("time_to_first_token_seconds", "From a request's arrival to the first piece.", SECONDS),
+    _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", SECONDS, ("page",)),
+    _histogram("request_time_per_output_token_seconds", "Mean time between two tokens of an answer, of each answer.", SECONDS),
+    _histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS),
+    _histogram("request_generation_tokens", "Tokens of an answer.", TOKENS),
+)
+EDGES = (
+    _counter("passes", "Passes that gave own tokens, by edge.", *EDGE),
+    _counter("bare_passes", "Of these, passes that had no guess to score.", *EDGE),
+    _counter("waited_seconds", "Time that answers waited for guesses.", *EDGE),
+    _counter("proposed_tokens", "Guesses that were scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
+    _counter("accepted_tokens", "Guesses that were right, by edge.", *EDGE, vllm="spec_decode_num_accepted_tokens"),
+    _counter("proposed_by_position", "Guesses that were scored 0, 1, ... tokens behind the text.", *EDGE, "position"),
+    _counter(
+        "accepted_by_position",
+        "Guesses that were right, likewise.",
+        *EDGE,
+        "position",
+        vllm="spec_decode_num_accepted_tokens_per_pos",
+    ),
+    _counter("proposed_by_rank", "Guesses that were scored: own tokens of the drafter (0), its runner-ups.", *EDGE, "rank"),
+    _counter("accepted_by_rank", "Guesses that were right, likewise.", *EDGE, "rank"),
+    _counter("agreed_tokens", "Own tokens of a drafter that its verifier said too, in time to be scored or not.", *EDGE),
+    _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
+    _counter("prepared_corrections", "Corrections that the drafter had written behind before it heard of them.", *EDGE),
+    _counter("prepared_tokens", "Tokens that it had written there.", *EDGE),
+    _gauge("drafter_agreement", "Share of a drafter's tokens that its verifier said too, lately.", *EDGE, "sampling"),
+    _gauge("drafter_agreement_level", "The same in the long run.", *EDGE, "sampling"),
+    _gauge("acceptance_drift", "1 while it is lately far below its long-run level.", *EDGE, "sampling"),
+)
+CASCADE = (
+    _gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not."),
+    _gauge("tiers", "Tiers in the configuration."),
+    _gauge("replicas", "Replicas that run, by tier.", "tier"),
+    _gauge("full_replicas", "Replicas of the full tier that run."),
+    _gauge("full_min_replicas", "Replicas of the full tier that should always run; 0 if it is scaled to zero."),
+)
+AUDITS = (
+    _counter("audited_answers", "Answers that the full tier alone has scored again."),
+    _counter("audited_tokens", "Their tokens that it has judged."),
+    _counter("audit_differing_answers", "Audited answers in which it says another token somewhere."),
+    _counter("audit_divergences", "Places where it does, by whether what was sent is its second choice.", "second"),
+    _histogram(
+        "audit_margin_nats", "There, by how much its own token is ahead of its second choice.", MARGINS, ("page",), vllm=False
+    ),
+    _counter("audits_skipped", "Answers that were chosen and not audited, by reason.", "reason"),
+)
+PREFIXES = (
+    _counter("prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", "outcome"),
+    _gauge("kv_asked_tokens", "Tokens with which sessions came to a full replica.", "replica", places=("page",)),
+    _gauge("kv_reused_tokens", "Of these, tokens whose keys and values it had.", "replica", places=("page",)),
+)
+BETWEEN = (
+    _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=LINKS),
+    _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=LINKS),
+    _counter("lease_wait_seconds", "Time that sessions waited for them.", "below", places=LINKS),
+    _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=LINKS),
+)
+REPLICAS = (
+    _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),
+    _gauge("sessions", "Sessions that a replica serves.", places=TIER),
+    _gauge("leases", "Sessions that hold a replica.", places=TIER),
+    _counter("tier_passes", "Passes.", places=TIER),
+    _counter("tier_busy_seconds", "Time in passes.", places=TIER),
+    _counter("tier_scored_tokens", "Positions scored.", places=TIER),
+    _counter("tier_own_tokens", "Own tokens written, those that are cut later included.", places=TIER),
+    _counter("tier_pass_failures", "Passes that failed.", places=TIER),
+    _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=("page", "tier")),
+    _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=("page", "tier")),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Share of the memory for keys and values; 1 is full.",
+        places=TIER,
+        vllm="kv_cache_usage_perc",
+    ),
+    _gauge("kv_cache_tokens", "Positions that there is room for.", places=TIER),
+    _counter("prefix_cache_queries", "Positions looked up for reuse.", places=TIER, vllm="prefix_cache_queries"),
+    _counter("prefix_cache_hits", "Positions reused.", places=TIER, vllm="prefix_cache_hits"),
+    _counter("num_preemptions", "Times that a session lost its place in memory.", places=TIER, vllm="num_preemptions"),
+    _gauge(
+        "tier_worth",
+        "What a drafter was measured to be worth: tokens per second with it over without, at so many sessions.",
+        "drafter",
+        "sampling",
+        "sessions",
+        places=TIER,
+    ),
+)
+SERIES: Mapping[str, Series] = MappingProxyType(
+    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *PREFIXES, *BETWEEN, *REPLICAS)}
+)
+
+
+def sampling(sampled: bool) -> str:
+    """The label of what is at a temperature above 0, and of what is not: drafters agree less with the first."""
+    return "sampled" if sampled else "greedy"

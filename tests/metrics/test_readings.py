@@ -1,0 +1,170 @@
+"""What routers and replicas read of themselves, without Ray."""
+
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from cascade import SamplingParams
+from cascade.bench.scrape import Scrape, scrape
+from cascade.chain.profile import Profile
+from cascade.client import Client
+from cascade.messages import Edge
+from deployments.admission.admission import Places
+from deployments.admission.metrics import RouterMetrics, judged
+from deployments.metrics.drift import BATCH_S, WARM
+from deployments.metrics.page import Page
+from deployments.metrics.series import SERIES, Reading
+from deployments.reporting import replica_readings
+from tests.doors import House, house
+
+PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+def replica(served: House, name: str) -> dict[str, float]:
+    """What a replica reads, summed over labels."""
+    node = served.net.nodes[name]
+    readings = list(replica_readings(node.tier, Profile(), node.server, node.downlink))
+    sums: dict[str, float] = defaultdict(float)
+    for reading in readings:
+        assert "tier" in SERIES[reading.name].places, reading
+        assert len(reading.labels) == len(SERIES[reading.name].labels), reading
+        assert SERIES[reading.name].kind != "histogram"
+        sums[reading.name] += reading.value
+    return sums
+
+
+def test_replicas_read_what_their_loops_count(served: House) -> None:
+    """Guards each reading of a replica: a request moves it, and what is held goes back to nothing."""
+    before = replica(served, "full")
+    with Client(served.grpc) as client:
+        for _ in range(2):  # the second finds the first one's prompt
+            client.generate("def read(path):\n    with open(path) as file:\n        return file.read()\n", PARAMS)
+    served.settle()
+    after = replica(served, "full")
+    for name in ("tier_passes", "tier_busy_seconds", "tier_scored_tokens", "prefix_cache_queries", "leases_taken"):
+        assert after[name] > before[name], name
+    assert after["tier_own_tokens"] >= before["tier_own_tokens"] + 2 * PARAMS.max_tokens
+    assert 0 < after["prefix_cache_hits"] <= after["prefix_cache_queries"]
+    assert (after["healthy"], after["sessions"], after["leases"], after["sessions_below"]) == (1, 0, 0, 0)
+    assert after["kv_cache_usage_perc"] == 0
+    assert after["kv_cache_tokens"] > 0
+
+
+def test_routers_tell_ray_what_their_page_shows(served: House) -> None:
+    """Guards against two truths: counters and gauges are the page's, and each value of a histogram is told once."""
+    metrics = served.router.admission.metrics
+    list(metrics.readings())
+    with Client(served.grpc) as client:
+        client.generate([5, 6, 7], PARAMS)
+    served.settle()
+    page, readings = scrape(served.url), list(metrics.readings())
+    values: dict[str, list[float]] = {}
+    for name, labels, value in readings:
+        series = SERIES[name]
+        assert "router" in series.places
+        if series.kind == "histogram":
+            values.setdefault(name, []).append(value)
+        elif name != "sessions_below":
+            ending = "_total" if series.kind == "counter" else ""
+            key = (f"{name}{ending}", tuple(sorted(zip(series.labels, labels, strict=True))))
+            assert page.samples[key] == value, key
+    wanted = {one.name for one in SERIES.values() if one.kind == "histogram" and "router" in one.places}
+    assert {name for name, found in values.items() if len(found) == 1} == wanted
+    assert values["request_prompt_tokens"] == [3]
+    assert values["request_generation_tokens"] == [PARAMS.max_tokens]
+    assert values["request_queue_time_seconds"][0] <= values["time_to_first_token_seconds"][0]
+    assert values["time_to_first_token_seconds"][0] <= values["e2e_request_latency_seconds"][0]
+    assert not [one for one in metrics.readings() if SERIES[one.name].kind == "histogram"]
+
+
+def test_lost_sessions_are_failovers(served: House) -> None:
+    """Guards the alert: a full replica that cannot be had is counted where it was missed, and nothing else is."""
+
+    def failovers(page: Scrape) -> float:
+        return page.total("failovers_total")
+
+    before = scrape(served.url)
+    served.net.refused.add("full")
+    with Client(served.grpc) as client:
+        threading.Timer(0.3, served.net.refused.discard, ["full"]).start()
+        client.generate([5, 6, 7], PARAMS)
+    served.settle()
+    after = scrape(served.url)
+    assert failovers(after) > failovers(before)
+    assert after.total("answers_total") == before.total("answers_total") + 1
+
+
+def test_bare_passes_and_agreement_of_an_answer(served: House) -> None:
+    """Guards what bubbles are told by: no more bare passes than passes, all where nobody drafts, and agreement of tokens."""
+    with Client(served.grpc) as client:
+        edges = client.generate([5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)).stats.edges
+    for edge in edges:
+        assert 0 <= edge.bare <= edge.passes
+        assert edge.emitted == edge.passes + edge.accepted
+        if not edge.drafter:
+            assert edge.bare == edge.passes
+            assert edge.agreement is None
+        elif edge.accepted:
+            assert edge.agreed
+            assert edge.agreement is not None
+            assert 0 < edge.agreement <= 1
+
+
+@pytest.mark.parametrize(
+    ("edge", "expected"),
+    [
+        (Edge("tiny", "full", agreed=30, corrected=10, proposed_by_position=(9,)), (30, 10)),
+        (Edge("suffix", "full", proposed_by_position=(9, 4), accepted_by_position=(6, 1)), (6, 3)),
+        (Edge("tiny", "full", passes=3, bare=3), (0, 0)),
+    ],
+)
+def test_what_drafters_are_judged_by(edge: Edge, expected: tuple[int, int]) -> None:
+    """Guards the alarm against windows and load, which change how many guesses are scored, not how good they are."""
+    assert judged(edge) == expected
+
+
+def test_drift_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way from answers to the alarm: gauge and log, once when it begins and once when it ends."""
+    metrics, now = RouterMetrics(Places(4, 4), ("tiny", "full")), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def alarm() -> float:
+        return Scrape.parse(metrics.text().decode()).total("acceptance_drift")
+
+    alarms = []
+    with caplog.at_level("INFO", "deployments.admission.metrics"):
+        for right in [900] * WARM + [500] * 10 + [900] * 20:
+            now += BATCH_S
+            metrics._watch(Edge("tiny", "full", agreed=right, corrected=1000 - right), "greedy")
+            alarms.append(alarm())
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "tiny agrees with full (greedy)" in caplog.records[0].message
+    assert (max(alarms[:WARM]), alarms[WARM + 9], alarms[-1]) == (0, 1, 0)
+
+
+def test_pages_make_only_what_is_on_the_list() -> None:
+    """Guards the list: a name that it lacks cannot be counted."""
+    page = Page()
+    with pytest.raises(KeyError):
+        page.counter("of_my_own")
+    page.also(lambda: [Reading("failovers", ("full",), 3.0)])
+    assert b'cascade_failovers_total{below="full"} 3.0' in page.text()
+
+
+def test_the_page_is_what_prometheus_reads(served: House) -> None:
+    """Guards the page: every series of routers is on it, with a help line."""
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    for series in SERIES.values():
+        if "page" in series.places:
+            assert f"# HELP cascade_{series.name}{'_total' if series.kind == 'counter' else ''} {series.help}" in text

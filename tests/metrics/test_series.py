@@ -1,0 +1,164 @@
+"""One list of series: what dashboards, alerts and documents say of them is what is reported."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.metrics.series import COMMON, PREFIX, SERIES, Series
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "cluster" / "prometheus" / "rules.yaml"
+DASHBOARD = ROOT / "cluster" / "grafana" / "cascade.json"
+MONITOR = ROOT / "cluster" / "kuberay" / "podmonitor.yaml"
+DOCUMENT = ROOT / "docs" / "metrics.md"
+
+BY_SAMPLE = {sample: series for series in SERIES.values() for sample in series.samples}
+SELECTOR = re.compile(r"(\w+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'\s*(\w+)\s*(?:=~|!~|!=|=)\s*"[^"]*"\s*')
+GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    yield from json.loads(DASHBOARD.read_text())["panels"]
+
+
+def expressions() -> dict[str, str]:
+    """PromQL of the dashboard and the alerts, by who says it."""
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    found = {rule["alert"]: rule["expr"] for rule in rules}
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
+    return found | {f"${one['name']}": one["definition"] for one in variables if one["type"] == "query"}
+
+
+@pytest.mark.parametrize("name", expressions())
+def test_every_series_asked_for_is_reported(name: str) -> None:
+    """Guards panels that stay empty and alerts that never fire: names, endings and labels are those of the list."""
+    expression = expressions()[name]
+    asked = [found for found in SELECTOR.finditer(expression) if found[1].startswith("ray_")]
+    assert asked
+    known = {"le"}
+    for sample, matchers in (found.groups() for found in asked):
+        assert sample in BY_SAMPLE, f"nobody reports {sample}"
+        labels = {*COMMON, *BY_SAMPLE[sample].labels}
+        known |= labels
+        for matcher in filter(None, (matchers or "").split(",")):
+            found = MATCHER.fullmatch(matcher)
+            assert found is not None, matcher
+            assert found[1] in labels, f"{sample} has no label {found[1]}"
+    for group in GROUPING.findall(expression):
+        assert {label.strip() for label in group.split(",")} <= known, group
+    counters = [found for found in asked if BY_SAMPLE[found[1]].kind != "gauge"]
+    for found in counters:  # their totals say nothing: `rate` and `increase` do, or whether there are any
+        before, behind = expression[: found.start()], expression[found.end() :]
+        assert re.search(r"(rate|increase)\($", before) or re.match(r"\s*(unless|offset)", behind), found[0]
+        if re.search(r"(rate|increase)\($", before):
+            assert behind.startswith("["), found[0]
+
+
+def test_legends_name_labels_that_are_there() -> None:
+    """Guards legends against labels that an aggregation has dropped, which show as nothing."""
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            kept = {label.strip() for group in GROUPING.findall(target["expr"]) for label in group.split(",")}
+            if not kept:
+                [found] = [found for found in SELECTOR.finditer(target["expr"]) if found[1].startswith("ray_")]
+                kept = {*COMMON, *BY_SAMPLE[found[1]].labels}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+
+
+def test_the_dashboard_can_be_provisioned() -> None:
+    """Guards the file: panels that do not overlap, with ids of their own, on the data source that is chosen."""
+    board = json.loads(DASHBOARD.read_text())
+    assert [one["name"] for one in board["templating"]["list"]] == ["datasource", "application", "model", "tier", "replica"]
+    assert "__inputs" not in board  # of exported ones, which a provisioned one cannot fill
+    shown = list(panels())
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    taken: set[tuple[int, int]] = set()
+    for panel in shown:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+        for part in (panel, *panel.get("targets", ())):
+            assert part.get("datasource", {"uid": "${datasource}"})["uid"] == "${datasource}"
+
+
+def test_what_only_a_cascade_has_is_shown() -> None:
+    """Guards the dashboard's purpose: acceptance by edge and position, bubbles, worth, drift, failovers, leases."""
+    shown = {found[1] for name, said in expressions().items() for found in SELECTOR.finditer(said)}
+    edges = ("accepted_by_position", "bare_passes", "waited_seconds", "acceptance_drift")
+    for name in (*edges, "tier_worth", "failovers", "leases"):
+        assert SERIES[name].by_ray in shown, name
+
+
+def test_alerts_are_whole() -> None:
+    """Guards alerts: each says how bad it is, in one sentence, and what to do."""
+    [group] = yaml.safe_load(RULES.read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert re.fullmatch(r"\d+[ms]", rule.get("for", "0m"))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
+def test_prometheus_takes_the_rules() -> None:
+    """Guards the syntax, and what each alert fires on."""
+    for command in ("check", "test"):
+        file = RULES if command == "check" else ROOT / "tests" / "metrics" / "rules_test.yaml"
+        done = subprocess.run(["promtool", command, "rules", file], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tried() -> None:
+    """Guards alerts without a case in the file for promtool."""
+    cases = yaml.safe_load((ROOT / "tests" / "metrics" / "rules_test.yaml").read_text())["tests"]
+    tried = {test["alertname"] for case in cases for test in case["alert_rule_test"] if test["exp_alerts"]}
+    assert tried == {rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]}
+
+
+def test_pods_of_the_service_are_scraped() -> None:
+    """Guards the monitor: the labels and the port that KubeRay gives to all pods of Ray by itself."""
+    monitor = yaml.safe_load(MONITOR.read_text())
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == {"ray.io/is-ray-node": "yes"}
+    assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+
+
+def row(series: Series) -> str:
+    """Of the table in the documents."""
+    names = {"page": "page", "router": "routers", "tier": "replicas"}
+    places = ", ".join(names[place] for place in series.places)
+    same = f"`vllm:{series.vllm}`" if series.vllm else ""
+    labels = ", ".join(f"`{label}`" for label in series.labels)
+    name = series.on_page.removeprefix(PREFIX)
+    return f"| `{name}` | {series.kind} | {labels} | {places} | {series.help.replace('|', '/')} | {same} |"
+
+
+def test_documents_list_every_series() -> None:
+    """Guards docs/metrics.md: its table is the list."""
+    table = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `") and "Cascade" not in line]
+    assert table == [row(series) for series in SERIES.values()]
+
+
+def test_series_are_well_formed() -> None:
+    """Guards names: Prometheus' conventions, which Ray and its library enforce by dropping or renaming."""
+    for series in SERIES.values():
+        assert re.fullmatch(r"[a-z0-9_]+[a-z0-9]", series.name)
+        assert not series.name.endswith("_total")
+        assert bool(series.buckets) == (series.kind == "histogram")
+        assert list(series.buckets) == sorted(series.buckets)
+        assert all(bound > 0 for bound in series.buckets)  # Ray takes no others
+        assert series.help.endswith(".")

@@ -15,6 +15,7 @@ from cascade.params import WEIGHED, Rule, SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
+AUDIT_YIELDS = "an audit makes way for requests"  # reason of a `Failed`
 MAX_RANKS = 1 + RUNNER_UPS  # of guesses that are counted apart: own tokens of the drafter, and its runner-ups
 
 
@@ -78,6 +79,17 @@ class Logprobs:
 
     logprob: float  # of the token of the text
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A token of a text that was sent, in place of which the full tier alone says another; see `cascade.chain.audit`."""
+
+    position: int  # absolute
+    sent: int
+    own: int
+    margin: float  # by which the own token's perturbed logit is more than the next one's, nats; infinite if there is no other
+    second: bool  # what was sent is that next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,7 @@ class Open:
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
     rules: Rules = COUPLED
+    audit: int = 0  # the text was sent: score it again from this position on, see `cascade.chain.audit`; 0: no audit
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
@@ -189,6 +202,7 @@ class Proposal:
     spared: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
     lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
+    divergences: tuple[Divergence, ...] = ()  # of an audit, which has judged the text up to `start` then
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.admission.admission import ActiveRequest, Admission, Lifetime
 from deployments.admission.exchange import Exchange, Usages
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
+from deployments.auditor import Auditor
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
@@ -110,6 +111,7 @@ class Router:
         self._counting = asyncio.create_task(self._observer.count_drafters())
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
         self._downlink = self._joined()
+        self._auditor = Auditor(self._config.router.audit, self._downlink, self._inboxes, self.admission)
         self._api = Api(self).application()
         await self._listen()
 
@@ -231,6 +233,7 @@ class Router:
 
     async def __del__(self) -> None:
         self._counting.cancel()
+        self._auditor.close()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
@@ -266,7 +269,7 @@ class Router:
 
     def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt."""
-        return self.admission.counted(self._chunks(opening, request, index), opening, request)
+        return self.admission.counted(self._auditor.some(self._chunks(opening, request, index), opening), opening, request)
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
         """Drive the full tier until the answer is complete, on as many replicas as it takes."""

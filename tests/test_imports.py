@@ -17,7 +17,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.local",),
     ("cascade.bench",),
     ("deployments.links", "deployments.admission", "deployments.logs", "deployments.scaling"),
-    ("deployments.chat", "deployments.observer"),
+    ("deployments.chat", "deployments.observer", "deployments.auditor"),
     ("deployments.grpc", "deployments.http"),
     ("deployments.tier", "deployments.router"),
     ("deployments.app",),

@@ -7,20 +7,22 @@ both. Times are those of one clock, in seconds.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Generic, TypeAlias
 
+from cascade.chain.audit import Audit
 from cascade.chain.calibration import Calibration
 from cascade.chain.drafting import Drafting
 from cascade.chain.hints import Hint
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.planner import Planner, Policy
 from cascade.chain.profile import Profile
-from cascade.chain.scheduler import Batch, schedule
+from cascade.chain.scheduler import Batch, schedule, stretch
 from cascade.chain.session import ProtocolError, Session
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
-from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
+from cascade.messages import AUDIT_YIELDS, Close, Commit, Failed, Message, Open, Proposal
 from cascade.scorer import Drafter, Guesser, RowState, Scored
 
 log = logging.getLogger(__name__)
@@ -103,16 +105,21 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        if problem := self._problem(opening):
+        audits = [slot for slot in self.slots.values() if slot.session.opening.audit]
+        problem = AUDIT_YIELDS if opening.audit and len(audits) < len(self.slots) else self._problem(opening)
+        if problem:
             self._send_up(up, Failed(opening.session, problem, self._name))
             return
         verdicts = self._drafting.calibrations.of("", opening.params.temperature)
-        session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
+        kind = Audit if opening.audit else Session
+        session = kind(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
             state = self._state(session)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
+        for audit in () if opening.audit else audits:  # they have a tier to themselves, or leave it
+            self._fail(audit, AUDIT_YIELDS)
         slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
@@ -178,6 +185,8 @@ class Loop(Generic[U]):
         """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
         self._tell(now)
         wake_at: float | None = None
+        if self._audits:  # short passes: a request may come any time
+            max_tokens = stretch(self._profile, max_tokens)
         for slot in self.slots.values():
             if slot.using != slot.course:  # it drafts with others than it should, or with nobody
                 wake_at = earlier(wake_at, self._drafting.draft(slot, now))
@@ -188,6 +197,11 @@ class Loop(Generic[U]):
             if work.num_own and work.branch is None:
                 slot.session.totals.waited(now - slot.since)
         return batch, earlier(earlier(wake_at, start_at), retry_at)
+
+    @property
+    def _audits(self) -> bool:
+        """There is nothing else to do."""
+        return any(slot.session.opening.audit for slot in islice(self.slots.values(), 1))
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""

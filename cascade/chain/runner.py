@@ -13,7 +13,6 @@ from cascade.chain.slot import Slot
 from cascade.chain.watchdog import Watchdog
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
-from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored, Scorer
 
@@ -138,7 +137,7 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
     params, num_own = session.opening.params, work.num_own
     if work.branch is not None or session.scoring_prompt or not num_own:
         guesses = min(0, guesses)
-    alike: dict[str, Any] = {"runner_ups": RUNNER_UPS if session.branches is not None else 0, "guesses": guesses}
+    alike: dict[str, Any] = {"runner_ups": session.runner_ups, "guesses": guesses}
     if work.branch is not None:
         fork = slot.forks[work.branch]
         return Row(fork.store, work.start, work.tokens, num_own, params, fork.state, **alike)

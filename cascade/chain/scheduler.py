@@ -53,7 +53,7 @@ def schedule(
     reading = _reading_budget(readers, writers, profile, max_tokens)
     batch = _write(writers, ways, max_tokens - reading, policy.max_guesses, profile)
     scored = sum(len(work) for _, work in batch)
-    left = min(max_tokens - scored, _stretch(profile, max_tokens) if batch else max_tokens)
+    left = min(max_tokens - scored, stretch(profile, max_tokens) if batch else max_tokens)
     return batch + _read(readers, left, policy.max_guesses), None
 
 
@@ -63,10 +63,10 @@ def _reading_budget(readers: Sequence[Slot[U]], writers: Sequence[Slot[U]], prof
         return max_tokens if readers else 0
     turn = min(map(_turn, readers)) < min(map(_turn, writers))  # where a pass is too short to be shared
     share = max_tokens // SHARE or int(turn)
-    return min(share, _stretch(profile, max_tokens), sum(slot.session.num_pending for slot in readers))
+    return min(share, stretch(profile, max_tokens), sum(slot.session.num_pending for slot in readers))
 
 
-def _stretch(profile: Profile, max_tokens: int) -> int:
+def stretch(profile: Profile, max_tokens: int) -> int:
     """Tokens that may be read beside sessions that write."""
     return max(CHUNK, min(max_tokens, int(STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
 

@@ -20,7 +20,7 @@ from cascade.chain.hints import Hint, Pool, fed, pooled
 from cascade.chain.rounds import MAX_NODES, Rounds, unended
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
-from cascade.messages import Close, Commit, Edge, Lane, Open, Proposal, origin
+from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.params import TREED
 from cascade.scorer import RunnerUp, Scored
 
@@ -147,6 +147,11 @@ class Session:
     def depth(self) -> int:
         """Positions behind the text that the next pass can fill."""
         return min(self.pool.draft.height, self.room)
+
+    @property
+    def runner_ups(self) -> int:
+        """Wanted beside each own token."""
+        return RUNNER_UPS if self.branches is not None else 0
 
     @property
     def usable(self) -> int:

@@ -76,6 +76,8 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
         earlier = before.scrape if before is not None else None
         seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
         parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
+        if frame.scrape.total("audited_answers_total") or frame.scrape.total("audits_skipped_total"):
+            parts.append(_audits(frame.scrape))
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
 
@@ -131,6 +133,28 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
             _prepared(change, drafter, verifier),
         )
     return table
+
+
+def _audits(now: Scrape) -> Table:
+    """What audits have found since the server's start: divergences are rare, so there are no rates."""
+    table = Table("answers", "tokens", "differ", "places", "second choice", "margin, nats", "skipped", title="Audits")
+    names = ("audited_answers_total", "audited_tokens_total", "audit_differing_answers_total", "audit_divergences_total")
+    second = now.samples.get(("audit_divergences_total", (("second", "true"),)), 0.0)
+    skipped = now.total("audits_skipped_total")
+    counts = [*map(now.total, names), second]
+    table.add_row(*(f"{count:,.0f}" for count in counts), _margins(now), f"{skipped:,.0f}")
+    return table
+
+
+def _margins(now: Scrape) -> str:
+    """How many margins lie up to each bound, and how many beyond the last."""
+    bounds = {label: n for (name, ((_, label), *_)), n in now.samples.items() if name == "audit_margin_nats_bucket"}
+    shown, below, last = [], 0.0, "0"
+    for label, count in sorted(bounds.items(), key=lambda pair: float(pair[0])):
+        if count > below:
+            shown.append(f"{f'≤ {label}' if label != '+Inf' else f'> {last}'}: {count - below:,.0f}")
+        below, last = count, label
+    return "  ".join(shown) or "-"
 
 
 def _runner_ups(change: Scrape, drafter: str, verifier: str) -> str:

@@ -60,6 +60,14 @@ class ListenConfig(Section):
     tls: DoorTLS | None = None  # both doors; plain unless given
 
 
+class AuditConfig(Section):
+    """Which answers the full tier alone scores again when nothing else is to be done, see docs/audit.md."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0  # of all answers
+    max_waiting: Annotated[int, Field(ge=1)] = 16  # answers that wait for an audit; more are skipped
+    max_wait_s: Annotated[float, Field(gt=0)] = 60.0  # an answer that could not be audited by then is skipped
+
+
 class RouterConfig(Section):
     """The ingress: gRPC and HTTP."""
 
@@ -75,3 +83,4 @@ class RouterConfig(Section):
     listen: ListenConfig | None = None  # Ray Serve's proxies alone unless given; `cascade serve` gives it
     access: AccessConfig = AccessConfig()
     limits: RequestLimits = RequestLimits()
+    audit: AuditConfig = AuditConfig()

@@ -178,6 +178,10 @@ class Places:
                 self._free -= 1
                 called.set_result(None)
 
+    async def idle(self) -> None:
+        """Wait until nothing is admitted."""
+        await self._empty.wait()
+
     async def drained(self, timeout_s: float) -> bool:
         """Admit nothing more, and wait until all answers are written; False if that took too long."""
         self.closed = True

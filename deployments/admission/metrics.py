@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from cascade.answer import Completion, Undrafted
 from cascade.messages import Edge
+from deployments.admission.audit_metrics import AuditMetrics
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class RouterMetrics:
         running.set_function(lambda: places.num_running)
         waiting.set_function(lambda: places.num_waiting)
         Gauge("tiers", "Tiers in the configuration.", **made).set(len(names))
+        self.audit = AuditMetrics(made)
 
     def text(self) -> bytes:
         """In Prometheus' text form."""

@@ -1,0 +1,153 @@
+"""Audits with real models: in float32 on a CPU no answer differs, whatever drafted it, and a changed token always does."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cascade import family
+from cascade.answer import Answer
+from cascade.chain.local_links import join
+from cascade.chain.tier import Tier
+from cascade.engine.grammar import Grammars
+from cascade.engine.model import Model
+from cascade.engine.sequence_state import state_maker
+from cascade.engine.tokenizer import Tokenizer
+from cascade.messages import Failed, Open, Proposal, mint
+from cascade.params import SamplingParams, Structured
+from deployments.auditor import audit_of
+from tests.architectures import VOCAB, build
+from tests.chain.test_audit import verdict
+from tests.chain.test_tier import Inbox, Silent, finish, settle
+from tests.engine.test_adapters import adapted, folder  # noqa: F401  # a fixture
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # peft's own
+]
+TEXT = "def mean(values):\n    total = 0\n    for value in values:\n"
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "hot": {"temperature": 1.4},
+    "filtered": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "biased": {"logit_bias": {5: 2.0, 17: -3.0}, "min_tokens": 20},
+    "grammar": {"structured": Structured(regex="( [a-z]{1,6}){8,20}"), "max_tokens": 60},
+    "json": {"structured": Structured(json_schema={"type": "array", "items": {"type": "integer"}}), "presence_penalty": 0.5},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "long": {"max_tokens": 200, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(family.paths()[-1])
+
+
+@pytest.fixture(scope="module")
+def tiers(tokenizer: Tokenizer) -> Iterator[list[Tier]]:
+    matcher, paths = Grammars(tokenizer).matcher, family.paths()
+    models = [Model.from_pretrained(path, dtype="float32", device="cpu") for path in (paths[0], paths[-1])]
+    yield from running(
+        [
+            Tier(name, i, one, new_state=state_maker(matcher))
+            for i, (name, one) in enumerate(zip(("tiny", "full"), models, strict=True))
+        ]
+    )
+
+
+def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    yield tiers
+    settle(tiers)
+    for tier in tiers:
+        tier.kv_admission.check()
+    for tier in reversed(tiers):
+        tier.close()
+
+
+def opening(ids: tuple[int, ...], ends: frozenset[int], **chosen: Any) -> Open:
+    params = SamplingParams(**{"max_tokens": 80, "seed": 3, "temperature": 0.8} | chosen)
+    ends = frozenset() if params.ignore_eos else ends
+    return Open(mint(), ids, len(ids), params, ends, chain=("tiny",), window=4096, draft_window=12, draft_branches=4)
+
+
+def written(tiers: list[Tier], *requests: Open) -> list[list[int]]:
+    """Their outputs, all at once."""
+    inbox = Inbox()
+    answers = {one.session: Answer(one, Silent()) for one in requests}
+    kept = list(answers.values())
+    tiers[-1].post(requests, inbox)
+    finish(tiers[-1], inbox, answers)
+    settle(tiers)
+    return [answer._tokens for answer in kept]
+
+
+def judged(tiers: list[Tier], request: Open, output: list[int]) -> Proposal:
+    said = verdict(tiers[-1], replace(audit_of(request, output[len(request.tokens) - request.prompt_len :]), session=mint()))
+    assert isinstance(said, Proposal), said
+    settle(tiers)
+    return said
+
+
+@pytest.fixture(scope="module")
+def crowd(tiers: list[Tier], tokenizer: Tokenizer) -> dict[str, tuple[Open, list[int]]]:
+    """An answer of each kind, all written beside each other."""
+    ids = tuple(tokenizer.encode(TEXT))
+    requests = {name: opening(ids, tokenizer.end_ids, **chosen) for name, chosen in KINDS.items()}
+    return dict(zip(KINDS, zip(requests.values(), written(tiers, *requests.values()), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_answer_differs(tiers: list[Tier], crowd: dict[str, tuple[Open, list[int]]], name: str) -> None:
+    """Guards the number zero, by which an operator knows a bug: whole answers of all kinds, and those that go on."""
+    request, output = crowd[name]
+    said = judged(tiers, request, output)
+    assert (said.start, said.divergences) == (request.prompt_len + len(output), ())
+    known = tuple(output[: len(output) // 2])
+    resumed = replace(request, session=mint(), tokens=(*request.tokens, *known))
+    [again] = written(tiers, resumed)
+    assert again == output
+    said = judged(tiers, resumed, again)
+    assert (said.start, said.divergences) == (request.prompt_len + len(output), ())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_changed_token_is_found(tiers: list[Tier], crowd: dict[str, tuple[Open, list[int]]], name: str) -> None:
+    """Guards against audits that agree with everything."""
+    request, output = crowd[name]
+    place = random.Random(name).randrange(len(output))
+    output = [*output]
+    output[place] = (output[place] + 7) % 4096
+    found = judged(tiers, request, output).divergences
+    assert found[0].position == request.prompt_len + place
+    assert found[0].sent == output[place]
+    assert found[0].own == crowd[name][1][place]
+    assert found[0].margin >= 0
+
+
+@pytest.mark.parametrize("adapter", ["red", "blue"])
+def test_adapters_are_audited(folder: Path, adapter: str) -> None:  # noqa: F811
+    """Guards adapters: an answer is judged by the weights that wrote it, and told from one of others."""
+    models = [Model(build("llama")), adapted(folder)]
+    assert models[1].vocab_size == VOCAB
+    house = running([Tier(name, i, one) for i, (name, one) in enumerate(zip(("tiny", "full"), models, strict=True))])
+    tiers = next(house)
+    request = opening((5, 9, 2, 44, 17), frozenset(), adapter=adapter)
+    [output] = written(tiers, request)
+    assert judged(tiers, request, output).divergences == ()
+    plain = replace(request, params=replace(request.params, adapter=""))
+    assert judged(tiers, plain, output).divergences != ()
+    assert next(house, None) is None
+
+
+def test_failed_is_no_verdict(tiers: list[Tier]) -> None:
+    """Guards the count of audited answers against those that the tier does not take."""
+    request = replace(opening((1, 2, 3), frozenset()), tokens=(1, 2, 3, 10**6), audit=3)
+    assert isinstance(verdict(tiers[-1], request), Failed)

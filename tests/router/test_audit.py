@@ -1,0 +1,158 @@
+"""Audits of a whole server: no answer is doubted, a corrupted one is found, and what cannot be audited is counted."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cascade.bench.scrape import Scrape, scrape
+from cascade.cli.screen import console
+from cascade.cli.top import Frame, view
+from cascade.client import Client
+from cascade.messages import Message, Proposal
+from cascade.params import SamplingParams, Speculation
+from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
+from tests.doors import House, house
+from tests.router.test_http import PROMPT
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)
+ALL = {"share": 1.0, "max_waiting": 1000}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[House]:
+    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}, audit=ALL) as built:
+        yield built
+        built.settle()
+
+
+def audited(served: House) -> Scrape:
+    """What the server counts when no audit is left to be made."""
+    deadline = time.monotonic() + 60
+    while served.router._auditor.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return scrape(served.url)
+
+
+@pytest.mark.parametrize("name", CHOSEN | DRAFTED)
+def test_no_answer_is_doubted(served: House, name: str) -> None:
+    """Guards against false alarms, with every parameter, alone and drafted, from the beginning and from the middle on."""
+    chosen = PLAIN | CHOSEN.get(name, {})
+    drafts = Speculation(**DRAFTED.get(name, {}))
+    before = audited(served)
+    num_answers = num_tokens = 0
+    with Client(served.grpc) as client:
+        for mode in (Speculation("off"), drafts):
+            answer = client.generate(PROMPT, SamplingParams(**chosen), mode)
+            num_answers += 1
+            num_tokens += len(answer.token_ids)
+    change = audited(served).since(before)
+    assert change.total("audited_answers_total") == num_answers
+    assert change.total("audited_tokens_total") == num_tokens
+    for counter in ("audit_differing_answers_total", "audit_divergences_total", "audits_skipped_total"):
+        assert change.total(counter) == 0, counter
+
+
+def test_texts_that_depend_on_drafts_are_skipped(served: House) -> None:
+    """Guards rules of other noise against alarms: their texts are not the full tier's own."""
+    before = audited(served)
+    with Client(served.grpc) as client:
+        client.generate(PROMPT, SamplingParams(**PLAIN), Speculation(**RULED["rule"]))
+    change = audited(served).since(before)
+    assert (change.total("audited_answers_total"), change.total("audits_skipped_total")) == (0, 1)
+    assert change.samples["audits_skipped_total", (("reason", "rule"),)] == 1
+
+
+def test_a_corrupted_answer_is_found(served: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the whole way of an alarm: one token that changes between the full tier and the router is one divergence."""
+    downlink, spoilt = served.router._downlink, list[int]()
+    deliver = downlink._deliver
+
+    def corrupting(messages: Sequence[Message]) -> object:
+        return deliver([corrupted(message) for message in messages])
+
+    def corrupted(message: Message) -> Message:
+        if not spoilt and isinstance(message, Proposal) and len(message.draft):
+            token, *rest = message.draft.tokens
+            spoilt.append((token + 1) % 4096)
+            return replace(message, draft=replace(message.draft, tokens=(spoilt[0], *rest)))
+        return message
+
+    before = audited(served)
+    downlink._deliver = corrupting
+    try:
+        with Client(served.grpc) as client:
+            answer = client.generate(PROMPT, GREEDY, Speculation("off"))
+    finally:
+        downlink._deliver = deliver
+    assert answer.token_ids[0] == spoilt[0]
+    change = audited(served).since(before)
+    assert change.total("audited_answers_total") == change.total("audit_differing_answers_total") == 1
+    assert change.total("audit_divergences_total") == 1
+    assert change.total("audit_margin_nats_count") == 1
+    assert "An audit found another token at place 0" in caplog.text
+
+
+def test_a_busy_server_skips_audits() -> None:
+    """Guards clients, and memory, against audits that wait: they run when nothing else does, and not for ever."""
+    audit = {"share": 1.0, "max_waiting": 1, "max_wait_s": 0.3}
+    with house(pass_s=0.01, audit=audit) as served, Client(served.grpc) as client, ThreadPoolExecutor(1) as thread:
+        busy = thread.submit(client.generate, PROMPT, replace(GREEDY, max_tokens=150), Speculation("off"))
+        while not served.router.admission.places.num_running:
+            time.sleep(0.01)
+        for _ in range(4):
+            client.generate(PROMPT, replace(GREEDY, max_tokens=2), Speculation("off"))
+        busy.result(60)
+        counted = audited(served)
+        served.settle()
+    reasons = {labels[0][1]: count for (name, labels), count in counted.samples.items() if name == "audits_skipped_total"}
+    assert sum(reasons.values()) + counted.total("audited_answers_total") == 5
+    assert reasons["queue"] >= 1
+    assert reasons["load"] >= 1
+    assert counted.total("audit_differing_answers_total") == 0
+
+
+def test_no_audit_unless_asked() -> None:
+    """Guards the default: nothing is scored twice."""
+    with house() as served, Client(served.grpc) as client:
+        client.generate(PROMPT, GREEDY)
+        counted = audited(served)
+    assert counted.total("audited_answers_total") == counted.total("audits_skipped_total") == 0
+    assert "Audits" not in shown(counted)
+
+
+COUNTED = """# TYPE cascade_audited_answers_total counter
+cascade_audited_answers_total 40.0
+# TYPE cascade_audited_tokens_total counter
+cascade_audited_tokens_total 5000.0
+# TYPE cascade_audit_differing_answers_total counter
+cascade_audit_differing_answers_total 2.0
+# TYPE cascade_audit_divergences_total counter
+cascade_audit_divergences_total{second="true"} 3.0
+cascade_audit_divergences_total{second="false"} 1.0
+# TYPE cascade_audit_margin_nats histogram
+cascade_audit_margin_nats_bucket{le="0.03"} 3.0
+cascade_audit_margin_nats_bucket{le="0.5"} 3.0
+cascade_audit_margin_nats_bucket{le="+Inf"} 4.0
+cascade_audit_margin_nats_count 4.0
+cascade_audit_margin_nats_sum 9.0
+# TYPE cascade_audits_skipped_total counter
+cascade_audits_skipped_total{reason="load"} 7.0
+"""
+
+
+def shown(counted: Scrape) -> str:
+    with console.capture() as capture:
+        console.print(view(Frame(0.0, scrape=counted)))
+    return capture.get()
+
+
+def test_top_shows_audits() -> None:
+    """Guards what an operator sees: how many places differ, how many of them by more than the last bits."""
+    text: Any = shown(Scrape.parse(COUNTED))
+    row = next(line for line in text.splitlines() if "5,000" in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["40", "5,000", "2", "4", "3", "≤ 0.03: 3  > 0.5: 1", "7"]

@@ -159,6 +159,8 @@ class Open:
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
     rules: Rules = COUPLED
+    traceparent: str = ""  # the span that this session is part of, see `deployments.tracing`; as W3C Trace Context has it
+    tracestate: str = ""  # likewise
     audit: int = 0  # the text was sent: score it again from this position on, see `cascade.chain.audit`; 0: no audit
 
     def __post_init__(self) -> None:

@@ -155,4 +155,5 @@ def audit_of(opening: Open, tokens: list[int]) -> Open:
         watch=False,
         branches=0,
         draft_branches=0,
+        traceparent="",
     )

@@ -52,6 +52,7 @@ from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.logs import join_serves
 from deployments.observer import Observer
+from deployments.tracing.export import flush
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class Router:
             tls=self._config.link_tls,
             prefixes=Prefixes() if self._config.affine else None,
             routed=self.admission.metrics.routed,
+            tracing=self.admission.tracing,
         )
 
     async def Generate(
@@ -238,6 +240,7 @@ class Router:
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._downlink.close()
         await self._exchange.close()
+        await asyncio.to_thread(flush)
 
     @property
     def model(self) -> str:
@@ -262,13 +265,15 @@ class Router:
         account = self.admission.access.account(said.get("authorization"))
         self.admission.places.check()  # before the work of reading it
         opening = await admit()
-        with self.admission.admitted(account, said.get("request_id"), remaining_s(context), [opening], since=since) as request:
+        limits = account, said.get("request_id"), remaining_s(context), [opening]
+        with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
             async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt."""
+        opening = request.trace.answer(opening, index)
         return self.admission.counted(self._auditor.some(self._chunks(opening, request, index), opening), opening, request)
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:

@@ -33,6 +33,7 @@ from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.logs import join_serves
 from deployments.scaling.load import LoadReport
+from deployments.tracing.export import flush, tracing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -79,9 +80,11 @@ class TierReplica:
         )
         self._report = LoadReport(self._tier, self._profile)
         self._awake = Awake({name: lessor(handle) for name, handle in lower.items()}, sleepers)
-        self._downlink = Downlink(self._awake.lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        traced = tracing(self._config.name)
+        lessors = self._awake.lessors
+        self._downlink = Downlink(lessors, self._tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls)
+        self._server = LinkServer(self._tier, tls, traced)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
 
@@ -139,6 +142,7 @@ class TierReplica:
         await self._server.stop()
         await self._awake.close()
         await self._downlink.close()
+        await asyncio.to_thread(flush)
         await asyncio.to_thread(self._tier.close)
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)

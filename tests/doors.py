@@ -13,9 +13,11 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
+from deployments.admission import admission
 from deployments.launch.server import free_port
 from deployments.links import replica_status
 from deployments.router import Router
+from deployments.tracing.export import Tracing
 from tests.chain.test_tier import NAMES, CountingModel
 from tests.links.test_link import Net, Node
 from tests.router.test_router import Handle, Stoppable
@@ -60,9 +62,12 @@ def house(
     model: Callable[..., CountingModel] = CountingModel,
     pace: tuple[float, ...] = (1, 2, 3),
     full: dict[str, Any] | None = None,
+    tracing: Callable[[str], Tracing | None] = lambda component: None,
     **router: Any,
 ) -> Iterator[House]:
     """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration.
+
+    ``tracing`` says how the router and each tier make spans.
 
     Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``.
     """
@@ -72,7 +77,7 @@ def house(
     async def live() -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                result.append(await _build(stack, [pass_s * share for share in pace], model, full or {}, router))
+                result.append(await _build(stack, [pass_s * share for share in pace], model, full or {}, router, tracing))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -91,6 +96,7 @@ def house(
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
     patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
+    patch.setattr(admission, "tracing", tracing)
     thread.start()
     try:
         assert ready.wait(60)
@@ -122,6 +128,7 @@ async def _build(
     model: Callable[..., CountingModel],
     full: dict[str, Any],
     options: dict[str, Any],
+    tracing: Callable[[str], Tracing | None],
 ) -> House:
     values = CascadeConfig.demo().model_dump(mode="json")
     for section, changes in full.items():
@@ -132,7 +139,7 @@ async def _build(
     for level, name in enumerate(NAMES):
         lessors = {below: net.lessor(below) for below in NAMES[:level]}
         scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s[level])
-        node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer))
+        node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer), tracing=tracing(name))
         await node.start()
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
     # nothing is left of a request means: no held lease either

@@ -16,6 +16,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings", "cascade.placement"),
     ("cascade.local",),
     ("cascade.bench",),
+    ("deployments.tracing",),
     ("deployments.links", "deployments.admission", "deployments.logs", "deployments.scaling"),
     ("deployments.chat", "deployments.observer", "deployments.auditor"),
     ("deployments.grpc", "deployments.http"),

@@ -148,7 +148,7 @@ def _audits(now: Scrape) -> Table:
 
 def _margins(now: Scrape) -> str:
     """How many margins lie up to each bound, and how many beyond the last."""
-    bounds = {label: n for (name, ((_, label), *_)), n in now.samples.items() if name == "audit_margin_nats_bucket"}
+    bounds = {dict(labels)["le"]: n for (name, labels), n in now.samples.items() if name == "audit_margin_nats_bucket"}
     shown, below, last = [], 0.0, "0"
     for label, count in sorted(bounds.items(), key=lambda pair: float(pair[0])):
         if count > below:

@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "adaptive", "watch", "branches", "draft_branches", "drafters", "rules", "audit")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "adaptive", "watch", "branches", "draft_branches", "drafters", "rules", "audit", "traceparent", "tracestate")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class Open(_message.Message):
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: _serving_pb2.Sampling
@@ -67,7 +69,9 @@ class Open(_message.Message):
     drafters: _containers.RepeatedScalarFieldContainer[str]
     rules: Rules
     audit: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[Rules, _Mapping]] = ..., audit: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    tracestate: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[Rules, _Mapping]] = ..., audit: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Rules(_message.Message):
     __slots__ = ("rule", "inner", "above", "hop", "likeliest")

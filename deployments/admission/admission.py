@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from deployments.admission.access import ANONYMOUS, Access, Account
 from deployments.admission.fair_queue import FairQueue, Ticket
 from deployments.admission.metrics import RouterMetrics
 from deployments.admission.status import status_of
+from deployments.tracing.export import tracing
+from deployments.tracing.request import UNTRACED, RequestTrace, request_trace
 
 T = TypeVar("T")
 access = logging.getLogger("deployments.access")
@@ -202,6 +204,7 @@ class ActiveRequest:
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
+    trace: RequestTrace = UNTRACED
 
     def ended(self, outcome: str, num_read: int, num_written: int) -> None:
         """One of its answers is over."""
@@ -231,14 +234,22 @@ class Admission:
         self.access = Access.load(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
         self.metrics = RouterMetrics(self.places, config.names)
+        self.tracing = tracing("router")
         self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
 
     @contextlib.contextmanager
     def admitted(
-        self, account: Account, id: str | None, timeout_s: float | None, openings: Sequence[Open], *, since: float
+        self,
+        account: Account,
+        id: str | None,
+        timeout_s: float | None,
+        openings: Sequence[Open],
+        *,
+        since: float,
+        headers: Iterable[tuple[str, object]] = (),
     ) -> Iterator[ActiveRequest]:
-        """Hold what a request needs that came at ``since``, and has an answer for each of ``openings``.
+        """Hold what a request needs that came at ``since``, with ``headers`` or metadata, and has an answer for each of ``openings``.
 
         Raises `PermissionDenied`, `InvalidRequest`, `Overloaded` or `Unavailable` at once.
         """
@@ -249,12 +260,14 @@ class Admission:
         request.lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
+            request.trace = request_trace(self.tracing, headers, since)
             try:
                 yield request
             finally:
                 self._active.discard(request)
+                summary = request.summary
+                request.trace.end(summary)
                 if self._logs:
-                    summary = request.summary
                     access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def check_length(self, num_chars: int) -> None:
@@ -292,11 +305,14 @@ class Admission:
             self.metrics.resumed()
         try:
             async with self._turn(opening, request) as ticket, contextlib.aclosing(chunks):
+                request.trace.turn(opening.session)
                 async for chunk in chunks:
                     if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
                         yield chunk
                         continue
                     now = time.monotonic()
+                    if num_tokens == 0:
+                        request.trace.first_piece(opening.session)
                     self.metrics.piece(now - last, first=num_tokens == 0)
                     num_tokens += len(chunk.token_ids)
                     ticket.written = num_tokens
@@ -315,3 +331,4 @@ class Admission:
         finally:
             self.metrics.ended(outcome, opening.prompt_len, num_tokens)
             request.ended(outcome, opening.prompt_len, num_tokens)
+            request.trace.ended(opening.session, outcome, opening.prompt_len, num_tokens)

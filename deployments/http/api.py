@@ -236,9 +236,9 @@ class Api:
         form = Form(kind, id, self._backend.model, history=body.history, usage=usage, name=name, reader=reader)
         echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
-            said = request.state
-            admitted = self._admission.admitted(said.account, said.request_id, timeout_s, openings, since=said.since)
-            active = held.enter_context(admitted)
+            said, headers = request.state, request.headers.items()
+            limits = said.account, said.request_id, timeout_s, openings
+            active = held.enter_context(self._admission.admitted(*limits, since=said.since, headers=headers))
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
                 return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))

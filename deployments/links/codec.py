@@ -63,6 +63,8 @@ def _encode_open(opening: Open) -> pb.Open:
         drafters=opening.drafters,
         rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
         audit=opening.audit,
+        traceparent=opening.traceparent,
+        tracestate=opening.tracestate,
     )
 
 
@@ -132,6 +134,8 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         drafters=tuple(opening.drafters),
         rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
         audit=_decode_audit(opening),
+        traceparent=opening.traceparent,
+        tracestate=opening.tracestate,
     )
 
 

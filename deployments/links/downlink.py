@@ -18,6 +18,8 @@ from deployments.links.held_lease import HeldLeases, Lease, Lessor
 from deployments.links.prefixes import Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
+from deployments.tracing.export import Tracing
+from deployments.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,11 @@ class Downlink(Link):
         tls: LinkTLS | None = None,
         prefixes: Prefixes | None = None,
         routed: Callable[[Outcome], object] = lambda outcome: None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._prefixes = prefixes
         self._routed = routed
+        self._asked = AskedSessions(tracing)
         self._lessors = lessors
         self._deliver = deliver
         self._lease_timeout_s = lease_timeout_s
@@ -100,7 +104,7 @@ class Downlink(Link):
         batches: dict[str, list[Message]] = {}
         for message in messages:
             if isinstance(message, Open):
-                self._open(message)
+                self._open(self._asked.opened(message))
                 continue
             route = self._routes.get(message.session)
             if route is None:
@@ -161,7 +165,7 @@ class Downlink(Link):
 
     def _preferred(self, opening: Open) -> tuple[str, ...]:
         """Addresses of the replicas that know how the text begins."""
-        return () if self._prefixes is None else self._prefixes.find(opening)
+        return () if self._prefixes is None or opening.audit else self._prefixes.find(opening)
 
     def _forget(self, address: str) -> None:
         """The replica there is preferred for nothing that it has read."""
@@ -171,15 +175,17 @@ class Downlink(Link):
     def _join(self, opening: Open, route: Route, ticket: str) -> None:
         """Send what waits for a leased replica, and what follows."""
         session = opening.session
-        if self._prefixes is not None:
+        if self._prefixes is not None and not opening.audit:  # which leaves nothing there
             self._routed(self._prefixes.sent(opening, ticket.partition(" ")[0]))
         route.stream = self._stream(ticket)
+        self._asked.leased(session, route.stream.address)
         route.stream.sessions.add(session)
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
 
     def _leave(self, session: str) -> None:
         """Forget a session and let go of its lease."""
+        self._asked.ended(session)
         route = self._routes.pop(session, None)
         if route is None:
             return
@@ -195,6 +201,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None:
             route.opening = None
+            self._asked.failed(session, reason)
             self._leave(session)
             self._deliver([Failed(session, reason, route.tier)])
 
@@ -238,6 +245,7 @@ class Downlink(Link):
         known = [message for message in messages if message.session in self._routes]
         for message in known:
             if isinstance(message, Failed):
+                self._asked.failed(message.session, message.reason)
                 self._leave(message.session)
             else:
                 self._answered(message.session)
@@ -249,6 +257,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None and not route.answered:
             route.answered = True
+            self._asked.answered(session)
             self._held[route.tier].renew()
 
 

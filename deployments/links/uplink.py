@@ -18,6 +18,8 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.tls import server_credentials
+from deployments.tracing.export import Tracing
+from deployments.tracing.sessions import ServedSessions
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +110,9 @@ class Leases:
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
-    def __init__(self, tier: Tier, tls: LinkTLS | None = None) -> None:
+    def __init__(self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing | None = None) -> None:
         self._tier = tier
+        self._served = ServedSessions(tracing, tier.name)
         self._tls = tls
         self._server: grpc.aio.Server | None = None
         self.leases = Leases()
@@ -167,20 +170,21 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         finally:
             self._tier.drop(mailbox)
             for session in list(sessions):
-                self._end(session, sessions)
+                self._end(session, sessions, "the link broke")
 
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
             if known:
-                self._tier.post(known, mailbox)
+                self._tier.post([self._served.began(one) if isinstance(one, Open) else one for one in known], mailbox)
 
     async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         while True:
             messages = await mailbox.take()
+            self._served.said(messages)
             for message in messages:
                 if isinstance(message, Failed):
-                    self._end(message.session, sessions)
+                    self._end(message.session, sessions, message.reason)
             await context.write(encode(messages))
 
     async def _hang(self) -> None:
@@ -203,8 +207,9 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             self._end(session, sessions)
         return known
 
-    def _end(self, session: str, sessions: set[str]) -> None:
+    def _end(self, session: str, sessions: set[str], reason: str = "") -> None:
         if session in sessions:  # else it is a session of another link
+            self._served.ended(session, reason)
             sessions.remove(session)
             self.leases.end(session)
 

@@ -23,7 +23,7 @@ from cascade.draft import Dist, Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.errors import Unavailable
-from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules, mint
+from cascade.messages import Close, Commit, Divergence, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules, mint
 from cascade.params import MAX_SEED, RULES, SamplingParams, Structured
 from cascade.scorer import Row, Scored
 from cascade.settings.config import LinkTLS
@@ -35,6 +35,7 @@ from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import Lease, Lessor
 from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer, authorization
+from deployments.tracing.export import Tracing
 from tests.chain.test_tier import NAMES, PROMPT, CountingModel, Silent
 from tests.chain.test_tier import opening as any_opening
 
@@ -81,12 +82,13 @@ class Node:
         lessors: dict[str, Lessor],
         grammars: Grammars | None = None,
         tls: LinkTLS | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.model = model
         self.tier = Tier(NAMES[level], level, model, new_state=state_maker(None if grammars is None else grammars.matcher))
-        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls, tracing=tracing)
         self.tier.below = self.downlink
-        self.server = LinkServer(self.tier, tls)
+        self.server = LinkServer(self.tier, tls, tracing)
 
     async def start(self) -> None:
         self.tier.start()
@@ -868,6 +870,14 @@ opens = st.builds(
     branches=counts,
     draft_branches=counts,
     rules=st.builds(Rules, st.sampled_from(RULES), st.sampled_from(RULES), st.sampled_from(RULES), counts, counts),
+    traceparent=st.text(),
+    tracestate=st.text(),
+)
+audits = st.builds(
+    lambda tokens, place, opening: replace(opening, tokens=tokens, prompt_len=1, audit=1 + place % (len(tokens) - 1)),
+    st.lists(ids, min_size=2, max_size=8).map(tuple),
+    counts,
+    opens,
 )
 probabilities = st.lists(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)), max_size=3)
 dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))
@@ -889,10 +899,12 @@ proposals = st.integers(0, 8).flatmap(
         st.text(),
         st.lists(logprobs, max_size=3).map(tuple),
         st.lists(lanes, max_size=3).map(tuple),
+        st.lists(st.builds(Divergence, ids, ids, ids, st.floats(0), st.booleans()), max_size=3).map(tuple),
     )
 )
 messages = st.one_of(
     opens,
+    audits,
     st.builds(Commit, st.text(), ids, tokens),
     st.builds(Close, st.text()),
     proposals,
@@ -946,6 +958,13 @@ def test_rules_and_distributions_that_make_no_sense_are_refused(wrong: pb.Messag
     """Guards a tier against passes that fail for what its neighbour says."""
     with pytest.raises(ValueError, match=r"rule|distribution"):
         decode(pb.Batch(messages=[wrong]))
+
+
+@pytest.mark.parametrize("audit", [1, 3, 4])
+def test_audits_of_no_output_are_refused(audit: int) -> None:
+    """Guards a tier against an audit of a prompt, or of nothing, which it cannot judge."""
+    with pytest.raises(ValueError, match="judges output"):
+        decode(pb.Batch(messages=[pb.Message(open=pb.Open(tokens=[1, 2, 3], prompt_len=2, audit=audit))]))
 
 
 def test_every_kind_has_its_strategy() -> None:

@@ -68,7 +68,9 @@ def test_texts_that_depend_on_drafts_are_skipped(served: House) -> None:
 
 
 def test_a_corrupted_answer_is_found(served: House, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the whole way of an alarm: one token that changes between the full tier and the router is one divergence."""
+    """Guards the whole way of an alarm: a token that changes between the full tier and the router is seen where it is.
+
+    What the full tier had written behind the right one may be sent as well, and differ."""
     downlink, spoilt = served.router._downlink, list[int]()
     deliver = downlink._deliver
 
@@ -92,8 +94,7 @@ def test_a_corrupted_answer_is_found(served: House, caplog: pytest.LogCaptureFix
     assert answer.token_ids[0] == spoilt[0]
     change = audited(served).since(before)
     assert change.total("audited_answers_total") == change.total("audit_differing_answers_total") == 1
-    assert change.total("audit_divergences_total") == 1
-    assert change.total("audit_margin_nats_count") == 1
+    assert change.total("audit_divergences_total") == change.total("audit_margin_nats_count") >= 1
     assert "An audit found another token at place 0" in caplog.text
 
 

@@ -1,0 +1,327 @@
+"""Traces: one request is one trace from the client's own span down to the lowest tier, whatever dies; off, there is nothing."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+
+from cascade.client.exchange import encode_request
+from cascade.errors import ConfigError
+from cascade.messages import Open
+from cascade.params import SamplingParams, Speculation
+from cascade.v1 import serving_pb2_grpc
+from deployments.tracing import export
+from deployments.tracing.context import above, told
+from deployments.tracing.export import Tracing, exporters, tracing
+from tests.chain.test_tier import NAMES, CountingModel, opening
+from tests.doors import House, house
+from tests.links.test_link import Node
+from tests.router.test_http import PROMPT, ask
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+GIVEN = f"00-{TRACE}-{PARENT}-01"
+ALL = Speculation(tiers=NAMES[:-1])
+LONG = SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True)
+
+
+@dataclass
+class Traces:
+    """Processes whose spans all come here."""
+
+    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+    processes: dict[str, Tracing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._provider = TracerProvider()
+        self._provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    def of(self, component: str) -> Tracing:
+        made = self.processes[component] = Tracing(self._provider.get_tracer("test"), f"{component}#1")
+        return made
+
+    def taken(self) -> list[ReadableSpan]:
+        """All that has ended since the last call; nothing has not."""
+        assert not [name for name, process in self.processes.items() if process.live]
+        spans = list(self.exporter.get_finished_spans())
+        self.exporter.clear()
+        return spans
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    return Traces()
+
+
+@pytest.fixture(scope="module")
+def served(traces: Traces) -> Iterator[House]:
+    with house(tracing=traces.of) as built:
+        yield built
+
+
+def generate(served: House, params: SamplingParams = LONG, **metadata: str) -> int:
+    """Tokens of an answer over gRPC."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        pieces = stub.Generate(encode_request(PROMPT, params, ALL), metadata=tuple(metadata.items()))
+        return sum(len(piece.tokens) for piece in pieces)
+
+
+def tree(spans: Sequence[ReadableSpan]) -> dict[str, ReadableSpan]:
+    """By name; each has its own."""
+    assert len({span.name for span in spans}) == len(spans), [span.name for span in spans]
+    return {span.name: span for span in spans}
+
+
+def parent(span: ReadableSpan) -> int | None:
+    return None if span.parent is None else span.parent.span_id
+
+
+def id_of(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return int(span.context.span_id)
+
+
+def trace_ids(spans: Sequence[ReadableSpan]) -> set[str]:
+    return {format_trace_id(span.context.trace_id) for span in spans if span.context is not None}
+
+
+LINKS = {  # whose child each span is
+    "cascade.admission": "cascade.request",
+    "cascade.answer": "cascade.request",
+    "cascade.queue": "cascade.answer",
+    "cascade.first_token": "cascade.answer",
+    "cascade.open full": "cascade.answer",
+    "cascade.session full": "cascade.open full",
+    "cascade.open medium": "cascade.session full",
+    "cascade.session medium": "cascade.open medium",
+    "cascade.open tiny": "cascade.session medium",
+    "cascade.session tiny": "cascade.open tiny",
+}
+
+
+def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
+    """Guards the parents of spans, and what they say of the work that each tier did."""
+    traces.taken()
+    num_tokens = generate(served, traceparent=GIVEN)
+    served.settle()
+    spans = tree(traces.taken())
+    assert trace_ids(list(spans.values())) == {TRACE}
+    assert spans.keys() == LINKS.keys() | {"cascade.request"}
+    root = spans["cascade.request"]
+    assert root.parent is not None
+    assert format_span_id(root.parent.span_id) == PARENT
+    for name, above_it in LINKS.items():
+        assert parent(spans[name]) == id_of(spans[above_it]), name
+    for span in spans.values():
+        assert span.status.status_code is not StatusCode.ERROR
+    for name in NAMES:
+        session, said = spans[f"cascade.session {name}"], spans[f"cascade.session {name}"].attributes or {}
+        assert (session.kind, said["cascade.tier"], said["cascade.replica"]) == (SpanKind.SERVER, name, f"{name}#1")
+        assert said["cascade.passes"] > 0
+        assert [event.name for event in spans[f"cascade.open {name}"].events] == ["leased", "answered"]
+    full, answer = spans["cascade.session full"].attributes or {}, spans["cascade.answer"].attributes or {}
+    assert full["cascade.tokens"] >= num_tokens == answer["cascade.tokens"] == 60
+    assert full["cascade.drafters"] == ("medium",)
+    assert 0 < full["cascade.accepted"] <= full["cascade.proposed"]
+    assert answer["cascade.outcome"] == "length"
+    begins = [spans[name].start_time or 0 for name in ("cascade.request", "cascade.queue", "cascade.first_token")]
+    assert begins == sorted(begins)
+
+
+def test_http_and_the_states_of_others(served: House, traces: Traces) -> None:
+    """Guards HTTP's headers, and `tracestate`, which belongs to others and goes through; each answer has its own sessions."""
+    body = {"prompt": PROMPT, "max_tokens": 5, "seed": 1, "n": 2, "speculation": {"mode": "off"}}
+    status, _, _ = ask(served, "/v1/completions", body, traceparent=GIVEN, tracestate="congo=t61rcWkgMzE,rojo=1")
+    assert status == 200
+    served.settle()
+    spans = traces.taken()
+    assert trace_ids(spans) == {TRACE}
+    assert (
+        sorted(span.name for span in spans if "full" in span.name) == ["cascade.open full"] * 2 + ["cascade.session full"] * 2
+    )
+    assert len([span for span in spans if span.name == "cascade.answer"]) == 2
+    for span in spans:
+        assert span.context is not None
+        assert span.context.trace_state.to_header() == "congo=t61rcWkgMzE,rojo=1"
+
+
+def test_unsampled_requests_stay_so(served: House, traces: Traces) -> None:
+    """Guards a client's choice not to record, on every tier."""
+    generate(served, traceparent=GIVEN[:-2] + "00")
+    served.settle()
+    assert traces.taken() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "nonsense",
+        GIVEN[:-1],
+        GIVEN.upper(),
+        GIVEN.replace(TRACE, "0" * 32),
+        GIVEN.replace(PARENT, "0" * 16),
+        "ff" + GIVEN[2:],
+        GIVEN + "-more",
+        GIVEN.replace("-", "_"),
+        "0" + GIVEN,
+        GIVEN.replace("4", "g"),
+    ],
+)
+def test_what_is_no_context_is_ignored(wrong: str) -> None:
+    """Guards against traces that join where W3C Trace Context says they must not."""
+    assert not told([("traceparent", wrong), ("tracestate", "a=b")])
+    assert not above(replace(opening(), traceparent=wrong, tracestate="a=b"))
+
+
+def test_contexts_as_w3c_has_them() -> None:
+    """Guards later versions, names in any case, and repeated headers: several parents are none, several states one list."""
+    assert told([("TraceParent", GIVEN)])
+    assert told([("traceparent", "cc" + GIVEN[2:] + "-what-comes-later")])
+    assert not told([("traceparent", GIVEN), ("traceparent", GIVEN)])
+    assert not told([("traceparent-bin", GIVEN.encode()), ("traceparent", GIVEN.encode())])
+    [span] = told([("traceparent", GIVEN), ("tracestate", "a=1"), ("tracestate", "b=2")]).values()
+    assert span.get_span_context().trace_state.to_header() == "a=1,b=2"  # type: ignore[attr-defined]
+
+
+def test_a_bad_context_begins_a_trace(served: House, traces: Traces) -> None:
+    """Guards requests against what stands beside them: they are served, as a trace of their own."""
+    assert generate(served, traceparent=GIVEN.upper()) == 60
+    served.settle()
+    spans = tree(traces.taken())
+    assert len(trace_ids(list(spans.values()))) == 1
+    assert trace_ids(list(spans.values())) != {TRACE}
+    assert spans["cascade.request"].parent is None
+
+
+def test_refusals_and_leavers_end_their_spans(served: House, traces: Traces) -> None:
+    """Guards against spans that are kept for ever: of requests that fail, and of clients that leave."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        call = stub.Generate(encode_request(PROMPT, replace(LONG, max_tokens=1500), ALL), metadata=(("traceparent", GIVEN),))
+        next(iter(call))
+        call.cancel()
+    served.settle()
+    spans = tree(traces.taken())
+    assert trace_ids(list(spans.values())) == {TRACE}
+    assert (spans["cascade.answer"].attributes or {})["cascade.outcome"] == "left"
+
+
+def test_dead_replicas_show(traces: Traces) -> None:
+    """Guards what a trace is for: a drafter that died is an error below the session that lost it, a full replica one below the
+    answer, which goes on in another session of the same trace."""
+    with house(tracing=traces.of, pass_s=0.004) as served:
+        traces.taken()
+
+        async def replaced(name: str) -> None:
+            old, lower = served.net.nodes[name], NAMES[: NAMES.index(name)]
+            model = CountingModel(vocab_size=old.model.vocab_size, agreement=old.model.agreement, pass_s=old.model.pass_s)
+            lessors = {below: served.net.lessor(below) for below in lower}
+            node = served.net.nodes[name] = Node(len(lower), model, lessors, tracing=traces.of(f"{name}2"))
+            await node.start()
+            await old.stop()
+
+        def killing(name: str) -> None:
+            served.call(replaced(name))
+
+        with written(served, at=4, then=lambda: killing("medium")) as num_tokens:
+            assert num_tokens == 120
+        spans = traces.taken()
+        lost = [span for span in spans if span.name == "cascade.open medium" and span.status.status_code is StatusCode.ERROR]
+        [above_it] = [span for span in spans if span.name == "cascade.session full"]
+        assert [parent(span) for span in lost] == [id_of(above_it)] * len(lost) != []
+        [failed, *_] = [event for event in above_it.events if event.name == "failover"]
+        assert (failed.attributes or {})["cascade.tier"] == "medium"
+        assert (above_it.attributes or {})["cascade.failovers"] == len(lost)
+
+        with written(served, at=4, then=lambda: killing("full")) as num_tokens:
+            assert num_tokens == 120
+        spans = traces.taken()
+        [answer] = [span for span in spans if span.name == "cascade.answer"]
+        first, second = sorted((s for s in spans if s.name == "cascade.open full"), key=lambda span: span.start_time or 0)
+        assert first.status.status_code is StatusCode.ERROR
+        assert second.status.status_code is not StatusCode.ERROR
+        assert parent(first) == parent(second) == id_of(answer)
+        assert (answer.attributes or {})["cascade.failovers"] == 1
+        replicas = {(s.attributes or {})["cascade.replica"] for s in spans if s.name == "cascade.session full"}
+        assert replicas == {"full#1", "full2#1"}
+        assert trace_ids(spans) == {TRACE}
+
+
+@contextlib.contextmanager
+def written(served: House, at: int, then: Callable[[], None]) -> Iterator[int]:
+    """How many tokens an answer has, in the middle of which something happens; all its spans have ended."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        request = encode_request(PROMPT, replace(LONG, max_tokens=120), ALL)
+        pieces = serving_pb2_grpc.CascadeStub(channel).Generate(request, metadata=(("traceparent", GIVEN),))
+        num_tokens, done = 0, False
+        for piece in pieces:
+            num_tokens += len(piece.tokens)
+            if num_tokens >= at and not done:
+                done = True
+                then()
+    served.settle()
+    yield num_tokens
+
+
+def test_off_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards servers that nobody traces: no spans, no context on the wire, nothing kept, whatever clients say."""
+    for name in (*export.ENDPOINTS, "OTEL_TRACES_EXPORTER"):
+        monkeypatch.delenv(name, raising=False)
+    assert tracing("router") is None
+    opened: list[Open] = []
+    with house() as served:
+        put = served.router._downlink.put
+        served.router._downlink.put = lambda messages: (  # type: ignore[method-assign]
+            opened.extend(one for one in messages if isinstance(one, Open)),
+            put(messages),
+        )[1]
+        generate(served, traceparent=GIVEN)
+        served.settle()
+        assert [one.traceparent for one in opened] == [""]
+        assert not served.router._downlink._asked._spans
+
+
+@pytest.mark.parametrize(
+    ("environment", "names"),
+    [
+        ({}, ()),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, ()),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}, ("otlp_proto_http",)),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ("otlp_proto_grpc",)),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, ("console", "otlp_proto_http")),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, ()),
+    ],
+)
+def test_the_environment_says_where_spans_go(
+    environment: dict[str, str], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards OpenTelemetry's own variables, and that nothing is exported unless they ask for it."""
+    for name in (*export.ENDPOINTS, *export.PROTOCOLS, "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert exporters() == names
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("OTEL_TRACES_EXPORTER", "carrier-pigeon", "pip install"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "http/protobuf, grpc"),
+    ],
+)
+def test_exporters_that_are_not_there_are_refused(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against servers that start and send their spans nowhere."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=said):
+        tracing("router")

@@ -134,6 +134,7 @@ class Downlink(Link):
 
     def _open(self, opening: Open) -> None:
         route = self._routes[opening.session] = Route(opening.tier, [opening])
+        route.answered = bool(opening.audit)  # no session is expected behind it: none needs a lease
         leases = self._held.get(opening.tier)
         held = None if leases is None else leases.take(opening.session)
         if held is None:

@@ -113,7 +113,8 @@ def request_trace(tracing: Tracing | None, headers: Iterable[tuple[str, object]]
         return UNTRACED
     now = time.time_ns()
     came = now - int((time.monotonic() - since) * 1e9)
-    span = tracing.tracer.start_span("cascade.request", told(headers), SpanKind.SERVER, start_time=came)
+    above = told(headers) or None  # else that which Ray Serve's own tracing is in, if it is on
+    span = tracing.tracer.start_span("cascade.request", above, SpanKind.SERVER, start_time=came)
     span.set_attribute("cascade.replica", tracing.replica)
     tracing.tracer.start_span("cascade.admission", set_span_in_context(span), start_time=came).end(now)
     return Traced(tracing, span)

@@ -132,11 +132,13 @@ async def test_few_answers_wait() -> None:
         auditor._take(opening(), [1, 2])
     assert len(auditor._waiting) == 2
     assert b'cascade_audits_skipped_total{reason="queue"} 3.0' in admission.metrics.text()
+    task = auditor._task
+    assert task is not None
     auditor.close()
-    await asyncio.sleep(0)
     auditor._take(opening(), [1, 2])
     assert not auditor._waiting
-    assert not auditor.busy
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 def test_no_audit_unless_asked() -> None:

@@ -249,7 +249,7 @@ class Admission:
         since: float,
         headers: Iterable[tuple[str, object]] = (),
     ) -> Iterator[ActiveRequest]:
-        """Hold what a request needs that came at ``since``, with ``headers`` or metadata, and has an answer for each of ``openings``.
+        """Hold what a request needs that came at ``since`` with ``headers``, or metadata, and has an answer for each opening.
 
         Raises `PermissionDenied`, `InvalidRequest`, `Overloaded` or `Unavailable` at once.
         """

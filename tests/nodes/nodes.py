@@ -1,10 +1,12 @@
 """A Ray cluster whose nodes have a host each, and the embedded family on it."""
 
+import contextlib
 import json
 import os
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import psutil
 
 from cascade.settings.config import CascadeConfig
 from deployments.app import ENVIRONMENT, forked
@@ -25,6 +25,8 @@ from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
 
 Place = tuple[str, int]
+ESTABLISHED = "01"
+RAYS_PORTS = range(10_002, 20_000)  # of workers, unless it is told others
 
 ROOT = Path(__file__).parents[2]
 HEAD = "head"
@@ -220,14 +222,18 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def _connections(pid: int) -> list[tuple[Place, Place]]:
-    """Both ends of each, those of a process that has ended are none; gRPC's are IPv6, with addresses of IPv4 in them."""
-    try:
-        ends = psutil.Process(pid).net_connections("tcp")
-    except psutil.NoSuchProcess:
-        return []
-    joined = [end for end in ends if end.status == psutil.CONN_ESTABLISHED]
-    return [(_place(end.laddr), _place(end.raddr)) for end in joined]
+    """Both ends of each that a process has on its host, but for Ray's own; those of one that has ended are none."""
+    found, process = [], Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        own = {os.readlink(file) for file in (process / "fd").iterdir()}
+        for line in (process / "net/tcp6").read_text().splitlines()[1:]:  # gRPC's, with addresses of IPv4 in them
+            _, here, there, state, *_, inode = line.split()[:10]
+            if state == ESTABLISHED and f"socket:[{inode}]" in own:
+                found.append((_place(here), _place(there)))
+    return [ends for ends in found if not any(port in RAYS_PORTS for _, port in ends)]
 
 
-def _place(address: Any) -> Place:
-    return address.ip.removeprefix("::ffff:"), address.port
+def _place(hexadecimal: str) -> Place:
+    """As the kernel writes it: an address of IPv4 in the last word, the lowest byte first."""
+    address, _, port = hexadecimal.partition(":")
+    return socket.inet_ntoa(bytes.fromhex(address[-8:])[::-1]), int(port, 16)

@@ -20,16 +20,16 @@ from cascade.capabilities import Capabilities
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from cascade.messages import Close, Message, Open
+from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
-from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.exchange import Exchange, Usages
-from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.auditor import Auditor
 from deployments.chat.assistant import LONG_PROMPT, Assistant
+from deployments.full_tier import FullTier
 from deployments.grpc.context import metadata, remaining_s, reported
 from deployments.grpc.requests import (
     parse_handling,
@@ -46,9 +46,7 @@ from deployments.grpc.server import GrpcServer
 from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.http.server import HttpServer
-from deployments.links.downlink import Downlink
 from deployments.links.lessor import lessor
-from deployments.links.prefixes import Prefixes
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
@@ -61,9 +59,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
-FULL_LEASE_TIMEOUT_S = 30.0  # a full replica may have to start first
 LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, so that other requests go on
-HELD_PLACES = 16  # a full replica that takes fewer sessions has none to spare for a lease that is held for the next request
 DESCRIBE_TIMEOUT_S = 2.0
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LINGER_S = 0.1  # what has come through a door before it closed is still admitted
@@ -84,7 +80,6 @@ class Router:
         self._live = LiveConfig(config, OF_ROUTERS, CascadeConfig.parse)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
-        self._handles = handles
         self.admission = Admission(self._config)
         full = self._config.tiers[-1]
         engine = full.engine_kwargs
@@ -112,11 +107,10 @@ class Router:
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
         self._exchange = Exchange(self.admission.access, self._siblings)
-        self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self._downlink = self._joined()
-        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings, self._downlink)
+        self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
+        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings, self._full.downlink)
         self._counting = asyncio.create_task(self._observer.run())
-        self._auditor = Auditor(self._config.router.audit, self._downlink, self._inboxes, self.admission)
+        self._auditor = Auditor(self._config.router.audit, self._full.downlink, self._full.inboxes, self.admission)
         self._api = Api(self).application()
         await self._listen()
 
@@ -131,7 +125,7 @@ class Router:
         self._capabilities = replace(
             self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens, lossy=config.lossy
         )
-        self._downlink.hold(self._held_lease_s)
+        self._full.change(config)
 
     async def _listen(self) -> None:
         """Open servers of its own, where the configuration asks for them; else clients come through Ray Serve's proxies."""
@@ -141,26 +135,6 @@ class Router:
         for server in (self._http, self._grpc):
             if server is not None:
                 await server.open()
-
-    def _joined(self) -> Downlink:
-        """The links to the full tier."""
-        full = self._config.tiers[-1]
-        return Downlink(
-            {full.name: lessor(self._handles[full.name])},
-            self._hear,
-            lease_timeout_s=FULL_LEASE_TIMEOUT_S,
-            hold_s=self._held_lease_s,
-            tls=self._config.link_tls,
-            prefixes=Prefixes() if self._config.affine else None,
-            routed=self.admission.metrics.routed,
-            tracing=self.admission.tracing,
-        )
-
-    @property
-    def _held_lease_s(self) -> float:
-        """How long a lease on the full tier is held for the next session."""
-        places = self._config.tiers[-1].deployment_config.max_ongoing_requests
-        return self._config.router.held_lease_s if places >= HELD_PLACES else 0.0
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
@@ -260,7 +234,7 @@ class Router:
         self._auditor.close()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
-        await self._downlink.close()
+        await self._full.downlink.close()
         await self._exchange.close()
         await asyncio.to_thread(flush)
 
@@ -299,37 +273,13 @@ class Router:
         return self.admission.counted(self._auditor.some(self._chunks(opening, request, index), opening), opening, request)
 
     async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
-        """Drive the full tier until the answer is complete, on as many replicas as it takes."""
+        """What the client has not had of an answer yet."""
         answer = await self._answer(opening, index, lambda: time.monotonic() - request.since)
         if (last := answer.rest()) is not None:  # one of several answers, which the client knows whole
             yield last
-        retry_budget = RetryBudget(self._config.router.stall_timeout_s)
-        while not answer.finished:
-            try:
-                async with contextlib.aclosing(self._drive(answer, retry_budget, request.lifetime)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-            except SessionFailed as failure:
-                pause_s = retry_budget.failed(str(failure))
-                log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
-                await request.lifetime.wait(partial(asyncio.sleep, pause_s))
-
-    async def _drive(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
-        """Pieces from one session at the full tier, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(self._downlink.session(self.names[-1], answer.opening))
-        inbox = self._inboxes[opening.session] = asyncio.Queue()
-        self._downlink.put([opening])
-        try:
-            while not answer.finished:
-                chunk, commit = answer.take(await heard(inbox, retry_budget, lifetime))
-                if chunk is not None:
-                    yield chunk
-                if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
-                    self._downlink.put([commit])
-                retry_budget.saw(answer.num_tokens)
-        finally:
-            del self._inboxes[opening.session]
-            self._downlink.put([Close(opening.session)])
+        async with contextlib.aclosing(self._full.drive(answer, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""
@@ -386,11 +336,6 @@ class Router:
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
         await _compiling(params, partial(self._capabilities.check, params))
-
-    def _hear(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if (inbox := self._inboxes.get(message.session)) is not None:
-                inbox.put_nowait(message)
 
 
 async def _compiling(params: SamplingParams, work: Callable[[], T]) -> T:

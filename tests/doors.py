@@ -48,7 +48,12 @@ class House:
             places = self.router.admission.places
             async with asyncio.timeout(30):
                 await self.net.settle()
-                while places.num_admitted or places.num_running or self.router._inboxes or self.router._downlink.num_sessions:
+                while (
+                    places.num_admitted
+                    or places.num_running
+                    or self.router._full.inboxes
+                    or self.router._full.downlink.num_sessions
+                ):
                     await asyncio.sleep(0.01)
 
         self.call(quiet())

@@ -25,7 +25,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
         "deployments.scaling",
         "deployments.versions",
     ),
-    ("deployments.chat", "deployments.observer", "deployments.auditor", "deployments.reporting"),
+    ("deployments.chat", "deployments.observer", "deployments.auditor", "deployments.full_tier", "deployments.reporting"),
     ("deployments.grpc", "deployments.http"),
     ("deployments.tier", "deployments.router"),
     ("deployments.app",),

@@ -77,7 +77,7 @@ def test_a_corrupted_answer_is_found(served: House, caplog: pytest.LogCaptureFix
     """Guards the whole way of an alarm: a token that changes between the full tier and the router is seen where it is.
 
     What the full tier had written behind the right one may be sent as well, and differ."""
-    downlink, spoilt = served.router._downlink, list[int]()
+    downlink, spoilt = served.router._full.downlink, list[int]()
     deliver = downlink._deliver
 
     def corrupting(messages: Sequence[Message]) -> object:

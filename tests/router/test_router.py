@@ -229,7 +229,7 @@ async def test_cancelled_request_leaves_nothing(net: Net) -> None:
         stream = router.Generate(request(2000), Context())
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        await until(lambda: not router._inboxes and not router._downlink.num_sessions)
+        await until(lambda: not router._full.inboxes and not router._full.downlink.num_sessions)
 
 
 async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
@@ -237,7 +237,7 @@ async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
     async with started(net) as router:
         task = asyncio.create_task(router.Complete(request(2000), Context()))
         await until(lambda: net.nodes["full"].tier.stats.own_tokens > 0)
-        [inbox] = router._inboxes.values()
+        [inbox] = router._full.inboxes.values()
         await until(inbox.empty)
         inbox.put_nowait(Proposal("", 0, Draft((), b"")))
         task.cancel()

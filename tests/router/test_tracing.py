@@ -277,15 +277,15 @@ def test_off_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracing("router") is None
     opened: list[Open] = []
     with house() as served:
-        put = served.router._downlink.put
-        served.router._downlink.put = lambda messages: (  # type: ignore[method-assign]
+        put = served.router._full.downlink.put
+        served.router._full.downlink.put = lambda messages: (  # type: ignore[method-assign]
             opened.extend(one for one in messages if isinstance(one, Open)),
             put(messages),
         )[1]
         generate(served, traceparent=GIVEN)
         served.settle()
         assert [one.traceparent for one in opened] == [""]
-        assert not served.router._downlink._asked._spans
+        assert not served.router._full.downlink._asked._spans
 
 
 @pytest.mark.parametrize(

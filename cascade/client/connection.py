@@ -52,6 +52,7 @@ CHANNEL_OPTIONS = (
     ("grpc.service_config", json.dumps(SERVICE)),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long a connection may take to come about: gRPC's own 20 s at a dead host
 )
 
 ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {

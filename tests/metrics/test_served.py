@@ -26,7 +26,14 @@ PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=48, temperature=0, seed=0, ignore_eos=True)
 EDGE = {"drafter": "medium", "verifier": "full"}
 NEVER_YET = {"failovers", "resumed_answers", "refused", "undrafted_answers", "num_preemptions", "tier_pass_failures"}
-PERHAPS = {"corrections", "prepared_corrections", "prepared_tokens", "bare_passes", "prefix_cache_hits"}  # by chance, or none
+PERHAPS = {
+    "corrections",
+    "prepared_corrections",
+    "prepared_tokens",
+    "bare_passes",
+    "prefix_cache_hits",
+    "prefix_routes",
+}  # or not
 LATER = {"drafter_agreement", "drafter_agreement_level", "acceptance_drift", "tier_worth"}  # more tokens have to be judged
 
 Labels = dict[str, str]

@@ -26,7 +26,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     """Toys, behind two routers that share their ports; everybody together may have three answers at once."""
     described = values(Load(), affinity=True)
     described["router"] |= {"deployment_config": {"num_replicas": 2}, "access": {"default_limits": {"max_running": 3}}}
-    with Server.start(forked(CascadeConfig.parse(described), cluster.py_executable), port=0) as server:
+    with Server.start(forked(CascadeConfig.parse(described), cluster.py_executable), port=0, name="siblings") as server:
         yield server
 
 

@@ -177,7 +177,7 @@ async def test_sleeping_tiers_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     there = {"tiny": 0, "medium": 0}
     monkeypatch.setattr(replica_status, "count_replicas", lambda: dict(there))
     taken: list[str] = []
-    lessors: Any = {name: lambda session, name=name: taken.append(name) for name in there}
+    lessors: Any = {name: lambda session, preferred=(), name=name: taken.append(name) for name in there}
     awake = Awake(lessors, ["tiny"])
     try:
         async with asyncio.timeout(10):

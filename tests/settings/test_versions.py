@@ -29,7 +29,8 @@ ALL = {"tiny", "medium", "full", "router"}
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, DeploymentVersion]]:
     """Versions of the deployments as Serve's controller gets them; each build has another version of the application."""
-    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01"))
+    context = SimpleNamespace(get_job_id=lambda: "01", runtime_env={})  # whether other tests of this process have a Ray or not
+    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: context)
     applications = count()
 
     def versions(values: Values, limits: Any = LIMITS) -> dict[str, DeploymentVersion]:

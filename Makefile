@@ -11,7 +11,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules
+.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -27,6 +27,9 @@ test-all: $(VENV)/.installed-dev   ## every law on all its cases
 
 test-avx2: $(VENV)/.installed-dev  ## the numeric part, as on a processor without AVX-512 and bf16
 	$(AVX2) $(PYTEST) -m "not slow" $(NUMERIC)
+
+test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of their own, as root; nothing else beside it
+	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

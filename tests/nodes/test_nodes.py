@@ -4,6 +4,7 @@ In this order: what a test takes away it brings back, or puts another in its pla
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
 from tests.nodes.network import Network
 from tests.nodes.nodes import HEAD, Nodes, family, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif("CASCADE_NODES" not in os.environ, reason="three nodes want a machine for themselves: make test-nodes"),
+]
 
 RESOURCES = {
     HEAD: {"tiny": 1, "full": 1},

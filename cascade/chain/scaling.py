@@ -6,12 +6,14 @@ the simulator of fleets follow the same rules.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cascade.chain.layout import Drafts, Gains, Goal, Layout, TierLoad, choose, crowd, devices
 
 RECENT = 0.2  # weight of the latest gain beside those before it
 LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
+MEASURES = ("sessions", "waiting", "tokens_s", "busy", "kv_use")  # of a `TierLoad` of the full tier
+WAVER = 0.07  # share by which a load differs that is still the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,26 @@ class Patience:
         return self.layout
 
 
+@dataclass(slots=True)
+class Steady:
+    """The load of the full tier without its wavering.
+
+    Replicas are whole: at some loads a waver asks for one more here and for another set of draft tiers there, for ever.
+    """
+
+    _held: dict[str, float] = field(default_factory=dict)
+
+    def follow(self, full: TierLoad) -> TierLoad:
+        """``full`` with each of its measures as it was, unless that has moved."""
+        return replace(full, **{name: self._hold(name, getattr(full, name)) for name in MEASURES})
+
+    def _hold(self, name: str, seen: float) -> float:
+        held = self._held.get(name, 0.0)
+        if not seen or abs(seen - held) > WAVER * held:
+            self._held[name] = seen
+        return self._held.get(name, seen)
+
+
 class Scaler:
     """Chooses the layout of an application, again and again."""
 
@@ -106,6 +128,7 @@ class Scaler:
         self._goal = goal
         self._pace = pace
         self._learnt = Learnt(pace)
+        self._steady = Steady()
         self._patience: Patience | None = None
 
     def decide(self, tiers: Sequence[TierLoad], speeds: Mapping[Drafts, float], now: float) -> Layout:
@@ -113,7 +136,8 @@ class Scaler:
         if self._patience is None:
             self._patience = Patience(self._pace, tuple(max(tier.least, tier.replicas) for tier in tiers))
         self._learnt.saw(tiers, speeds, now)
-        wanted = choose(tiers, self._learnt.gains, self._goal, self._patience.layout)
+        steady = (*tiers[:-1], self._steady.follow(tiers[-1]))
+        wanted = choose(steady, self._learnt.gains, self._goal, self._patience.layout)
         return granted(tiers, self._patience.follow(wanted, now), self._goal.max_devices)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cascade.chain.layout import Gains, Goal, Layout, TierLoad, choose, devices
 from cascade.chain.profile import PassCost
-from cascade.chain.scaling import Learnt, Pace, Patience, Scaler, granted
+from cascade.chain.scaling import Learnt, Pace, Patience, Scaler, Steady, granted
 
 NONE, TINY, MEDIUM, BOTH = frozenset[str](), frozenset({"tiny"}), frozenset({"medium"}), frozenset({"tiny", "medium"})
 FULL = TierLoad("full", 1.0, 1, 8, PassCost(0.022, 0.0008, knee=4))
@@ -77,15 +77,24 @@ def test_more_sessions_get_no_fewer_full_replicas(known: Gains, sessions: list[f
 @given(known=gains, sessions=st.floats(1, 200), wavers=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=20), cost=costs)
 def test_constant_load_settles(known: Gains, sessions: float, wavers: list[float], cost: PassCost) -> None:
     """Guards against flapping: replicas that came and went under a load that only wavers."""
-    tiers = (*DRAFTS, replace(FULL, cost=cost))
-    layout = settled(loaded(tiers, sessions * 1.03), known, GOAL, (0, 0, 1))
-    seen = {layout}
+    tiers, steady, layout = (*DRAFTS, replace(FULL, cost=cost)), Steady(), (0, 0, 1)
+    seen = []
     for waver in wavers * 2:
-        layout = choose(loaded(tiers, sessions * waver), known, GOAL, layout)
-        seen.add(layout)
-    assert len(seen) <= 2
-    last = layout
-    assert all(choose(loaded(tiers, sessions * waver), known, GOAL, last) == last for waver in wavers)
+        full = steady.follow(loaded(tiers, sessions * waver)[-1])
+        layout = choose((*DRAFTS, full), known, GOAL, layout)
+        seen.append(layout)
+    assert set(seen[1:]) == {layout}
+
+
+def test_a_load_that_moves_is_followed() -> None:
+    """Guards what steadies loads against holding on to one that has crept away, or has ended."""
+    steady, sessions = Steady(), 10.0
+    for _ in range(40):
+        sessions *= 1.02
+        held = steady.follow(replace(FULL, sessions=sessions, tokens_s=4.0)).sessions
+        assert 0.93 < held / sessions < 1.08
+    assert held > 20
+    assert steady.follow(replace(FULL, sessions=0.0)).sessions == 0.0
 
 
 def test_a_draft_tier_is_held_against_another_full_replica() -> None:

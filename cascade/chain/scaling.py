@@ -12,7 +12,6 @@ from cascade.chain.layout import Drafts, Gains, Goal, Layout, TierLoad, choose, 
 
 RECENT = 0.2  # weight of the latest gain beside those before it
 LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
-MEASURES = ("sessions", "waiting", "tokens_s", "busy", "kv_use")  # of a `TierLoad` of the full tier
 WAVER = 0.07  # share by which a load differs that is still the same
 
 
@@ -112,7 +111,14 @@ class Steady:
 
     def follow(self, full: TierLoad) -> TierLoad:
         """``full`` with each of its measures as it was, unless that has moved."""
-        return replace(full, **{name: self._hold(name, getattr(full, name)) for name in MEASURES})
+        return replace(
+            full,
+            sessions=self._hold("sessions", full.sessions),
+            waiting=self._hold("waiting", full.waiting),
+            tokens_s=self._hold("tokens_s", full.tokens_s),
+            busy=self._hold("busy", full.busy),
+            kv_use=self._hold("kv_use", full.kv_use),
+        )
 
     def _hold(self, name: str, seen: float) -> float:
         held = self._held.get(name, 0.0)

@@ -159,6 +159,16 @@ def test_totals_add_up() -> None:
     assert all(0 < usage.busy_s <= outcome.elapsed_s for usage in outcome.usage)
 
 
+def test_corrections_find_what_was_prepared() -> None:
+    """Guards branches end to end: runner-ups that nobody sent, or answers behind them that were thrown away."""
+    asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(8))
+    top, lines = (simulate(Scenario(toy_tiers(3), asks, branches=count)).edges[0] for count in (MOST_BRANCHES, 0))
+    assert top.runner_ups[0] >= top.runner_ups[1] > 0
+    assert 0 < top.prepared <= top.corrected
+    assert top.waiting > 0
+    assert (lines.runner_ups, lines.prepared, lines.waiting) == ((0, 0), 0, 0)
+
+
 def test_batch_mates_share_passes() -> None:
     """Guards batching: eight requests cost far less than eight times one."""
     one = simulate(Scenario(toy_tiers(3), (asked(),)))

@@ -12,7 +12,7 @@ from typing import Self, TypeAlias, overload
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities
 from cascade.chain.local_links import join
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.profile import glance
 from cascade.chain.tier import Tier
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.loading import check_room, common_room, find_device, load

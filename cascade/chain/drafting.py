@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from cascade.chain.calibration import Calibrations
-from cascade.chain.planner import ALONE, Chain, Course, Planner, Seen
+from cascade.chain.plan import ALONE, Chain, Course, Seen
+from cascade.chain.planner import Planner
 from cascade.chain.profile import CHUNK
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
@@ -73,7 +74,7 @@ class Drafting(Generic[U]):
         elif usable and slot.using[:2] != (usable, branches):
             self.leave(slot)
             opening = session.attach(usable[0], self._mint(), usable[1:], session.opening.draft_branches if branches else 0)
-            session.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
+            session.guessed.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
             slot.using, slot.settling = Course(usable, branches), SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)

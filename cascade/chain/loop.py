@@ -15,7 +15,8 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.drafting import Drafting
 from cascade.chain.hints import Hint
 from cascade.chain.kv_admission import KVAdmission
-from cascade.chain.planner import Planner, Policy
+from cascade.chain.planner import Planner
+from cascade.chain.policy import Policy
 from cascade.chain.profile import Profile
 from cascade.chain.scheduler import Batch, schedule, stretch
 from cascade.chain.session import ProtocolError, Session

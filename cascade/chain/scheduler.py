@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from cascade.chain.branches import Branch
 from cascade.chain.choice import affordable
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.profile import CHUNK, Profile
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work

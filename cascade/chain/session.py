@@ -16,7 +16,8 @@ from cascade.chain.branches import UNKNOWN, Beside, Branch, Branches
 from cascade.chain.calibration import Calibration
 from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
-from cascade.chain.hints import Hint, Pool, fed, pooled
+from cascade.chain.guessed import Guessed
+from cascade.chain.hints import Hint, fed
 from cascade.chain.rounds import MAX_NODES, Rounds, unended
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
@@ -26,7 +27,6 @@ from cascade.scorer import RunnerUp, Scored
 
 MIN_RUN_AHEAD = 2
 REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
-LIKELY = 0.5  # chance of a guess for which nobody waits for others
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -37,26 +37,20 @@ class ProtocolError(Exception):
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
-    ``draft`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent
-    something newer, and proposals repeat everything that is not committed: so both sides agree again after any loss.
+    What is guessed is only ever dropped together with a commit to the tier below, and proposals repeat everything that is not
+    committed: so both sides agree again after any loss.
     """
 
     __slots__ = (
-        "_below_lanes",
         "_limit",
-        "_missing",
         "_origins",
-        "_pool",
         "_told",
         "branches",
-        "calibration",
         "changed",
         "committed",
-        "draft",
-        "draft_stats",
         "drafter",
         "drafter_session",
-        "hints",
+        "guessed",
         "kv_len",
         "level",
         "opening",
@@ -67,7 +61,6 @@ class Session:
         "text",
         "tier",
         "totals",
-        "vocab_size",
     )
 
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
@@ -75,14 +68,11 @@ class Session:
         self.opening = opening
         self.tier = tier
         self.level = level
-        self.vocab_size = vocab_size
         self.text = list(opening.tokens)  # one list for life: histories look at it
         self.committed = len(self.text)
         self._told = len(self.text)  # positions of the text that the tier above has been told
         self.rounds = Rounds.of(opening, self.text)
         self.run_ahead = RunAhead()
-        self.draft = NO_DRAFT  # what the tiers below guess behind the text
-        self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier do
         self.changed = 0  # position from which on the text is not what it was at the last hint
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
@@ -91,11 +81,7 @@ class Session:
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
         self.totals = EdgeTotals(tier)
-        self._below_lanes: tuple[Lane, ...] = ()  # what the drafter said of the tiers below it
-        self._missing: int | None = None  # position of a correction that no guess is known behind
-        self.draft_stats = DraftStats()  # of the current drafter
-        self.calibration = Calibration()  # of its guesses
-        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
+        self.guessed = Guessed(vocab_size, opening.draft_window, self.totals)
         self.branches: Branches | None = None  # beside its own text, if the tier above takes any
         if opening.branches and self.rounds is None:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
@@ -146,7 +132,7 @@ class Session:
     @property
     def depth(self) -> int:
         """Positions behind the text that the next pass can fill."""
-        return min(self.pool.draft.height, self.room)
+        return min(self.guessed.pool.draft.height, self.room)
 
     @property
     def runner_ups(self) -> int:
@@ -156,29 +142,20 @@ class Session:
     @property
     def usable(self) -> int:
         """Guesses at hand that the next pass can use, one behind the other; of a drafter inside those that are likely."""
-        likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
-        return min(max(self.draft.height, likely), self.room)
+        return min(self.guessed.usable, self.room)
 
     @property
     def window_full(self) -> bool:
         """All the guesses of a round are here: a whole draft window, or a text's end."""
-        trunk, stops = self.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
+        trunk, stops = self.guessed.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
         whole = len(trunk) >= min(self.opening.draft_window, self.room, MAX_NODES) or not stops.isdisjoint(trunk.tokens[-1:])
         return whole and bool(self.drafter) and not self.prefilling
 
     def guesses(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
         if self.rounds is not None:
-            return self.rounds.guesses(self.pool, self.room, whole=self.window_full)
-        return fed(self.pool, self.room, self.opening.ends)
-
-    @property
-    def pool(self) -> Pool:
-        """All that is guessed behind the text."""
-        known = self._pool
-        if known is None or known[0] is not self.draft or known[1] is not self.hints:
-            known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
-        return known[2]
+            return self.rounds.guesses(self.guessed.pool, self.room, whole=self.window_full)
+        return fed(self.guessed.pool, self.room, self.opening.ends)
 
     @property
     def chance(self) -> float:
@@ -214,7 +191,7 @@ class Session:
             return Work(self.kv_len, pending, 0)
         if nodes is None:
             nodes = sorted(node for _, node in self.guesses()[: max_tokens - len(pending)])
-        pool = self.pool
+        pool = self.guessed.pool
         whose = tuple(pool.whose[node] for node in nodes) if pool.whose else ()
         return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), whose=whose)
 
@@ -249,11 +226,12 @@ class Session:
     ) -> None:
         """Emit the guesses of ``draft`` that are right and the own token behind them; what was guessed behind it is left."""
         new, path = draft.walk(own, self.opening.ends)
-        pool = self.pool.draft
+        guessed = self.guessed
+        pool = guessed.pool.draft
         known = pool.find(new)
         replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
         self.totals.passed(draft, len(own) - 1, path[: len(new) - 1], len(new), whose)
-        self._learn(new, known if pool is self.draft else self.draft.find(new))
+        guessed.learn(len(self.text), new, known if pool is guessed.draft else guessed.draft.find(new))
         if self.branches is not None:
             beside = [Beside.of(others) for others in runner_ups] or [UNKNOWN] * len(own)
             for at in (-1, *path[: len(new) - 1]):
@@ -265,28 +243,6 @@ class Session:
         if len(known) < len(new):
             self._origins.append(origin(self.level, corrected=replaced))
         self.kv_len = len(self.text) - 1
-
-    def _learn(self, new: Sequence[int], known: Sequence[int]) -> None:
-        """The text goes on with ``new``: which guesses were right, those ``known`` of the tier below among them, and what is
-        left of them; whether that tier was corrected, and had prepared it."""
-        trunk = self.draft.trunk.tokens
-        num_right = next((i for i, (a, b) in enumerate(zip(trunk, new, strict=False)) if a != b), min(len(trunk), len(new)))
-        self.draft_stats.passed(len(trunk), num_right, len(new))
-        self.calibration.saw(self.draft, new, known)
-        for hint in self.hints:
-            hint.calibration.saw(hint.draft, new, hint.draft.find(new))
-        self._missing = None
-        self.totals.agreed += num_right
-        if num_right < min(len(trunk), len(new)):
-            self.totals.corrected()
-            self._below_lanes = ()
-            num_waiting = self.draft.below(known[num_right]).height if len(known) > num_right else 0
-            if num_waiting:
-                self.totals.prepared(num_waiting)
-            else:
-                self._missing = len(self.text) + num_right
-        self.draft = self.draft.below(known[-1]) if len(known) == len(new) else NO_DRAFT
-        self.hints = ()
 
     def _extend(self, branch: Branch, work: Work, scored: Scored) -> None:
         """A branch has one more own token."""
@@ -313,9 +269,8 @@ class Session:
             self.committed = max(self.committed, end)
             return None
         cut, rest = start + same, tuple(tokens[same:])
-        path = self.draft.find(rest) if cut == len(self.text) else []
-        self.draft = self.draft.below(path[-1]) if len(path) == len(rest) else NO_DRAFT
-        self.hints, self.changed = (), min(self.changed, cut)
+        self.guessed.cut(rest if cut == len(self.text) else None)
+        self.changed = min(self.changed, cut)
         self._told = min(self._told, cut)
         if self.rounds is not None:
             self.rounds.cut(cut)
@@ -327,7 +282,6 @@ class Session:
         self.text[cut:] = rest + waiting
         self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(waiting)
         self._told = len(self.text) if told and waiting else self._told
-        self.draft_stats.interrupt()
         self.committed = end
         return Commit(self.drafter_session, cut, rest + waiting)
 
@@ -342,37 +296,13 @@ class Session:
             return
         self.totals.heard(proposal.edges)
         if self.opening.watch:
-            self._below_lanes = proposal.lanes
-        if not 0 <= len(self.text) - proposal.start < len(proposal.draft):
-            return
-        known = self.text[proposal.start :]
-        path = proposal.draft.find(known)
-        if len(path) == len(known):
-            rest = proposal.draft.below(path[-1] if path else -1)
-            if self._missing is not None and proposal.start <= self._missing and rest:
-                self.totals.prepared(rest.height)
-                self._missing = None
-            self._guess(rest)
+            self.guessed.watch(proposal.lanes)
+        self.guessed.take(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess behind the text as it is, in place of what they did."""
-        valid = (hint._replace(draft=self._fitting(hint.draft)) for hint in hints)
-        self.hints = tuple(hint for hint in valid if hint.draft)
+        self.guessed.hint(hints)
         self.changed = len(self.text)
-
-    def _guess(self, fresh: Draft) -> None:
-        """Take over guesses behind the text, as far as they are token ids and fit into the window; the newest win."""
-        fresh = self._fitting(fresh)
-        new, old = fresh.trunk.tokens, self.draft.trunk.tokens
-        if new[: len(old)] != old[: len(new)]:
-            self.draft = fresh
-        elif not fresh.dists and not self.draft.dists:
-            self.draft = fresh.merge(self.draft).first(MAX_NODES)
-        elif len(new) >= len(old):  # what a round offers, it offers as a whole
-            self.draft = fresh
-
-    def _fitting(self, draft: Draft) -> Draft:
-        return draft.fitting(self.vocab_size, self.opening.draft_window, MAX_NODES)
 
     def proposal(self) -> Proposal | None:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
@@ -402,12 +332,7 @@ class Session:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
-        begin, end = len(self.text), len(self.text) + len(self.draft.trunk)
-        hints = tuple(Lane(hint.drafter, begin, hint.draft.tokens, hint.draft.parents) for hint in self.hints)
-        if not self.drafter:
-            return hints
-        below = (lane.behind(self.text) for lane in self._below_lanes if lane.start <= end)  # others: of a text cut since
-        return (Lane(self.drafter, begin, self.draft.tokens, self.draft.parents), *hints, *below)
+        return self.guessed.lanes(self.text, self.drafter)
 
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
@@ -415,7 +340,7 @@ class Session:
         It and those may offer and prepare so many ``branches``; in rounds those below a rule that judges trees.
         """
         self._change(drafter)
-        self.draft_stats = DraftStats()
+        self.guessed.stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
         opening = self.opening
         params, rules = opening.params, opening.rules.below()
@@ -450,4 +375,4 @@ class Session:
 
     def _change(self, drafter: str) -> None:
         self.totals.change(drafter)
-        self._below_lanes, self._missing = (), None
+        self.guessed.change()

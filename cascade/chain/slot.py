@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 from cascade.chain.block_manager import Allocation
 from cascade.chain.branches import Branch
 from cascade.chain.calibration import Calibration
-from cascade.chain.planner import ALONE, Course
+from cascade.chain.plan import ALONE, Course
 from cascade.chain.session import Session
 from cascade.chain.work import Work
 from cascade.scorer import UNREAD, Guesser, RowState, Store

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop, NewState
-from cascade.chain.planner import Chain, Planner, Policy
+from cascade.chain.plan import Chain
+from cascade.chain.planner import Planner
+from cascade.chain.policy import Policy
 from cascade.chain.profile import Profile
 from cascade.chain.runner import Runner, TierStats
 from cascade.messages import Failed, Link, Message, Open, mint

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from cascade.chain.planner import Course, Measured
+from cascade.chain.plan import Course
+from cascade.chain.planner import Measured
 
 INSIDE = "inside"  # stands for the drafters inside the tier, which the planner judges together
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, TypeAlias
 
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.profile import Profile, glance
 from cascade.chain.runner import TierStats
 from cascade.chain.tier import Tier

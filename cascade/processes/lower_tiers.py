@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.tier import Tier
 from cascade.messages import Link
 from cascade.processes.child import TierSpec

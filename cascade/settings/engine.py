@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cascade import family
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine.sharing import sharing_problem
 from cascade.errors import ConfigError

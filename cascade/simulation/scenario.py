@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.scorer import Scorer

@@ -26,6 +26,9 @@ from deployments.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 3.0  # with a lease that is not given, before one more is asked for
+MOST_ASKED = 4  # leases at once, for a session that has none
+
 
 @dataclass(slots=True)
 class Route:
@@ -35,7 +38,7 @@ class Route:
     waiting: list[Message]  # until there is a stream
     stream: "Stream | None" = None
     opening: "asyncio.Task[None] | None" = None
-    lease: Lease | None = None
+    leases: list[Lease] = field(default_factory=list)  # several while none of them has been given
     answered: bool = False
 
 
@@ -153,16 +156,14 @@ class Downlink(Link):
         if held is None:
             route.opening = self._loop.create_task(self._take_lease(opening, route))
         else:
-            route.lease = held.lease
+            route.leases = [held.lease]
             self._join(opening, route, held.ticket)
 
     async def _take_lease(self, opening: Open, route: Route) -> None:
         session, preferred, since = opening.session, self._preferred(opening), self._loop.time()
         try:
-            lessor = self._lessors[opening.tier]
-            route.lease = lessor(session, preferred)
             async with asyncio.timeout(self._lease_timeout_s):
-                ticket = await anext(aiter(route.lease))
+                ticket = await self._first_ticket(opening, route, preferred)
         except Exception as error:  # whatever Ray raises: the tier cannot be had
             if self._routes.get(session) is not route:
                 return  # the session was closed meanwhile, and its lease cancelled
@@ -177,6 +178,29 @@ class Downlink(Link):
         route.opening = None
         self._counts[route.tier].lease_wait_s += self._loop.time() - since
         self._join(opening, route, ticket)
+
+    async def _first_ticket(self, opening: Open, route: Route, preferred: tuple[str, ...]) -> str:
+        """Of a few leases, each asked for when those before it have not been given for a while.
+
+        Serve may choose a replica that is out of reach and not know it; then the next one is likely to be another. The route
+        is left with the lease that was given first.
+        """
+        lessor = self._lessors[opening.tier]
+        asked: dict[asyncio.Task[str], Lease] = {}
+        try:
+            while not (given := [task for task in asked if task.done()]):
+                more = len(asked) < MOST_ASKED
+                if more:
+                    lease = lessor(opening.session, () if asked else preferred)
+                    route.leases.append(lease)
+                    asked[asyncio.create_task(_ticket(lease))] = lease
+                await asyncio.wait(asked, timeout=PATIENCE_S if more else None, return_when=asyncio.FIRST_COMPLETED)
+            route.leases = [asked.pop(given[0])]
+            return given[0].result()
+        finally:
+            for task, lease in asked.items():
+                task.cancel()
+                _let_go(lease)
 
     def _preferred(self, opening: Open) -> tuple[str, ...]:
         """Addresses of the replicas that know how the text begins."""
@@ -209,9 +233,8 @@ class Downlink(Link):
             route.opening.cancel()
         if route.stream is not None:
             route.stream.sessions.discard(session)
-        if route.lease is not None:
-            with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
-                route.lease.cancel()
+        for lease in route.leases:
+            _let_go(lease)
 
     def _fail(self, session: str, reason: str) -> None:
         route = self._routes.get(session)
@@ -278,6 +301,15 @@ class Downlink(Link):
             route.answered = True
             self._asked.answered(session)
             self._held[route.tier].renew()
+
+
+async def _ticket(lease: Lease) -> str:
+    return await anext(aiter(lease))
+
+
+def _let_go(lease: Lease) -> None:
+    with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
+        lease.cancel()
 
 
 async def _write(call: Any, mailbox: Mailbox) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -68,10 +69,14 @@ class Mailbox(Link):
 
 
 class Leases:
-    """The sessions that callers hold this replica for: each may be opened once, until its lease ends."""
+    """The sessions that callers hold this replica for: each may be opened once, until its lease ends.
+
+    A caller that had to wait has asked for several leases for one session, and lets go of all but one.
+    """
 
     def __init__(self) -> None:
         self._ended: dict[str, asyncio.Event] = {}
+        self._num_held = Counter[str]()
         self._opened: set[str] = set()
 
     def __len__(self) -> int:
@@ -79,7 +84,8 @@ class Leases:
 
     def add(self, session: str) -> None:
         """A caller holds this replica for ``session``."""
-        self._ended[session] = asyncio.Event()
+        self._ended.setdefault(session, asyncio.Event())
+        self._num_held[session] += 1
 
     async def ended(self, session: str) -> None:
         """Return when the session is over, or has not been opened within `OPEN_TIMEOUT_S`."""
@@ -89,10 +95,14 @@ class Leases:
         if session in self._opened:
             await ended.wait()
 
-    def remove(self, session: str) -> None:
-        """The caller lets this replica go."""
-        self._ended.pop(session, None)
+    def remove(self, session: str) -> bool:
+        """The caller lets go of one lease; whether the session has none any more."""
+        self._num_held[session] -= 1
+        if self._num_held[session]:
+            return False
+        del self._num_held[session], self._ended[session]
         self._opened.discard(session)
+        return True
 
     def open(self, session: str) -> bool:
         """The session begins; False if nobody has leased it."""
@@ -166,8 +176,8 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             yield f"{self.address} {self.secret}"
             await self.leases.ended(session)
         finally:
-            self.leases.remove(session)
-            self._tier.post([Close(session)])
+            if self.leases.remove(session):
+                self._tier.post([Close(session)])
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]

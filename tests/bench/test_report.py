@@ -93,11 +93,11 @@ def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFix
 
 def test_branches_are_reported() -> None:
     """Guards what a tree was worth, on its way from the tiers to whoever asks: runner-ups, corrections, what was prepared."""
-    params, tiers = SamplingParams(max_tokens=60, seed=3, ignore_eos=True), ("tiny", "medium")
-    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
+    params, tiers = SamplingParams(max_tokens=40, seed=3, ignore_eos=True), ("tiny", "medium")
+    body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
     with house(pass_s=0.002, pace=(1, 10, 50)) as built, Client(built.grpc) as client:
         trees = client.generate(PROMPT, params, Speculation(tiers=tiers)).stats
-        lines = client.generate(PROMPT, replace(params, max_tokens=40), Speculation(tiers=tiers, branches=0)).stats
+        lines = client.generate(PROMPT, replace(params, max_tokens=20), Speculation(tiers=tiers, branches=0)).stats
         said = ask(built, "/v1/completions", body)[2]["choices"][0]["cascade"]["edges"]
         text = ask(built, "/metrics")[2].decode()
     top = next(edge for edge in trees.edges if edge.drafter == "medium")

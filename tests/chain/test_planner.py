@@ -8,7 +8,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from cascade.chain.drafting import SETTLING, Drafting
-from cascade.chain.planner import ALONE, GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Course, Planner, Seen
+from cascade.chain.plan import ALONE, GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Course, Seen
+from cascade.chain.planner import Planner
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot

@@ -13,7 +13,7 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.hints import Hint, fed
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop
-from cascade.chain.planner import LOCKSTEP_PATIENCE_S, Policy
+from cascade.chain.policy import LOCKSTEP_PATIENCE_S, Policy
 from cascade.chain.profile import Profile
 from cascade.chain.rounds import Rounds
 from cascade.chain.runner import Runner
@@ -274,7 +274,7 @@ def test_rounds_are_whole_or_nothing() -> None:
     assert [node for _, node in session.guesses()] == [0, 1, 2]
     assert len(session.work(100).draft.dists) == 3
     session.propose(Proposal("below", 1, guess.first(1)))  # late
-    assert len(session.draft.dists) == len(session.draft) == 3
+    assert len(session.guessed.draft.dists) == len(session.guessed.draft) == 3
     session.detach()
     assert not session.guesses(), "nobody waits for them"
     again = replace(first, tokens=(1,) * 9, prompt_len=9)
@@ -346,7 +346,7 @@ def test_siblings_are_judged_with_their_round() -> None:
     dist = Dist((0, 1, 2), (0.5, 0.3, 0.2))
     tree = Draft((0, 1, 2, 3, 2), bytes(5), parents=(-1, 0, 1, -1, 0), dists=(dist,) * 5)
     session.propose(Proposal("below", 1, tree))
-    assert len(session.draft.dists) == 5, "the first to come"
+    assert len(session.guessed.draft.dists) == 5, "the first to come"
     session = Session(first, "1", 1, VOCAB)
     session.attach("0", "below", (), 4)
     for offered, whole in ((tree.first(2), False), (tree.first(3), True), (tree, True), (tree.first(2), True)):

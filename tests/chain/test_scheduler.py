@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.profile import CHUNK, Profile
 from cascade.chain.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
 from cascade.chain.session import Session
@@ -33,7 +33,7 @@ def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 
     """A session with so many positions to catch up with, and so many guesses behind them."""
     opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
     session = Session(opening, "full", 1, 32)
-    session.draft = Draft((1,) * guesses, bytes(guesses))
+    session.guessed.draft = Draft((1,) * guesses, bytes(guesses))
     return Slot(session, None, since, opened)
 
 

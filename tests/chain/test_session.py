@@ -218,7 +218,7 @@ def check_session(session: Session, model: ToyModel, cache: ToyCache) -> None:
     assert 0 <= session.kv_len < len(text)
     assert cache.tokens[: session.kv_len] == text[: session.kv_len], "stale entries in the cache"
     assert len(session._origins) == len(text)
-    assert len(session.draft.origins) == len(session.draft)
+    assert len(session.guessed.draft.origins) == len(session.guessed.draft)
     limit = first.prompt_len + first.params.max_tokens
     assert len(text) <= max(limit, len(first.tokens))
     for p in range(session.committed, len(text)):
@@ -226,7 +226,7 @@ def check_session(session: Session, model: ToyModel, cache: ToyCache) -> None:
     if (proposal := session.proposal()) is not None:
         assert len(proposal.draft.origins) == len(proposal.draft.tokens)
     if session.drafter == "" and session.level == 0:
-        assert not session.draft
+        assert not session.guessed.draft
 
 
 class Wires(RuleBasedStateMachine):
@@ -500,13 +500,13 @@ def test_commit_that_agrees_keeps_guesses() -> None:
     session = drafting(opening())
     session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([2, 2, 2]))))
     session.commit(3, [4, 5])
-    assert list(session.draft.tokens) == [6]
+    assert list(session.guessed.draft.tokens) == [6]
     assert session.committed == 5
     session.propose(Proposal("d", 5, Draft((6, 7, 8), bytes([2, 2, 2]))))
     session.commit(3, [4])  # says nothing new
     assert session.committed == 5
     session.commit(5, [7])
-    assert list(session.draft.tokens) == []
+    assert list(session.guessed.draft.tokens) == []
 
 
 def test_commit_that_differs_voids_guesses() -> None:
@@ -516,7 +516,7 @@ def test_commit_that_differs_voids_guesses() -> None:
     session.propose(Proposal("d", 4, Draft((7, 8), bytes([2, 2]))))
     session.commit(3, [7])
     assert session.text == [1, 2, 3, 7]
-    assert list(session.draft.tokens) == []
+    assert list(session.guessed.draft.tokens) == []
 
 
 def test_cut_voids_the_cache_from_there() -> None:
@@ -535,9 +535,9 @@ def test_guesses_behind_a_pass_are_kept() -> None:
     session = drafting(opening())
     session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([2, 2, 2]))))
     session.advance(session.work(4), Scored([4, 5]))
-    assert list(session.draft.tokens) == [6]
+    assert list(session.guessed.draft.tokens) == [6]
     session.advance(session.work(1), Scored([7]))
-    assert list(session.draft.tokens) == []
+    assert list(session.guessed.draft.tokens) == []
 
 
 @pytest.mark.parametrize("num_own", [1, 2, 3, 4])
@@ -548,11 +548,11 @@ def test_guesses_that_were_not_scored_are_kept(num_own: int) -> None:
     session.propose(Proposal(below.session, 3, Draft((4, 5, 6), bytes(3))))
     commit = session.advance(session.work(10), Scored([4, 5, 6, 7][:num_own]))
     assert commit == Commit("below", 3, (4, 5, 6, 7)[:num_own])
-    assert (session.text[3:], list(session.draft.tokens)) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
+    assert (session.text[3:], list(session.guessed.draft.tokens)) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
     assert session.kv_len == len(session.text) - 1
     assert session.edges[0].proposed == session.edges[0].accepted == num_own - 1
-    if session.draft:
-        assert fed(session.work(10)) == [session.text[-1], *session.draft.tokens]
+    if session.guessed.draft:
+        assert fed(session.work(10)) == [session.text[-1], *session.guessed.draft.tokens]
 
 
 @pytest.mark.parametrize("start", [-1, 2, 4])
@@ -583,9 +583,9 @@ def test_only_guesses_that_join_are_kept(start: int, tokens: tuple[int, ...], gu
     """Guards the embedding against ids it does not have, and the window against guesses for another text."""
     session = drafting(opening())
     session.propose(Proposal("d", start, Draft(tokens, bytes(len(tokens)))))
-    assert list(session.draft.tokens) == guess
+    assert list(session.guessed.draft.tokens) == guess
     session.propose(Proposal("stranger", 3, Draft((7, 7), bytes(2))))
-    assert list(session.draft.tokens) == guess
+    assert list(session.guessed.draft.tokens) == guess
 
 
 def test_late_proposal_does_not_turn_totals_back() -> None:
@@ -738,7 +738,7 @@ def test_what_a_drafter_inside_guesses_is_scored_next() -> None:
     assert work.whose == ("", "", "inside")
     session.advance(work, Scored([5, 6, 0, 9]))
     assert session.text[3:] == [4, 5, 6, 9]
-    assert not session.hints
+    assert not session.guessed.hints
     counts = {edge.drafter: (edge.passes, edge.proposed, edge.accepted) for edge in session.edges}
     assert counts == {"tiny": (2, 2, 1), "inside": (0, 1, 1)}
 

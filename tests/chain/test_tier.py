@@ -12,7 +12,7 @@ import torch
 
 from cascade.answer import Answer
 from cascade.chain.local_links import join
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.chain.tier import Tier
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.params import SamplingParams

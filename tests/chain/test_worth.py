@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.chain.planner import ALONE, BREAK, Course, Measured, Planner, Seen
+from cascade.chain.plan import ALONE, BREAK, Course, Seen
+from cascade.chain.planner import Measured, Planner
 from cascade.chain.worth import INSIDE, Worth, worth, worths
 
 BOTH = Course(("medium", "tiny"))

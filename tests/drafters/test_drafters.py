@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cascade.chain.local_links import join
-from cascade.chain.planner import ALONE, Course, Planner
+from cascade.chain.plan import ALONE, Course
+from cascade.chain.planner import Planner
 from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import KINDS, DrafterSpec, make

@@ -471,6 +471,54 @@ async def test_silent_lease_is_given_up(net: Net) -> None:
     await net.settle()
 
 
+@pytest.mark.parametrize("late_s", [0.15, 3600.0], ids=["late", "never"])
+async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """Guards requests whose replica is out of reach while Serve believes in it: they waited for half a minute. One that is
+    only late gives two leases for a session, which must outlive the first that goes."""
+    monkeypatch.setattr("deployments.links.downlink.PATIENCE_S", 0.05)
+    server, num_asked = net.nodes["full"].server, 0
+
+    async def late(session: str) -> AsyncIterator[str]:
+        await asyncio.sleep(late_s)
+        async for ticket in server.lease(session):
+            yield ticket
+
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        nonlocal num_asked
+        num_asked += 1
+        lease = Held(late(session) if num_asked % 3 else server.lease(session))
+        net.leases.append(lease)
+        return lease
+
+    net.router._lessors = {"full": take}
+    for seed in range(3):
+        request = opening(seed, 0.0, 60)
+        text, _ = await net.text(request)
+        assert text == full_text(ToyModel(), request)
+    assert num_asked == 9
+    assert net.failures == []
+    await net.settle()
+
+
+async def test_a_session_outlives_a_lease_too_many(net: Net) -> None:
+    """Guards sessions that hold their replica twice: letting go of one lease closed them."""
+    async with Peer(net.nodes["full"], net) as peer:
+        request = opening(3, 0.0, 40)
+        await peer.lease(request.session)
+        await peer.lease(request.session)
+        first, second = net.leases[-2:]
+        await peer.say(request)
+        assert isinstance(await peer.answer(), Proposal)
+        second.cancel()
+        await until(second.task.done)
+        await asyncio.sleep(0.05)
+        assert len(net.nodes["full"].server.leases) == 1
+        assert net.nodes["full"].tier.num_sessions == 1
+        first.cancel()
+        await until(lambda: net.nodes["full"].tier.num_sessions == 0)
+        assert len(net.nodes["full"].server.leases) == 0
+
+
 async def test_unknown_tier_fails(net: Net) -> None:
     """Guards against an Open for a tier that nobody has."""
     request = opening(9, 0.0, 40, chain=("huge", "tiny"))

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cascade import Cascade, Completion, ConfigError, ModelError, SamplingParams, Speculation, Structured, family, placement
-from cascade.chain.planner import Policy
+from cascade.chain.policy import Policy
 from cascade.processes import tier_process
 from cascade.processes.lower_tiers import pay
 from tests.cases import crossed, rare

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cascade.chain.drafting import Drafting
-from cascade.chain.planner import ALONE, Planner
+from cascade.chain.plan import ALONE
+from cascade.chain.planner import Planner
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.client import Client

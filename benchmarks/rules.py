@@ -2,9 +2,8 @@
 
     make bench-rules
 
-Every mode answers the built-in prompts at three temperatures with several seeds: one request at a time, which is what tokens
-per second are of, and eight at once. Tokens per full pass are of both together. In rounds they do not depend on how fast the
-machine is; where tiers do not wait for each other they do. Beside it: what the distribution of a guess weighs on the wire.
+Every mode answers the built-in prompts at three temperatures with several seeds, one request at a time. In rounds tokens per full
+pass do not depend on how fast the machine is; where tiers do not wait for each other they do. Beside it: what the distribution of a guess weighs on the wire.
 The last line is one JSON document.
 """
 
@@ -44,7 +43,7 @@ from deployments.links.codec import encode
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
 TEMPERATURES = (0.3, 0.7, 1.0)
-LOADS = (1, 8)  # requests at once
+LOADS = (1,)  # requests at once
 STRIDE = 6  # tokens between two lines
 TOKENS, SEEDS = 96, 2  # of an answer; answers to a prompt
 ALONE = Mode("alone", Speculation("off"))

@@ -2,9 +2,9 @@
 
     make bench-rules
 
-Every mode answers the built-in prompts at three temperatures with several seeds, one request at a time. In rounds tokens per full
-pass do not depend on how fast the machine is; where tiers do not wait for each other they do. Beside it: what the distribution of a guess weighs on the wire.
-The last line is one JSON document.
+Every mode answers the built-in prompts at three temperatures with several seeds, one request at a time. In rounds tokens per
+full pass do not depend on how fast the machine is; where tiers do not wait for each other they do. Beside it: what the
+distribution of a guess weighs on the wire. The last line is one JSON document.
 """
 
 import argparse

@@ -11,7 +11,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules
+.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules soak
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -68,6 +68,9 @@ bench-autoscale: $(VENV)/.installed ## device-hours of scaled replicas, simulate
 
 bench-rules: $(VENV)/.installed    ## rules of acceptance beside each other; the last line is JSON
 	$(BIN)/python -m benchmarks.rules
+
+soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
+	$(BIN)/python -m benchmarks.endurance
 
 family: $(VENV)/.installed         ## train the embedded models again
 	$(BIN)/cascade family train

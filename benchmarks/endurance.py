@@ -1,0 +1,269 @@
+"""A served cascade with clients for a long time: whether every answer is right and nothing grows, and what kills change.
+
+    make soak                                            # half an hour
+    python -m benchmarks.endurance --minutes 10 --kills  # a process of each kind in turn, again and again
+
+The embedded family with two full replicas and two routers. Each client streams, asks for whole answers, or leaves in
+mid-answer; every text is held against what the full model writes alone. Behind the last answer no tier may have a session or a
+lease left. The last line is one JSON document.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray import serve
+from rich.console import Console
+
+from benchmarks.baseline import quiet
+from cascade import Cascade, SamplingParams, Speculation
+from cascade.bench.prompts import BUILT_IN
+from cascade.client import AsyncClient
+from cascade.engine.devices import processor
+from cascade.settings.config import CascadeConfig
+from deployments.launch.server import APPLICATION, Server
+
+CLIENTS = 6
+TOKENS = 96  # of an answer
+TEMPERATURES = (0.0, 0.8)
+CHAINS = (None, ("tiny", "medium"), ("tiny",))
+KINDS = ("router", "tiny", "medium", "full", "controller")
+WHOLE = {"router": 2, "tiny": 1, "medium": 1, "full": 2, "controller": 1}
+LEAVING = 0.15  # share of streams that are left in the middle
+PAUSE_S = 5.0  # between a process that is back and the next kill
+BACK_S = 120.0  # to come back
+WINDOW_S = 60.0  # of which one line is shown
+SETTLE_S = 60.0  # behind the last answer, for what it holds
+ANSWER_S = 180.0  # that a client gives an answer
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request and what the full model answers alone."""
+
+    prompt: str
+    params: SamplingParams
+    text: str
+
+
+@dataclass(slots=True)
+class Window:
+    """What a minute gave."""
+
+    token_s: list[float] = field(default_factory=list)  # of each answer
+    mib: dict[str, float] = field(default_factory=dict)  # of all processes of a kind, at the end
+    files: dict[str, int] = field(default_factory=dict)  # likewise, that they have open
+
+    def row(self) -> dict[str, Any]:
+        times = sorted(self.token_s) or [0.0]
+        cuts = statistics.quantiles(times, n=20) if len(times) > 1 else times * 19
+        return {
+            "answers": len(self.token_s),
+            "token_ms": {"p50": round(1e3 * cuts[9], 2), "p95": round(1e3 * cuts[18], 2)},
+            "mib": {kind: round(size) for kind, size in self.mib.items()},
+            "files": self.files,
+        }
+
+
+@dataclass
+class Course:
+    """All that has happened so far."""
+
+    windows: list[Window] = field(default_factory=lambda: [Window()])
+    ended: Counter[str] = field(default_factory=Counter)  # answers by how they ended
+    faults: list[str] = field(default_factory=list)
+    kills: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds until each was back
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance", description="Clients for a long time.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="%(default)s unless given")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="at once (%(default)s)")
+    parser.add_argument("--kills", action="store_true", help="kill a process of each kind in turn")
+    parser.add_argument("--results", type=Path, help="where the document is kept")
+    chosen = parser.parse_args()
+    quiet()
+    asks = list(expected())
+    with Server.start(config(), port=0, tell=console.print) as server:
+        course = asyncio.run(run(server, asks, 60 * chosen.minutes, chosen.clients, kills=chosen.kills))
+        left = settled()
+    said = report(course, left) | {"clients": chosen.clients, "hardware": f"{processor()}, {os.cpu_count()} cores"}
+    if chosen.results:
+        chosen.results.write_text(json.dumps(said, indent=1) + "\n")
+    print(json.dumps(said))
+    sys.exit(bool(course.faults or left))
+
+
+def config() -> CascadeConfig:
+    values = CascadeConfig.demo().model_dump(mode="json")
+    values["tiers"][-1]["deployment_config"]["num_replicas"] = WHOLE["full"]
+    values["router"]["deployment_config"]["num_replicas"] = WHOLE["router"]
+    return CascadeConfig.parse(values)
+
+
+def expected() -> Iterator[Ask]:
+    """Each prompt at each temperature."""
+    with Cascade.demo(processes=False) as reference:
+        for seed, prompt in enumerate(BUILT_IN):
+            for temperature in TEMPERATURES:
+                params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+                yield Ask(prompt.text, params, reference.generate(prompt.text, params, Speculation("off")).text)
+
+
+async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: int, *, kills: bool) -> Course:
+    """Let clients ask for so long; windows close meanwhile, and processes die."""
+    course, end = Course(), time.monotonic() + seconds
+    over = threading.Event()
+    killer = asyncio.to_thread(kill, course, server, over) if kills else asyncio.sleep(0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(killer)
+        clients = [tasks.create_task(client(server, asks, course, end, number)) for number in range(num_clients)]
+        while time.monotonic() < end:
+            await asyncio.sleep(min(WINDOW_S, max(0.0, end - time.monotonic())))
+            close(course, server)
+        await asyncio.wait(clients)
+        over.set()
+    return course
+
+
+async def client(server: Server, asks: Sequence[Ask], course: Course, end: float, number: int) -> None:
+    """Ask one thing after another."""
+    chance = random.Random(number)
+    async with AsyncClient([server.address, server.address], timeout_s=ANSWER_S) as door:
+        while time.monotonic() < end:
+            ask, begin = chance.choice(asks), time.monotonic()
+            speculation = Speculation(tiers=chance.choice(CHAINS))
+            try:
+                text, how = await answered(door, ask, speculation, chance)
+            except Exception as error:  # of whatever kind: each is a failed answer
+                course.ended["failed"] += 1
+                course.faults.append(f"{type(error).__name__}: {error}"[:300])
+                continue
+            right = ask.text.startswith(text) if how == "left" else text == ask.text
+            course.ended[how if right else "changed"] += 1
+            if not right:
+                course.faults.append(f"another text: {ask.params}")
+            if how != "left":
+                course.windows[-1].token_s.append((time.monotonic() - begin) / TOKENS)
+
+
+async def answered(door: AsyncClient, ask: Ask, speculation: Speculation, chance: random.Random) -> tuple[str, str]:
+    """The text, and how it came."""
+    if chance.random() < 0.5:
+        return (await door.generate(ask.prompt, ask.params, speculation)).text, "whole"
+    leave = chance.random() < LEAVING
+    text = ""
+    async with aclosing(door.stream(ask.prompt, ask.params, speculation)) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            text += piece.text
+            if leave and len(text) > len(ask.text) / 2:
+                return text, "left"
+    return text, "streamed"
+
+
+def close(course: Course, server: Server) -> None:
+    """End a window."""
+    window = course.windows[-1]
+    for kind, pids in processes(server).items():
+        for pid in pids:
+            with suppress(psutil.Error):
+                one = psutil.Process(pid)
+                window.mib[kind] = window.mib.get(kind, 0.0) + one.memory_info().rss / 2**20
+                window.files[kind] = window.files.get(kind, 0) + one.num_fds()
+    console.print(f"{len(course.windows):>3} {json.dumps(window.row())} {dict(course.ended)}")
+    course.windows.append(Window())
+
+
+def processes(server: Server) -> dict[str, list[int]]:
+    """Those of each kind that are there, by the names that Ray gives them."""
+    names = {f"ray::ServeReplica:{APPLICATION}:{kind}": kind for kind in KINDS[:-1]} | {"ray::ServeController": "controller"}
+    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            said = " ".join(one.cmdline())
+            for name, kind in names.items():
+                if said.startswith(name):
+                    found[kind].append(one.pid)
+    return found
+
+
+def kill(course: Course, server: Server, over: threading.Event) -> None:
+    """A process of each kind in turn, each when all that were killed are back."""
+    chance, turn = random.Random(0), 0
+    while not over.wait(PAUSE_S):
+        kind, there = KINDS[turn % len(KINDS)], processes(server)
+        turn += 1
+        victim = chance.choice(there[kind])
+        os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        while not whole(server, victim) and not over.wait(0.5):
+            if time.monotonic() - begin > BACK_S:
+                course.faults.append(f"{kind} did not come back within {BACK_S:g} s")
+                return
+        course.kills[kind].append(round(time.monotonic() - begin, 1))
+
+
+def whole(server: Server, dead: int) -> bool:
+    """Whether all processes are there and serve, without one that was killed."""
+    there = processes(server)
+    if any(dead in pids or len(pids) < WHOLE[kind] for kind, pids in there.items()):
+        return False
+    with suppress(Exception):  # the controller may be the one that is away
+        deployments = serve.status().applications[APPLICATION].deployments
+        return all(deployments[name].replica_states.get("RUNNING", 0) >= WHOLE[name] for name in KINDS[:-1])
+    return False
+
+
+def settled() -> list[str]:
+    """What tiers still hold when there was time enough to let go of it."""
+    end = time.monotonic() + SETTLE_S
+    while (left := list(held())) and time.monotonic() < end:
+        time.sleep(1.0)
+    return left
+
+
+def held() -> Iterator[str]:
+    for tier in ("tiny", "medium", "full"):
+        handle = serve.get_deployment_handle(tier, APPLICATION)
+        calls = [handle.describe.remote() for _ in range(16)]
+        states = {state["pid"]: state for state in (call.result(timeout_s=SETTLE_S) for call in calls)}
+        for state in states.values():
+            if counts := {name: state[name] for name in ("sessions", "leases", "drafting") if state[name]}:
+                yield f"{tier}: {counts}"
+
+
+def report(course: Course, left: Sequence[str]) -> dict[str, Any]:
+    """All of it, and the last third beside the first."""
+    windows = [window for window in course.windows if window.token_s]
+    third = max(1, len(windows) // 3)
+    first, last = (Window([t for one in some for t in one.token_s]) for some in (windows[:third], windows[-third:]))
+    kinds = windows[-1].mib if windows else {}
+    grown = {kind: round(windows[-1].mib[kind] / windows[third - 1].mib.get(kind, 1.0), 3) for kind in kinds}
+    return {
+        "answers": dict(course.ended),
+        "faults": course.faults[:20],
+        "left": list(left),
+        "kills": {kind: {"count": len(times), "back_s": times} for kind, times in course.kills.items()},
+        "first": replace(first, mib=windows[third - 1].mib, files=windows[third - 1].files).row() if windows else {},
+        "last": replace(last, mib=kinds, files=windows[-1].files).row() if windows else {},
+        "memory_last_over_first": grown,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The benchmark that runs for long, for some seconds: it must be able to fail."""
+
+import asyncio
+from dataclasses import replace
+
+from benchmarks import endurance
+from benchmarks.endurance import Ask
+from cascade import Cascade, SamplingParams
+from deployments.launch.server import Server
+from tests.router.test_serve import PROMPT, alone
+
+SECONDS, CLIENTS = 6.0, 3
+
+
+def test_clients_for_some_seconds(server: Server, reference: Cascade) -> None:
+    """Guards the instrument: wrong texts that it took for right ones, or processes and minutes that it did not see."""
+    params = SamplingParams(max_tokens=endurance.TOKENS, temperature=0.8, seed=3, ignore_eos=True)
+    right = Ask(PROMPT, params, alone(reference, params).text)
+    course = asyncio.run(endurance.run(server, [right], SECONDS, CLIENTS, kills=False))
+    assert course.faults == []
+    assert course.ended["whole"] + course.ended["streamed"] >= CLIENTS
+    assert {kind: len(pids) for kind, pids in endurance.processes(server).items()} == endurance.WHOLE
+    assert endurance.settled() == []
+    said = endurance.report(course, [])
+    assert said["first"]["token_ms"]["p95"] > 0
+    assert set(said["last"]["mib"]) == set(endurance.KINDS)
+
+    wrong = replace(right, text="no " + right.text)
+    course = asyncio.run(endurance.run(server, [wrong], 0.1, 1, kills=False))
+    assert course.ended["changed"] == len(course.faults) == 1

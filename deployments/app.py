@@ -60,29 +60,39 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
 def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Application:
     """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`."""
-    from deployments.router import Router
-    from deployments.tier import TierReplica
-
     asleep = sleepers(config)
     config = scaled(config, replica_devices(config))
-    handles: dict[str, Any] = {}
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     if asleep:
         bound["sleepers"] = asleep
+    handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
-        values = tier.model_dump(mode="json")
-        preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-        options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
-        known = {"level": level, "lower": list(handles), "drafters": config.drafters, **bound}
-        deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
-        handles[tier.name] = deployment.bind(values, level, dict(handles), config.drafters, **bound)
-    router = config.router.deployment_config.model_dump(exclude_none=True)
-    router["ray_actor_options"] = {"num_cpus": 0} | _environment(router["ray_actor_options"])
+        handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound)
+    return _bind_router(config, handles, dict(limits))
+
+
+def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[str, Any], bound: Mapping[str, Any]) -> Any:
+    """A tier above those of ``lower``, with what all tiers are ``bound`` to."""
+    from deployments.tier import TierReplica
+
+    values = tier.model_dump(mode="json")
+    preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
+    options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
+    known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
+    deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
+    return deployment.bind(values, level, lower, config.drafters, **bound)
+
+
+def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any]) -> Application:
+    from deployments.router import Router
+
+    options = config.router.deployment_config.model_dump(exclude_none=True)
+    options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
     values = config.model_dump(mode="json")
-    options = {"name": "router", **router, "user_config": live(values, OF_ROUTERS)}
+    options = {"name": "router", **options, "user_config": live(values, OF_ROUTERS)}
     deployment = _deployment(serve.ingress()(Router), options, "router")
-    deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": dict(limits)})
-    return deployment.bind(values, handles, dict(limits))
+    deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})
+    return deployment.bind(values, tiers, limits)
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:

@@ -81,9 +81,8 @@ def models() -> list[CountingModel]:
     ]
 
 
-@pytest.fixture
-def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
-    tiers = [Tier(name, level, model) for level, (name, model) in enumerate(zip(NAMES, models, strict=True))]
+def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
+    """Tiers that are joined and run; behind it nothing is left in them."""
     join(tiers)
     for tier in tiers:
         tier.start()
@@ -93,6 +92,12 @@ def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
         tier.kv_admission.check()
     for tier in reversed(tiers):
         tier.close()
+
+
+@pytest.fixture
+def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
+    tiers = [Tier(name, level, model) for level, (name, model) in enumerate(zip(NAMES, models, strict=True))]
+    yield from running(tiers)
     assert [model.leaks for model in models] == [0, 0, 0]
     assert not [t for t in threading.enumerate() if t.name.startswith("tier-")]
 

@@ -10,7 +10,6 @@ import pytest
 
 from cascade import family
 from cascade.answer import Answer
-from cascade.chain.local_links import join
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
@@ -21,7 +20,7 @@ from cascade.params import SamplingParams, Structured
 from deployments.auditor import audit_of
 from tests.architectures import VOCAB, build
 from tests.chain.test_audit import verdict
-from tests.chain.test_tier import Inbox, Silent, finish, settle
+from tests.chain.test_tier import Inbox, Silent, finish, running, settle
 from tests.engine.test_adapters import adapted, folder  # noqa: F401  # a fixture
 
 pytestmark = [
@@ -58,18 +57,6 @@ def tiers(tokenizer: Tokenizer) -> Iterator[list[Tier]]:
             for i, (name, one) in enumerate(zip(("tiny", "full"), models, strict=True))
         ]
     )
-
-
-def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
-    join(tiers)
-    for tier in tiers:
-        tier.start()
-    yield tiers
-    settle(tiers)
-    for tier in tiers:
-        tier.kv_admission.check()
-    for tier in reversed(tiers):
-        tier.close()
 
 
 def opening(ids: tuple[int, ...], ends: frozenset[int], **chosen: Any) -> Open:

@@ -26,8 +26,8 @@ from deployments.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 3.0  # with a lease that is not given, before one more is asked for
-MOST_ASKED = 4  # leases at once, for a session that has none
+PATIENCE_S = 3.0  # with a lease that is not given, before another one is asked for
+MOST_ASKED = 2  # leases at once, for a session that has none: Serve's autoscaler counts both
 
 
 @dataclass(slots=True)
@@ -180,27 +180,27 @@ class Downlink(Link):
         self._join(opening, route, ticket)
 
     async def _first_ticket(self, opening: Open, route: Route, preferred: tuple[str, ...]) -> str:
-        """Of a few leases, each asked for when those before it have not been given for a while.
+        """Of the lease asked for first, which keeps its place in Serve's queue, and of others asked for while none is given.
 
-        Serve may choose a replica that is out of reach and not know it; then the next one is likely to be another. The route
-        is left with the lease that was given first.
+        Serve may choose a replica that is out of reach and not know it; then another lease is likely to be one on another
+        replica. The route is left with the lease that was given.
         """
         lessor = self._lessors[opening.tier]
         asked: dict[asyncio.Task[str], Lease] = {}
         try:
             while not (given := [task for task in asked if task.done()]):
-                more = len(asked) < MOST_ASKED
-                if more:
-                    lease = lessor(opening.session, () if asked else preferred)
-                    route.leases.append(lease)
-                    asked[asyncio.create_task(_ticket(lease))] = lease
-                await asyncio.wait(asked, timeout=PATIENCE_S if more else None, return_when=asyncio.FIRST_COMPLETED)
+                if len(asked) == MOST_ASKED:
+                    task, lease = asked.popitem()
+                    _withdraw(task, lease)
+                lease = lessor(opening.session, () if asked else preferred)
+                asked[asyncio.create_task(_ticket(lease))] = lease
+                route.leases = list(asked.values())
+                await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             route.leases = [asked.pop(given[0])]
             return given[0].result()
         finally:
             for task, lease in asked.items():
-                task.cancel()
-                _let_go(lease)
+                _withdraw(task, lease)
 
     def _preferred(self, opening: Open) -> tuple[str, ...]:
         """Addresses of the replicas that know how the text begins."""
@@ -305,6 +305,11 @@ class Downlink(Link):
 
 async def _ticket(lease: Lease) -> str:
     return await anext(aiter(lease))
+
+
+def _withdraw(task: "asyncio.Task[str]", lease: Lease) -> None:
+    task.cancel()
+    _let_go(lease)
 
 
 def _let_go(lease: Lease) -> None:

@@ -137,6 +137,7 @@ async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: 
             await asyncio.sleep(min(WINDOW_S, max(0.0, end - time.monotonic())))
             close(course, server)
         await asyncio.wait(clients)
+        close(course, server)
         over.set()
     return course
 

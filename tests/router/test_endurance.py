@@ -18,7 +18,8 @@ def test_clients_for_some_seconds(server: Server, reference: Cascade) -> None:
     right = Ask(PROMPT, params, alone(reference, params).text)
     course = asyncio.run(endurance.run(server, [right], SECONDS, CLIENTS, kills=False))
     assert course.faults == []
-    assert course.ended["whole"] + course.ended["streamed"] >= CLIENTS
+    assert set(course.ended) <= {"whole", "streamed", "left"}
+    assert course.ended["whole"] + course.ended["streamed"] > 0
     assert {kind: len(pids) for kind, pids in endurance.processes(server).items()} == endurance.WHOLE
     assert endurance.settled() == []
     said = endurance.report(course, [])

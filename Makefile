@@ -58,7 +58,7 @@ bench-trees: $(VENV)/.installed    ## guess trees beside lines; the last line is
 	$(BIN)/python -m benchmarks.trees
 
 bench-drafters: $(VENV)/.installed ## every drafter beside every other; the last line is JSON
-	$(BIN)/python -m benchmarks.drafters
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.drafters
 
 bench-cluster: $(VENV)/.installed  ## a device for each replica, emulated; the last line is JSON
 	$(BIN)/python -m benchmarks.cluster

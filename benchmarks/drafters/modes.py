@@ -44,8 +44,9 @@ def corpus() -> DrafterSpec:
 class Served:
     """Cascades of the embedded family in this process, behind one door."""
 
-    def __init__(self, default: Cascade, by_head: dict[str, Cascade]) -> None:
+    def __init__(self, default: Cascade, plain: Cascade, by_head: dict[str, Cascade]) -> None:
         self._default = default
+        self._plain = plain
         self._by_head = by_head
 
     def stream(self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> AsyncIterator[Chunk]:
@@ -57,17 +58,18 @@ class Served:
         return completion
 
     def _of(self, speculation: Speculation) -> Cascade:
-        if speculation == AUTO.speculation:
+        """None has a drafter that reads the model where that is not asked for: the full model alone is to be at its best."""
+        if speculation in (ALONE.speculation, AUTO.speculation):
             return self._default
-        head = next((kind for kind in self._by_head if kind in (speculation.tiers or ())), family.HEAD)
-        return self._by_head[head]
+        return next((self._by_head[kind] for kind in speculation.tiers or () if kind in self._by_head), self._plain)
 
 
 @contextmanager
 def served() -> Iterator[Served]:
-    """One with what is on if nobody says anything, and one for each head beside all that needs no model."""
+    """One with what is on if nobody says anything, one with all that needs no model, and one for each head beside that."""
     inside = [corpus() if kind == "corpus" else DrafterSpec(kind) for kind in KINDS]
     with ExitStack() as stack:
         default = stack.enter_context(Cascade.demo())
+        plain = stack.enter_context(Cascade.demo(drafter=inside))
         by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in HEADS}
-        yield Served(default, by_head)
+        yield Served(default, plain, by_head)

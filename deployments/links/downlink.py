@@ -308,6 +308,7 @@ async def _ticket(lease: Lease) -> str:
 
 
 def _withdraw(task: "asyncio.Task[str]", lease: Lease) -> None:
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whatever it says: nobody waits for it
     task.cancel()
     _let_go(lease)
 

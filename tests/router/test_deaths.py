@@ -22,12 +22,17 @@ NUM_ANSWERS = 2  # of each client, one after the other
 
 
 def asked(client: int, turn: int) -> SamplingParams:
-    return SamplingParams(max_tokens=160, temperature=0.9, seed=100 * (client % 4) + turn, ignore_eos=True, logprobs=0)
+    return SamplingParams(max_tokens=240, temperature=0.9, seed=100 * (client % 4) + turn, ignore_eos=True, logprobs=0)
+
+
+def doors(port: int) -> set[int]:
+    """Our own ends of connections to routers."""
+    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port}
 
 
 def writers(port: int) -> list[int]:
     """The processes that hold the other ends of our connections."""
-    own = {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port}
+    own = doors(port)
     ends = [one for one in psutil.net_connections("tcp") if one.laddr.port == port and one.raddr and one.raddr.port in own]
     return [one.pid for one in ends if one.pid is not None]
 
@@ -70,9 +75,9 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         crowd = {n: threads.submit(stream, n) for n in range(NUM_CLIENTS) if n % 4}
         wait_until(lambda: len(begun) == len(crowd))
-        victim, num_streams = writers(port)[0], len(writers(port))
+        victim, open_ = writers(port)[0], doors(port)
         crowd |= {n: threads.submit(asyncio.run, whole(n)) for n in range(NUM_CLIENTS) if n % 4 == 0}
-        wait_until(lambda: len(writers(port)) > num_streams)
+        wait_until(lambda: bool(doors(port) - open_))  # streams may have ended meanwhile
         os.kill(victim, signal.SIGKILL)
         wait(crowd.values(), LONG_S)
         for number, answers in crowd.items():

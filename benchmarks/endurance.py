@@ -249,8 +249,8 @@ def held() -> Iterator[str]:
 
 
 def report(course: Course, left: Sequence[str]) -> dict[str, Any]:
-    """All of it, and the last third beside the first."""
-    windows = [window for window in course.windows if window.token_s]
+    """All of it, and the last third beside the first, of whole windows: the last two hold what ended behind the time."""
+    windows = [window for window in course.windows[:-2] if window.token_s]
     third = max(1, len(windows) // 3)
     first, last = (Window([t for one in some for t in one.token_s]) for some in (windows[:third], windows[-third:]))
     kinds = windows[-1].mib if windows else {}

@@ -13,6 +13,7 @@ from cascade.settings.check import unpinned
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import assert_apart, demands, nodes_for
 from tests.cluster.kubernetes import unknown
+from tests.nodes.nodes import KEEPALIVE
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 KUBERAY = CLUSTER / "kuberay" / "rayservice.yaml"
@@ -142,6 +143,12 @@ def test_clusters_have_two_routers(name: str) -> None:
     """Guards answers against a router that dies: a client goes on at the other one at once, not when a new one has started."""
     [application] = yaml.safe_load((CLUSTER / "serve" / f"{name}.yaml").read_text())["applications"]
     assert CascadeConfig.parse(application["args"]).router.deployment_config.num_replicas == 2
+
+
+def test_nodes_notice_broken_connections(spec: Any) -> None:
+    """Guards drafting across nodes that did not hear each other for a while: by Ray's own settings it takes minutes."""
+    for pod in pods(spec):
+        assert KEEPALIVE.items() <= {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}.items()
 
 
 def test_models_are_on_a_volume(spec: Any) -> None:

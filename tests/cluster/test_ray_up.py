@@ -11,6 +11,7 @@ from ray.scripts.scripts import cli as ray_command
 
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import assert_apart, demands, nodes_for
+from tests.nodes.nodes import KEEPALIVE
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 FILES = sorted((CLUSTER / "ray-up").glob("*.yaml"))
@@ -75,6 +76,19 @@ def test_every_replica_gets_a_machine(name: str) -> None:
         assert started == {kind: said[workers] for kind, said in types.items() if workers in said}
     assert sum(said.get("max_workers", 0) for said in types.values()) <= values["max_workers"]
     assert_apart(types, config)
+
+
+def test_nodes_notice_broken_connections() -> None:
+    """Guards drafting across nodes that did not hear each other for a while: by Ray's own settings it comes back after minutes.
+
+    They must be the same on all nodes: a server refuses pings that come more often than it would ask itself.
+    """
+    said = [f"{name}={value}" for name, value in KEEPALIVE.items()]
+    for name in CLOUDS:
+        assert {f"-e {setting}" for setting in said} <= set(read(name)["docker"]["run_options"])
+    starts = [line for when in ("head", "worker") for line in read("local")[f"{when}_start_ray_commands"] if " start " in line]
+    for line in (*starts, PAGE):
+        assert " ".join(said) in line
 
 
 def test_machines_at_hand_all_join() -> None:

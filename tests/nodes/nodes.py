@@ -36,13 +36,18 @@ AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "r
 STORE_BYTES = 80 * 2**20
 LONG_S = 240.0
 PASS_MS = {"tiny": 2.0, "medium": 6.0, "full": 20.0}  # at least: answers last on any machine, and leave it time
+KEEPALIVE = {  # as in the files of cluster/: a connection that carries nothing is broken after some seconds, not five minutes
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+}
 RAY = {
+    **KEEPALIVE,
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine 5 seconds end before a proxy has begun
-    # a node that does not answer is dead after some seconds, not half a minute
+    # a node that does not answer is dead after some seconds, not a minute
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",

@@ -14,7 +14,11 @@ def drafter() -> None:
 
 @drafter.command()
 @click.option(
-    "--kind", type=click.Choice(["eagle3", "medusa", "dflash"]), default="eagle3", show_default=True, help="What is trained."
+    "--kind",
+    type=click.Choice(["eagle3", "medusa", "dflash", "dspark"]),
+    default="eagle3",
+    show_default=True,
+    help="What is trained.",
 )
 @click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
 @click.option("--data", multiple=True, required=True, type=click.Path(path_type=Path), help="Text like its own; repeatable.")
@@ -24,7 +28,9 @@ def drafter() -> None:
 @click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
 @click.option("--vocab-size", type=click.IntRange(min=2), help="Tokens it knows at most, of eagle3. 32768 if not given.")
 @click.option("--num-heads", type=click.IntRange(min=1), help="Guesses, of medusa. 4 if not given.")
-@click.option("--block-size", type=click.IntRange(2, 32), help="The last token and guesses, of dflash. 8 if not given.")
+@click.option(
+    "--block-size", type=click.IntRange(2, 32), help="Of dflash and dspark: the last token and guesses. 8 if not given."
+)
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def train(
     kind: str,

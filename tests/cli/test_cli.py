@@ -64,6 +64,7 @@ def test_help_teaches(command: list[str]) -> None:
         ("eagle3", ("--vocab-size", "64"), "--num-heads"),
         ("medusa", ("--num-heads", "2"), "--block-size"),
         ("dflash", ("--block-size", "4"), "--vocab-size"),
+        ("dspark", ("--block-size", "4"), "--num-heads"),
     ],
 )
 def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple[str, str], other: str) -> None:
@@ -81,7 +82,7 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple
         ({"--context": "5000"}, "give more than the"),
         ({other: "5"}, "leave it out"),
     ]
-    if kind == "dflash":
+    if kind in ("dflash", "dspark"):
         mistakes.append(({"--context": "16", "--block-size": "16"}, "rows of more than"))
     for wrong, said in mistakes:
         code, output = run("drafter", "train", *(part for pair in {**asked, **wrong}.items() for part in pair))

@@ -1,22 +1,28 @@
-"""DFlash heads that are trained here: they are written as published ones are, and know more than before."""
+"""DFlash and DSpark heads that are trained here: they are written as published ones are, and know more than before."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from cascade.engine.heads.block_training import BlockShape, blocks, train_dflash
+from cascade.engine.heads.block import DFlash
+from cascade.engine.heads.block_training import BlockShape, blocks, guessed, train_dflash
 from cascade.engine.heads.loading import load_head
+from cascade.engine.heads.markov import DSpark
+from cascade.engine.heads.markov_training import train_dspark
 from cascade.engine.heads.training import Schedule
 from cascade.engine.model import Model
 from cascade.params import SamplingParams
-from cascade.scorer import Row
+from cascade.scorer import Row, gap_byte
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SHAPE = BlockShape(num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), block_size=4, mask=95)
 NUM_LAYERS = 4
+TRAIN = {"dflash": train_dflash, "dspark": train_dspark}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,28 +32,57 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(step))
 
 
-def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TRAIN)
+def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path, kind: str) -> None:
     """Guards training against another formula than that of serving, and the files: it trains what a pass asks for."""
     network = build("llama", num_hidden_layers=NUM_LAYERS)
     losses = []
     for steps in (1, 12):
         schedule = Schedule(steps, warmup_steps=1, muon_lr=0.05, adam_lr=0.01)
-        losses.append(train_dflash(network, lambda step: batch(0), SHAPE, schedule, tmp_path / str(steps)))
+        losses.append(TRAIN[kind](network, lambda step: batch(0), SHAPE, schedule, tmp_path / str(steps)))
     assert losses[1] < losses[0]
     served = build("llama", num_hidden_layers=NUM_LAYERS)
     model = Model(served, num_threads=1, head=load_head(str(tmp_path / "12"), served))
-    assert model.drafter == "dflash"
+    assert model.drafter == kind
     store, text = model.new_cache(), batch(99)[0].tolist()
     [scored] = model.run([Row(store, 0, text, 1, GREEDY, guesses=3)])
     ids = torch.tensor([[*text, *scored.own]])
     with torch.no_grad():
         hidden = network(ids, output_hidden_states=True, use_cache=False).hidden_states
         plain = load_head(str(tmp_path / "12"), network)
-        out = blocks(plain, hidden, ids, torch.tensor([[5, len(text)]]))[0, 1]  # type: ignore[arg-type]
-        assert plain.logits(out).argmax(-1).tolist() == list(scored.draft.trunk.tokens)  # type: ignore[operator]
+        assert isinstance(plain, DFlash)
+        out = blocks(plain, hidden, ids, torch.tensor([[5, len(text)]]))[0, 1:]
+        trunk = scored.draft.trunk  # type: ignore[union-attr]
+        logits = plain.logits(out)
+        if isinstance(plain, DSpark):
+            before = torch.tensor([[scored.own[0], *trunk.tokens, *[0] * (out.shape[1] - 1 - len(trunk.tokens))]])
+            logits, odds = plain.behind(out, before)
+            chances = odds[0].sigmoid().tolist()[: len(trunk.tokens)]
+            assert list(trunk.confidences) == [gap_byte(-math.log(1 - chance)) for chance in chances]
+        assert logits[0].argmax(-1).tolist()[: len(trunk.tokens)] == list(trunk.tokens)
+        assert len(trunk.tokens) == 3
 
 
-def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_confidence_learns_what_is_accepted(tmp_path: Path) -> None:
+    """Guards a confidence that learns nothing, or something else than the share of guesses that is accepted."""
+    network = build("llama", num_hidden_layers=NUM_LAYERS)
+    missed = []
+    for steps in (1, 60):
+        schedule = Schedule(steps, warmup_steps=1, muon_lr=0.02, adam_lr=0.02)
+        train_dspark(network, lambda step: batch(step % 3), SHAPE, schedule, tmp_path / str(steps))
+        head = load_head(str(tmp_path / str(steps)), network)
+        assert isinstance(head, DSpark)
+        with torch.no_grad():
+            found = guessed(network, head, batch(0))
+            logits, odds = head.behind(found.hidden, found.before)
+            right = torch.minimum(logits.float().softmax(-1), found.wanted).sum(-1)
+        missed.append(float((odds.sigmoid() - right).abs().mean()))
+    assert missed[1] < 0.1
+    assert missed[1] < 0.8 * missed[0]
+
+
+@pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
+def test_training_goes_on_where_it_was_stopped(tmp_path: Path, train: Callable[..., float]) -> None:
     """Guards resumption: blocks of a step are the same ones, so a run in two parts ends with the same weights."""
     network = build("llama", num_hidden_layers=NUM_LAYERS)
 
@@ -58,8 +93,8 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
     schedule = Schedule(6, save_every=3)
     with pytest.raises(KeyboardInterrupt):
-        train_dflash(network, until, SHAPE, schedule, tmp_path / "two")
+        train(network, until, SHAPE, schedule, tmp_path / "two")
     for folder in ("one", "two"):
-        train_dflash(network, batch, SHAPE, schedule, tmp_path / folder)
+        train(network, batch, SHAPE, schedule, tmp_path / folder)
     one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
     assert one == two

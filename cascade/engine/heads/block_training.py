@@ -1,17 +1,20 @@
-"""Trains a DFlash head for a model, and writes it as such heads are published.
+"""Trains a head of blocks for a model, and writes it as such heads are published.
 
 Blocks begin at random places of a text. Each sees the model's hidden states before it and its own first token, and is to say
 at each of its places what the model says there:
 
     loss = sum_k exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
 
-The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036.
+The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036. What comes on
+top of it in a DSpark head is in `cascade.engine.heads.markov_training`.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +26,9 @@ from cascade.engine.heads.block import BlockAttention, DFlash
 from cascade.engine.heads.block_formats import Layout, Seen
 from cascade.engine.heads.eagle import Shared
 from cascade.engine.heads.formats import MASK
-from cascade.engine.heads.training import Schedule, fit
+from cascade.engine.heads.training import Batch, Schedule, fit
+
+Kind = TypeVar("Kind", bound=DFlash)
 
 
 @dataclass(frozen=True)
@@ -43,34 +48,52 @@ class BlockShape:
         """Places from one to another that counts 1/e of it."""
         return self.block_size / 2
 
+    def layout(self, *, shifted: bool) -> Layout:
+        """Of its blocks; see `Layout.shifted`."""
+        return Layout(self.block_size, self.mask, shifted=shifted, seen=(Seen(),) * self.num_layers)
 
-def train_dflash(
-    network: PreTrainedModel, batch: Callable[[int], Tensor], shape: BlockShape, schedule: Schedule, folder: Path
-) -> float:
+
+class Guessed(NamedTuple):
+    """Blocks behind random places of texts, with what they are to say."""
+
+    hidden: Tensor  # what guesses are made of, `[blocks, guesses, hidden_size]`
+    before: Tensor  # the token before each guess, `[blocks, guesses]`
+    wanted: Tensor  # the model's distribution, `[blocks, guesses, vocab_size]`
+
+
+def train_dflash(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
     """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
 
     As `cascade.engine.heads.training.train_eagle3`; rows of a batch are longer than a block.
     """
     torch.manual_seed(0)
-    head = new_head(network, shape)
+    head = new_dflash(network, shape)
     mean = fit(head, lambda ids: _loss(network, head, ids, shape), batch, schedule, folder)
     write(head, shape, network.config.get_text_config().num_hidden_layers, folder)
     return mean
 
 
-def new_head(network: PreTrainedModel, shape: BlockShape) -> DFlash:
-    """An untrained head, whose last norm is the model's; its layers leave what they are given as it is."""
-    text, embed = network.config.get_text_config(), network.get_input_embeddings()
-    layout = Layout(shape.block_size, shape.mask, shifted=False, seen=(Seen(),) * shape.num_layers)
-    head = DFlash(
-        _config(network, shape),
-        Shared(embed, network.get_output_embeddings()),
-        layout,
-        reads=shape.reads,
-        vocab_size=len(embed.weight),
-        fc_inputs=len(shape.reads) * text.hidden_size,
-        own_mask=True,
-    )
+def new_dflash(network: PreTrainedModel, shape: BlockShape) -> DFlash:
+    """An untrained head."""
+    shared = Shared(network.get_input_embeddings(), network.get_output_embeddings())
+    head = DFlash(config_of(network, shape), shared, shape.layout(shifted=False), **options_of(network, shape))
+    return prepared(head, network)
+
+
+def options_of(network: PreTrainedModel, shape: BlockShape) -> dict[str, Any]:
+    """Of a `DFlash` that is to be trained."""
+    text = network.config.get_text_config()
+    return {
+        "reads": shape.reads,
+        "vocab_size": len(network.get_input_embeddings().weight),
+        "fc_inputs": len(shape.reads) * text.hidden_size,
+        "own_mask": True,
+    }
+
+
+def prepared(head: Kind, network: PreTrainedModel) -> Kind:
+    """``head`` whose last norm is the model's, and whose layers leave what they are given as it is."""
+    size = network.config.get_text_config().hidden_size
     with torch.no_grad():
         head.mask_embedding.normal_(std=0.02)
         last = getattr(getattr(network.base_model, "norm", None), "weight", None)
@@ -80,11 +103,12 @@ def new_head(network: PreTrainedModel, shape: BlockShape) -> DFlash:
             for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 part.weight.zero_()
         head.fc.weight.zero_()
-        head.fc.weight[:, -text.hidden_size :].fill_diagonal_(1.0)
+        head.fc.weight[:, -size:].fill_diagonal_(1.0)
     return head.to(network.device)
 
 
-def _config(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
+def config_of(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
+    """Of a head's layers."""
     text = network.config.get_text_config()
     return LlamaConfig(
         hidden_size=text.hidden_size,
@@ -100,24 +124,36 @@ def _config(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
 
 
 def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
-    """Mean nats per guess behind as many places of ``ids`` ``[rows, n]`` as make its length in blocks.
+    """Mean nats per guess, see `guessed`."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        found = guessed(network, head, ids)
+        return nats(head.logits(found.hidden), found.wanted, shape)
+
+
+def nats(logits: Tensor, wanted: Tensor, shape: BlockShape) -> Tensor:
+    """Mean of what ``[blocks, guesses, vocab_size]`` lack, those further ahead counting less."""
+    losses = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(0, 1), reduction="none")
+    weights = torch.exp(-torch.arange(wanted.shape[1], device=wanted.device) / shape.decay)
+    mean: Tensor = (losses.unflatten(0, (-1, len(weights))) * weights).mean(0).sum() / weights.sum()
+    return mean
+
+
+def guessed(network: PreTrainedModel, head: DFlash, ids: Tensor) -> Guessed:
+    """Blocks behind as many places of ``ids`` ``[rows, n]`` as make its length in blocks.
 
     They are random, and the same ones each time.
     """
-    rows, n = ids.shape
+    (rows, n), size = ids.shape, head.layout.size
     chance = torch.Generator().manual_seed(int(ids.sum()))
-    places = torch.rand(rows, n - shape.block_size, generator=chance).argsort(-1)[:, : max(1, n // shape.block_size)]
+    places = torch.rand(rows, n - size, generator=chance).argsort(-1)[:, : max(1, n // size)]
     starts = (1 + places).to(ids.device)
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        with torch.no_grad():
-            said = network(ids, output_hidden_states=True, use_cache=False)
-            before = starts[..., None] + torch.arange(shape.block_size - 1, device=ids.device)
-            wanted = said.logits[torch.arange(rows, device=ids.device)[:, None, None], before].float().softmax(-1)
-        hidden = blocks(head, said.hidden_states, ids, starts)
-        losses = F.cross_entropy(head.logits(hidden).float().flatten(0, 2), wanted.flatten(0, 2), reduction="none")
-    weights = torch.exp(-torch.arange(shape.block_size - 1, device=ids.device) / shape.decay)
-    mean: Tensor = (losses.unflatten(0, (-1, len(weights))) * weights).mean(0).sum() / weights.sum()
-    return mean
+    before = starts[..., None] + torch.arange(head.layout.guesses, device=ids.device)
+    row = torch.arange(rows, device=ids.device)[:, None, None]
+    with torch.no_grad():
+        said = network(ids, output_hidden_states=True, use_cache=False)
+        wanted = said.logits[row, before].float().softmax(-1)
+    hidden = blocks(head, said.hidden_states, ids, starts)
+    return Guessed(hidden.flatten(0, 1), ids[row, before].flatten(0, 1), wanted.flatten(0, 1))
 
 
 def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor) -> Tensor:
@@ -153,18 +189,28 @@ def _by_row(part: Tensor, rows: int) -> Tensor:
     return by_row
 
 
-def write(head: DFlash, shape: BlockShape, num_layers: int, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are."""
+def write(
+    head: DFlash,
+    shape: BlockShape,
+    num_layers: int,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    said: Mapping[str, Any] = MappingProxyType({"architectures": ["DFlashDraftModel"]}),
+) -> None:
+    """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are.
+
+    What is ``said`` in the configuration depends on the kind of head.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
     torch.save({"mask_token_id": shape.mask, "embedding": weights.pop("mask_embedding")}, folder / MASK)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = head.config.to_dict() | {
-        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": shape.block_size,
         "dflash_config": {"mask_token_id": shape.mask, "target_layer_ids": [layer - 1 for layer in shape.reads]},
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": num_layers,
+        **said,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")

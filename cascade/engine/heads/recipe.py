@@ -12,16 +12,18 @@ from torch import Tensor
 from cascade.engine.checkpoint import context_len
 from cascade.engine.heads.block_training import BlockShape, train_dflash
 from cascade.engine.heads.eagle_training import Shape, train_eagle3
+from cascade.engine.heads.markov_training import train_dspark
 from cascade.engine.heads.medusa_training import train_medusa
 from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 
-KINDS = ("eagle3", "medusa", "dflash")
+KINDS = ("eagle3", "medusa", "dflash", "dspark")
+OF_BLOCKS = ("dflash", "dspark")
 VOCAB_SIZE = 32_768  # tokens that an EAGLE-3 head knows
 HEADS = 4  # of Medusa
-BLOCK_SIZE = 8  # of DFlash
+BLOCK_SIZE = 8  # of DFlash and DSpark
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Plan:
     context: int = 128  # tokens of a row
     vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
     num_heads: int | None = None  # of medusa: guesses behind a text, each by a head with an output embedding of its own
-    block_size: int | None = None  # of dflash: the last token and the guesses behind it
+    block_size: int | None = None  # of dflash and dspark: the last token and the guesses behind it
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -43,11 +45,11 @@ class Plan:
             raise ConfigError(f"vocab_size is {self.vocab_size}, but {self.kind} guesses among all tokens: leave it out")
         if self.kind != "medusa" and self.num_heads is not None:
             raise ConfigError(f"num_heads is {self.num_heads}, but {self.kind} makes all guesses with one: leave it out")
-        if self.kind != "dflash" and self.block_size is not None:
+        if self.kind not in OF_BLOCKS and self.block_size is not None:
             raise ConfigError(f"block_size is {self.block_size}, but {self.kind} guesses no blocks: leave it out")
         if self.kind == "medusa" and self.context <= (heads := self.num_heads or HEADS) + 1:
             raise ConfigError(f"context is {self.context}: {heads} heads need rows of more than {heads + 1} tokens")
-        if self.kind == "dflash" and self.context <= (size := self.block_size or BLOCK_SIZE):
+        if self.kind in OF_BLOCKS and self.context <= (size := self.block_size or BLOCK_SIZE):
             raise ConfigError(f"context is {self.context}: blocks of {size} need rows of more than {size} tokens")
 
 
@@ -66,8 +68,9 @@ def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *,
     match plan.kind:
         case "medusa":
             return train_medusa(network, batch, plan.num_heads or HEADS, schedule, out)
-        case "dflash":
-            return train_dflash(network, batch, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
+        case "dflash" | "dspark":
+            made = train_dflash if plan.kind == "dflash" else train_dspark
+            return made(network, batch, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
         case _:
             return train_eagle3(network, batch, _shape(text, tokens, plan.vocab_size or VOCAB_SIZE), schedule, out)
 

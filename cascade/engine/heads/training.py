@@ -13,7 +13,6 @@ from cascade.engine.heads.head import Head
 from cascade.errors import ConfigError
 
 CHECKPOINT = "training.pt"  # beside the head, to go on from
-VOCABULARY = "lm_head.weight"  # matrices that are no hidden ones
 
 Batch = Callable[[int], Tensor]  # token ids ``[rows, n]`` of a step by its number, the same ones each time
 
@@ -25,7 +24,7 @@ class Schedule:
     steps: int
     unrolled: int = 4  # guesses behind each position, of EAGLE-3
     decay: float = 0.8  # of the loss, from guess to guess
-    muon_lr: float = 0.01  # of hidden matrices
+    muon_lr: float = 0.01  # of hidden matrices: neither side of theirs are tokens
     adam_lr: float = 1e-3  # of the rest
     warmup_steps: int = 20
     save_every: int = 50  # steps
@@ -61,8 +60,9 @@ def fit(head: Head, loss: Callable[[Tensor], Tensor], batch: Batch, schedule: Sc
 
 
 def _optimizers(head: Head, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    hidden = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.endswith(VOCABULARY)]
-    rest = [p for name, p in head.named_parameters() if p.ndim == 1 or name.endswith(VOCABULARY)]
+    tokens = {head.vocab_size, len(head.known)}
+    hidden = [p for p in head.parameters() if p.ndim == 2 and min(p.shape) > 1 and not tokens & {*p.shape}]
+    rest = [p for p in head.parameters() if all(p is not one for one in hidden)]
     return [
         torch.optim.Muon(hidden, lr=schedule.muon_lr, weight_decay=0.01, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=schedule.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),

@@ -19,6 +19,7 @@ from tests.architectures import VOCAB
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM, WIDE = 32, 4, 2, 8, 48
 KNOWN = 40  # tokens of an EAGLE-3 head
+MASK, PARALLEL = 90, 5  # of P-EAGLE: a token, and guesses
 EPSILON = 1e-5
 
 Weights = dict[str, Tensor]
@@ -39,7 +40,9 @@ class Made:
     @property
     def most(self) -> int:
         """Guesses behind a text."""
-        return {"medusa": 3, "dflash": block_heads.BLOCK - 1, "dspark": block_heads.BLOCK}.get(self.kind, 99)
+        return {"medusa": 3, "dflash": block_heads.BLOCK - 1, "dspark": block_heads.BLOCK, "peagle": PARALLEL}.get(
+            self.kind, 99
+        )
 
     def write(self, file: str = "model.safetensors", **changes: Any) -> str:
         """Its files; ``changes`` are of its configuration."""
@@ -106,12 +109,24 @@ def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = S
     return made
 
 
+def peagle(folder: Path, *, style: str) -> Made:
+    """Of the ``speculators`` library, or as vLLM takes it."""
+    made, noise = eagle3(folder, seed=1, style=style or "yuhuili"), torch.Generator().manual_seed(2)
+    hidden = matrix(noise, 3 * SIZE)
+    made.kind, made.weights["mask_hidden"] = "peagle", hidden[None, None] if style else hidden[None]
+    depth = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": PARALLEL}]}
+    made.config |= {"mask_token_id" if style else "ptd_token_id": MASK, "speculators_config": depth}
+    return made
+
+
 def make(style: str, folder: Path) -> Made:
     """One of a kind, such as "eagle3", or of a variant, such as "eagle3-speculators"."""
     kind, _, variant = style.partition("-")
     if kind in ("dflash", "dspark"):
         weights, config = block_heads.published(style, torch.Generator().manual_seed(0), SIZE)
         return Made(kind, weights, config, folder, style=style)
+    if kind == "peagle":
+        return peagle(folder, style=variant)
     if kind == "medusa":
         return medusa(folder, vllm=variant == "vllm")
     return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
@@ -156,7 +171,7 @@ class Paper:
         """Tokens behind ``text``, the last token of which the verifier has not read."""
         out = self.verifier(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
         hidden = [state[0] for state in out.hidden_states]
-        ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3, "mtp": self._mtp}
+        ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3, "peagle": self._peagle, "mtp": self._mtp}
         made = ways.get(self.made.kind, self._of_a_block)
         self.logits, self.sure = [], []
         return made(list(text), hidden, number, params)
@@ -193,21 +208,37 @@ class Paper:
         return text[-number:]
 
     def _eagle3(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
-        w, config = self.weights, self.made.config
-        n = len(hidden) - 1
-        read = torch.cat([hidden[layer] for layer in self.made.reads or (2, n // 2, n - 3)], -1)
-        states = F.linear(_norm(read, w["input_norm.weight"]) if "input_norm.weight" in w else read, w["fc.weight"])
-        embedding = w.get("embed_tokens.weight", self.verifier.get_input_embeddings().weight)
+        w, config, states = self.weights, self.made.config, self._read(hidden)
         for _ in range(number):
-            normed = _norm(states, w["layers.0.hidden_norm.weight"])
-            x = torch.cat([_norm(embedding[text[1:]], w["layers.0.input_layernorm.weight"]), normed], -1)
-            out = self._over(x, normed if config.get("norm_before_residual") else states)[-1:]
-            known = F.linear(_norm(out, w["norm.weight"]), w["lm_head.weight"])[0]
-            logits = torch.full((VOCAB,), -torch.inf)
-            logits[w["d2t"] + torch.arange(KNOWN)] = known
-            text.append(self._pick(logits, params, len(text)))
+            out = self._eagle3_layer(text[1:], states)[-1:]
+            text.append(self._pick(self._eagle3_logits(out[0]), params, len(text)))
             states = torch.cat([states, _norm(out, w["norm.weight"]) if config.get("norm_output") else out])
         return text[-number:]
+
+    def _peagle(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
+        number, masks = min(number, PARALLEL), min(number, PARALLEL) - 1
+        masked = self._read(self.weights["mask_hidden"].flatten().view(3, 1, SIZE), every=True).expand(masks, -1)
+        out = self._eagle3_layer([*text[1:], *[MASK] * masks], torch.cat([self._read(hidden), masked]))[-number:]
+        return [self._pick(self._eagle3_logits(one), params, len(text) + place) for place, one in enumerate(out)]
+
+    def _read(self, hidden: Sequence[Tensor], *, every: bool = False) -> Tensor:
+        """What EAGLE-3 makes of the hidden states that it reads, or of ``every`` one of them."""
+        w, n = self.weights, len(hidden) - 1
+        reads = range(3) if every else self.made.reads or (2, n // 2, n - 3)
+        read = torch.cat([hidden[layer] for layer in reads], -1)
+        return F.linear(_norm(read, w["input_norm.weight"]) if "input_norm.weight" in w else read, w["fc.weight"])
+
+    def _eagle3_layer(self, tokens: Sequence[int], states: Tensor) -> Tensor:
+        w = self.weights
+        embedding = w.get("embed_tokens.weight", self.verifier.get_input_embeddings().weight)
+        normed = _norm(states, w["layers.0.hidden_norm.weight"])
+        x = torch.cat([_norm(embedding[list(tokens)], w["layers.0.input_layernorm.weight"]), normed], -1)
+        return self._over(x, normed if self.made.config.get("norm_before_residual") else states)
+
+    def _eagle3_logits(self, out: Tensor) -> Tensor:
+        w, logits = self.weights, torch.full((VOCAB,), -torch.inf)
+        logits[w["d2t"] + torch.arange(KNOWN)] = w["lm_head.weight"] @ _norm(out, w["norm.weight"])
+        return logits
 
     def _mtp(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
         assert self.made.out is not None

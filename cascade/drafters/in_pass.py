@@ -8,7 +8,7 @@ from cascade.drafters.paying import MOST, paying
 from cascade.scorer import UNREAD, Scored
 
 BLOCK = 16  # guesses of a pass where they are made at once, else `MOST`
-AT_ONCE = ("dflash", "dspark")
+AT_ONCE = ("peagle", "dflash", "dspark")
 
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together

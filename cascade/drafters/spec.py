@@ -9,7 +9,8 @@ from cascade.scorer import Drafter
 
 AUTO = "auto"  # what nobody has to think about
 KINDS = ("lookup", "suffix", "recycling", "lookahead", "corpus")
-HEADS = ("head", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark")  # read the model: of the first the files say the kind
+# read the model: of the first the files say the kind
+HEADS = ("head", "medusa", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
 WITHIN = ("mtp",)  # of these: lie in the model's own checkpoint unless a source is named
 EXIT = "exit"  # runs some of the model's own layers
 Encode = Callable[[str], Sequence[int]]  # token ids of a text

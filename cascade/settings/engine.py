@@ -59,6 +59,7 @@ class DrafterConfig(Section):
         "medusa",
         "eagle",
         "eagle3",
+        "peagle",
         "mtp",
         "dflash",
         "dspark",

@@ -38,7 +38,7 @@ def spoiled(made: Made, problem: str) -> None:
     elif problem == "negative tokens":
         weights["d2t"] = weights["d2t"] - 90
     elif problem == "unknown":
-        weights["mask_hidden" if made.kind != "medusa" else "strange.weight"] = torch.zeros(1)
+        weights["strange.weight"] = torch.zeros(1)
     elif problem == "hidden norm":
         del weights["hidden_norm.weight"]
     elif problem == "markov":
@@ -63,10 +63,12 @@ PROBLEMS = [
     ("medusa", "vocabulary", {}, "guesses among 104 tokens, and the model has 96"),
     ("eagle3", "tokens", {}, "by its tensor d2t it guesses tokens"),
     ("eagle3", "negative tokens", {}, "by its tensor d2t it guesses tokens -"),
-    ("eagle3", "unknown", {}, "none of the kinds medusa, eagle, eagle3, dflash and dspark"),
+    ("eagle3", "unknown", {}, "has the tensor strange.weight"),
     ("medusa", "unknown", {}, "has the tensor strange.weight"),
     ("eagle3", "shape", {}, "4 heads of 6 do not fit"),
-    ("eagle", "names", {}, "none of the kinds"),
+    ("eagle", "names", {}, "none of the kinds medusa, eagle, eagle3, peagle, dflash and dspark"),
+    ("peagle", "", {"ptd_token_id": None}, "config.json does not name mask_token_id"),
+    ("peagle", "", {"ptd_token_id": 151669}, "its masks are token 151669, and the model has 96"),
     ("eagle3", "", {"num_attention_heads": None}, "does not name num_attention_heads"),
     (
         "eagle3",
@@ -127,7 +129,7 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
         (str(tmp_path / "empty"), "auto", "has none of the files"),
         (str(tmp_path / "broken"), "auto", "No drafter can be loaded"),
         (source, "eagle3", "drafter_kind is 'eagle3', and its tensors are those of the kind 'eagle'"),
-        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3, dflash, dspark"),
+        (source, "hydra", "drafter_kind is 'hydra': it must be one of auto, medusa, eagle, eagle3, peagle, dflash, dspark"),
     ):
         with pytest.raises(ModelError, match=words) as caught:
             load_head(where, network, kind=kind)

@@ -46,9 +46,10 @@ BLOCKS = (
     "dspark-rnn",
     "dspark-speculators",
 )
-STYLES = ("medusa", "medusa-vllm", "eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", *BLOCKS)
+EAGLES = ("eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", "peagle", "peagle-speculators")
+STYLES = ("medusa", "medusa-vllm", *EAGLES, *BLOCKS)
 MTP = tuple(MODELS)  # whose models are their own
-EACH = ("medusa", "eagle", "eagle3", "mtp-glm", "dflash", "dspark")
+EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

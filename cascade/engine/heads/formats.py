@@ -4,7 +4,7 @@
   it, ``blocks.{h}.layers.{l}.*``, ``lm_heads.{h}.weight`` and ``token_map``.
 - EAGLE-1, 2: ``fc`` over embedding and hidden state, ``layers.{l}.*`` of which the first has no norm before attention.
 - EAGLE-3: ``fc`` over several hidden states, ``midlayer.*`` or ``layers.{l}.*``, ``norm``, ``lm_head``, ``d2t``; the
-  ``speculators`` library puts the layer's sizes into ``transformer_layer_config``.
+  ``speculators`` library puts the layer's sizes into ``transformer_layer_config``. P-EAGLE: the same, ``mask_hidden``.
 - DFlash: ``fc`` over several hidden states, ``hidden_norm``, ``layers.{l}.*`` as of Qwen 3, ``norm``; maybe a file with what
   masks are embedded as. DSpark: the same, ``markov_head`` and ``confidence_head``. See `cascade.engine.heads.block_formats`.
 
@@ -34,6 +34,7 @@ from cascade.errors import ModelError
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 TORCH = "pytorch_model.bin"
 MASK = "mask_embedding.pt"
+MASK_HIDDEN = "mask_hidden"  # a tensor that has one dimension, or some of size 1 before it
 PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json", TORCH, MEDUSA_FILES[1], MASK]
 MAPS = ("d2t", "t2d", "token_map")  # tensors that are no weights
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold the verifier's
@@ -176,7 +177,7 @@ def _named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, new in RENAMED:
             name = pattern.sub(new, name)
         if not IGNORED.search(name):
-            named[name] = tensor
+            named[name] = tensor.flatten() if name == MASK_HIDDEN else tensor
     return named
 
 
@@ -207,15 +208,15 @@ def kind_of(checkpoint: Checkpoint) -> str:
     if any(name.startswith("blocks.0.") for name in weights):
         return "medusa"
     query = "layers.0.self_attn.q_proj.weight"
-    if "fc.weight" in weights and query in weights and "mask_hidden" not in weights:
+    if "fc.weight" in weights and query in weights:
         inputs, size = checkpoint.size(query, 1), checkpoint.size("fc.weight")
         if inputs == size and weights.keys() & {"hidden_norm.weight", "layers.0.input_layernorm.weight"}:
             return "dspark" if any(name.startswith(("markov_head.", "confidence_head.")) for name in weights) else "dflash"
         if inputs == size:
             return "eagle"
         if inputs == 2 * size:
-            return "eagle3"
-    raise checkpoint.wrong("its tensors are of none of the kinds medusa, eagle, eagle3, dflash and dspark")
+            return "peagle" if MASK_HIDDEN in weights else "eagle3"
+    raise checkpoint.wrong("its tensors are of none of the kinds medusa, eagle, eagle3, peagle, dflash and dspark")
 
 
 def layers_of(checkpoint: Checkpoint, number: int, num_layers: int) -> tuple[int, ...]:

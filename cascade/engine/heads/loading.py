@@ -18,11 +18,14 @@ from cascade.engine.heads.medusa import Block, Medusa
 from cascade.engine.heads.mtp import Mtp
 from cascade.engine.heads.mtp_formats import holds_mtp
 from cascade.engine.heads.mtp_loading import load_mtp
+from cascade.engine.heads.peagle import Peagle
 from cascade.errors import ModelError
+from cascade.scorer import MAX_FORKED
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 ATTENTION = "layers.0.self_attn."
 MTP = Mtp.kind
+PARALLEL = 8  # guesses of P-EAGLE
 
 
 class Verifier(NamedTuple):
@@ -94,6 +97,28 @@ def _eagle(checkpoint: Checkpoint, verifier: Verifier) -> Head:
 
 
 def _eagle3(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    return Eagle3(_config(checkpoint, verifier), verifier.shared, **_eagle3_options(checkpoint, verifier))
+
+
+def _peagle(checkpoint: Checkpoint, verifier: Verifier) -> Head:
+    options, names = _eagle3_options(checkpoint, verifier), ("mask_token_id", "ptd_token_id", "pard_token")
+    mask = next((checkpoint.config[name] for name in names if checkpoint.config.get(name) is not None), None)
+    if not isinstance(mask, int):
+        raise checkpoint.wrong("its config.json does not name mask_token_id")
+    if not 0 <= mask < verifier.vocab_size:
+        raise checkpoint.wrong(f"its masks are token {mask}, and the model has {verifier.vocab_size}")
+    most = _trained_for(checkpoint)
+    return Peagle(_config(checkpoint, verifier), verifier.shared, mask=mask, most=most, **options)
+
+
+def _trained_for(checkpoint: Checkpoint) -> int:
+    """Guesses behind a text, as ``speculators`` says it, or the usual number."""
+    methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return min(MAX_FORKED, int(methods[0].get("speculative_tokens") or PARALLEL))
+
+
+def _eagle3_options(checkpoint: Checkpoint, verifier: Verifier) -> dict[str, Any]:
+    """What both kinds are told."""
     size, inputs = checkpoint.size("fc.weight"), checkpoint.size("fc.weight", 1)
     number, rest = divmod(inputs, verifier.hidden_size)
     told = checkpoint.config.get("target_hidden_size")
@@ -105,19 +130,16 @@ def _eagle3(checkpoint: Checkpoint, verifier: Verifier) -> Head:
         raise checkpoint.wrong(f"it lacks the tensor embed_tokens.weight, for its hidden size {size} is not the model's")
     logits = checkpoint.size("lm_head.weight")
     norms = "whole" if "input_norm.weight" in checkpoint.weights else "each" if "fc_norm.0.weight" in checkpoint.weights else ""
-    return Eagle3(
-        _config(checkpoint, verifier),
-        verifier.shared,
-        own_embed=own_embed,
-        draft_vocab_size=logits,
-        norms=norms,
-        norm_before_residual=bool(checkpoint.config.get("norm_before_residual", False)),
-        norm_output=bool(checkpoint.config.get("norm_output", False)),
-        fc_inputs=inputs,
-        reads=layers_of(checkpoint, number, verifier.num_layers),
-        ids=token_ids(checkpoint, "d2t", logits, verifier.vocab_size, offsets=True),
-        **_options(checkpoint, verifier),
-    )
+    return _options(checkpoint, verifier) | {
+        "own_embed": own_embed,
+        "draft_vocab_size": logits,
+        "norms": norms,
+        "norm_before_residual": bool(checkpoint.config.get("norm_before_residual", False)),
+        "norm_output": bool(checkpoint.config.get("norm_output", False)),
+        "fc_inputs": inputs,
+        "reads": layers_of(checkpoint, number, verifier.num_layers),
+        "ids": token_ids(checkpoint, "d2t", logits, verifier.vocab_size, offsets=True),
+    }
 
 
 def _dflash(checkpoint: Checkpoint, verifier: Verifier) -> Head:
@@ -196,6 +218,7 @@ MAKERS: dict[str, Callable[[Checkpoint, Verifier], Head]] = {
     "medusa": _medusa,
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "peagle": _peagle,
     "dflash": _dflash,
     "dspark": _dspark,
 }

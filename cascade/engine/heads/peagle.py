@@ -1,0 +1,59 @@
+"""P-EAGLE: EAGLE-3 that makes all guesses behind a text in one step.
+
+The first guess is EAGLE-3's. Each place behind it takes a mask for the token and what was learnt for the hidden states, and sees
+the text and the masks before it:
+
+    h = fc(mask_hidden),  embedding = that of the mask's token;   logits = head(norm(out))
+
+"P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", arXiv 2602.01469.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cascade.engine.heads.eagle import Eagle3
+from cascade.engine.heads.guesses import Guesses
+from cascade.engine.heads.head import Place
+from cascade.engine.kv import Span
+
+
+class Peagle(Eagle3):
+    """Guesses behind the first one know nothing of those before them."""
+
+    kind = "peagle"
+
+    def __init__(self, *sizes: Any, fc_inputs: int, mask: int, most: int, **options: Any) -> None:
+        """``mask`` is a token id; ``most`` are the guesses that it was trained for."""
+        super().__init__(*sizes, fc_inputs=fc_inputs, **options)
+        self.mask_hidden = nn.Parameter(torch.empty(fc_inputs))
+        self.most = most
+        self._mask = mask
+
+    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
+        active, texts = list(rooms), guesses.texts
+        masks = [0 if rooms[one] is None else texts[one].guesses - 1 for one in active]
+        begins = [len(active)]  # of their places, behind the first guesses
+        for number in masks:
+            begins.append(begins[-1] + number)
+        if any(masks):
+            hidden = torch.cat([hidden, self._masked(guesses, rooms, masks, place)])
+        logits = self.whole(self.logits(hidden))
+        for step in range(1 + max(masks)):
+            kept = [row for row, number in enumerate(masks) if number >= step]
+            guesses.choose([active[row] for row in kept], logits[[begins[row] + step - 1 if step else row for row in kept]])
+
+    def _masked(self, guesses: Guesses, rooms: Mapping[int, Any], masks: list[int], place: Place) -> Tensor:
+        """``[n, width]`` of the masks behind all texts, ``masks`` of each."""
+        spans: list[Span] = []
+        starts: list[int] = []
+        for (one, room), number in zip(rooms.items(), masks, strict=True):
+            start = guesses.texts[one].end - 1
+            if number:
+                spans.append(Span(room, len(starts), len(starts) + number, start))
+                starts += range(start, start + number)
+        tokens = torch.full((len(starts),), self._mask, device=self.device)
+        state = self.state(self.mask_hidden[None].chunk(len(self.reads), dim=-1))
+        return self._pass(tokens, state.expand(len(starts), -1), starts, place, spans)

@@ -19,7 +19,7 @@ from cascade.client import AsyncClient
 from deployments.launch.server import Server
 
 FULL_MS = {1: 22.0, 8: 26.0, 16: 36.0, 32: 58.0, 64: 104.0}
-PACE = {"up_delay_s": 4, "down_delay_s": 12, "trial_s": 20, "rest_s": 60}
+PACE = {"up_delay_s": 4, "down_delay_s": 12, "trial_s": 40, "rest_s": 120}
 LOOK_S = 2.0  # between two looks at the replicas
 
 

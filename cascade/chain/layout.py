@@ -18,6 +18,7 @@ from cascade.chain.profile import PassCost
 Layout: TypeAlias = tuple[int, ...]  # replicas, bottom to top
 Drafts: TypeAlias = frozenset[str]  # tiers that draft, by name
 Gains: TypeAlias = Mapping[Drafts, Mapping[int, float]]  # by `crowd`: times the tokens/s that a session has without drafts
+Speeds: TypeAlias = Mapping[int, Mapping[Drafts, float]]  # by `crowd`: tokens/s of a session, by who drafts
 
 SLACK = 1.15  # replicas go if the others have room for so many times the load: one that wavers by less moves nothing
 BETTER = 1.05  # times the speed for its devices make another set of draft tiers the better one
@@ -76,7 +77,10 @@ class TierLoad:
 
 
 def crowd(sessions: float) -> int:
-    """Class of a number of sessions of a full replica, in powers of two as the planner has them."""
+    """Class of a number of sessions of a replica: 1, 2, 3 to 5, 6 to 11, 12 to 22, ...
+
+    The borders lie between powers of two, at which loads like to be held.
+    """
     return round(math.log2(max(1.0, sessions)))
 
 

@@ -3,10 +3,10 @@
 Pure; the serving tier and the simulator follow the same rules.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
+from cascade.chain.layout import crowd
 from cascade.chain.plan import ALONE, Chain, Course, Plan, Purse, Seen
 
 Spared: TypeAlias = Literal["load", "low_acceptance", "short"]
@@ -39,7 +39,7 @@ class Planner:
 
     def spared(self, allowed: Course, num_sessions: int, *, sampled: bool = False) -> Spared:
         """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to try."""
-        load, plans = _load(num_sessions), self._plans.get((allowed, sampled), {})
+        load, plans = crowd(num_sessions), self._plans.get((allowed, sampled), {})
         if any(plan.best != ALONE for less, plan in plans.items() if less < load):
             return "load"
         return "low_acceptance" if any(plan.num_trials for plan in plans.values()) else "short"
@@ -49,7 +49,7 @@ class Planner:
 
         Safe to call from any thread.
         """
-        plans = [plans.get(_load(num_sessions)) for plans in list(self._plans.values())]
+        plans = [plans.get(crowd(num_sessions)) for plans in list(self._plans.values())]
         measured = [list(plan.records.items()) for plan in plans if plan is not None]
         speeds: dict[Chain, float] = {}
         for course, record in max(measured, key=lambda records: sum(one.seconds for _, one in records), default=[]):
@@ -69,18 +69,13 @@ class Planner:
 
     def _plan(self, allowed: Course, num_sessions: int, *, sampled: bool) -> Plan:
         plans = self._plans.setdefault((allowed, sampled), {})
-        load = _load(num_sessions)
+        load = crowd(num_sessions)
         if load not in plans:
             near = min(plans, key=lambda other: abs(other - load), default=None)
-            plans[load] = Plan(allowed, self._purse, crowded=load >= _load(3))
+            plans[load] = Plan(allowed, self._purse, crowded=load >= crowd(3))
             if near is not None:
                 plans[load].borrow(plans[near])
         return plans[load]
-
-
-def _load(num_sessions: int) -> int:
-    """1, 2, 3 to 5, 6 to 11, 12 to 22, ...: the borders lie between powers of two, at which loads like to be held."""
-    return round(math.log2(max(1, num_sessions)))
 
 
 class Measured(NamedTuple):

@@ -5,13 +5,14 @@ the simulator of fleets follow the same rules.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cascade.chain.layout import Drafts, Gains, Goal, Layout, TierLoad, choose, crowd, devices
+from cascade.chain.layout import Drafts, Gains, Goal, Layout, Speeds, TierLoad, choose, crowd, devices
 
 RECENT = 0.2  # weight of the latest gain beside those before it
 LONGEST = 4  # doublings of the rest of a tier that did not pay time and again
+ALONE: Drafts = frozenset()
 WAVER = 0.07  # share by which a load differs that is still the same
 
 
@@ -35,26 +36,26 @@ class Learnt:
     _asleep: dict[str, float] = field(default_factory=dict)
     _losses: dict[str, int] = field(default_factory=dict)
 
-    def saw(self, tiers: Sequence[TierLoad], speeds: Mapping[Drafts, float], now: float) -> None:
-        """``speeds`` are tokens/s of a session as full replicas measure them, by who drafts; of absent tiers they are old."""
+    def saw(self, tiers: Sequence[TierLoad], speeds: Speeds, now: float) -> None:
+        """``speeds`` are as full replicas measure them at the loads that they have; of absent tiers they are old."""
         for tier in tiers[:-1]:
             self._note(tier, tiers[-1], now)
-        alone = speeds.get(frozenset(), 0.0)
         tried = {tier.name for tier in tiers[:-1] if self._tried(tier.name, now)}
         for names in _sets(tried) if tiers[-1].sessions and tiers[-1].replicas else ():
-            if alone > 0 and names in speeds:
-                self._note_gain(names, _crowd(tiers[-1]), speeds[names] / alone)
-            elif not all(tier.sessions for tier in tiers[:-1] if tier.name in names):  # there, and nobody asks
-                self._note_gain(names, _crowd(tiers[-1]), 1.0)
+            gains = {load: known[names] / known[ALONE] for load, known in speeds.items() if known.get(ALONE) and names in known}
+            if not gains and not all(tier.sessions for tier in tiers[:-1] if tier.name in names):  # there, and nobody asks
+                gains = {_crowd(tiers[-1]): 1.0}
+            for load, gain in gains.items():
+                self._note_gain(names, load, gain)
 
     @property
     def gains(self) -> Gains:
         """Of sets of draft tiers that were tried."""
         return self._known
 
-    def _note_gain(self, names: Drafts, crowd: int, gain: float) -> None:
+    def _note_gain(self, names: Drafts, load: int, gain: float) -> None:
         known = self._known.setdefault(names, {})
-        known[crowd] = known[crowd] + RECENT * (gain - known[crowd]) if crowd in known else gain
+        known[load] = known[load] + RECENT * (gain - known[load]) if load in known else gain
 
     def _note(self, tier: TierLoad, full: TierLoad, now: float) -> None:
         """A tier comes and goes; one that has been away for long may have become better."""
@@ -137,7 +138,7 @@ class Scaler:
         self._steady = Steady()
         self._patience: Patience | None = None
 
-    def decide(self, tiers: Sequence[TierLoad], speeds: Mapping[Drafts, float], now: float) -> Layout:
+    def decide(self, tiers: Sequence[TierLoad], speeds: Speeds, now: float) -> Layout:
         """Replicas to ask for, of tiers bottom to top; see `Learnt.saw` for ``speeds``."""
         if self._patience is None:
             self._patience = Patience(self._pace, tuple(max(tier.least, tier.replicas) for tier in tiers))

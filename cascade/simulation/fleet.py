@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cascade.chain.layout import CROWDED, Layout, TierLoad
+from cascade.chain.layout import CROWDED, Layout, Speeds, TierLoad, crowd
 from cascade.chain.scaling import Scaler
 from cascade.simulation.arrivals import Arrival
 
@@ -22,7 +22,7 @@ LOOK_BACK = 0.3  # weight of the latest look in what is reported
 
 Table = Mapping[frozenset[str], Sequence[tuple[int, float]]]
 """Gains by draft tiers, at numbers of sessions of a full replica."""
-Rule = Callable[[Sequence[TierLoad], Mapping[frozenset[str], float], float], Layout]
+Rule = Callable[[Sequence[TierLoad], Speeds, float], Layout]
 """Replicas to ask for, of tiers bottom to top with what planners measure, at a time; `Scaler.decide` is one."""
 
 
@@ -220,10 +220,11 @@ class _Run:
             for tier, count in zip(self._fleet.tiers, counts, strict=True)
         ]
 
-    def _speeds(self, tiers: Sequence[TierLoad]) -> dict[frozenset[str], float]:
+    def _speeds(self, tiers: Sequence[TierLoad]) -> Speeds:
         """What planners measure, of the draft tiers that serve."""
         sessions = max(1.0, tiers[-1].sessions / max(1, tiers[-1].replicas))
         alone = 1 / tiers[-1].cost(round(sessions))
         there = {tier.name for tier in tiers[:-1] if tier.replicas}
         named = [frozenset[str](), *(names for names in self._fleet.gains if names <= there)]
-        return {names: alone * self._gain(names, sessions) * self._lots.lognormvariate(0, NOISE) for names in named}
+        measured = {names: alone * self._gain(names, sessions) * self._lots.lognormvariate(0, NOISE) for names in named}
+        return {crowd(sessions): measured}

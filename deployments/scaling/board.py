@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from cascade.chain.layout import Layout, TierLoad
+from cascade.chain.layout import Layout, Speeds, TierLoad
 from cascade.chain.profile import PassCost
 from cascade.chain.scaling import Scaler
 from cascade.settings.autoscaling import AutoscalingConfig
@@ -18,7 +18,7 @@ from cascade.settings.autoscaling import AutoscalingConfig
 log = logging.getLogger("ray.serve")
 
 COST = "pass_s_"  # begins the names of what a pass of so many sessions takes, seconds
-SPEED = "speed:"  # the same of tokens/s of a session, by who drafts
+SPEED = "speed:"  # the same of tokens/s of a session, by the crowd that there was, and by who drafts
 DECIDE_S = 1.0  # between two decisions
 STALE_S = 30.0  # a board that nobody has looked at for so long is of an application that is gone
 FLAT = PassCost(base_s=1.0)  # of a tier that has not said yet what its passes cost
@@ -31,7 +31,7 @@ class Board:
     tiers: Sequence[Mapping[str, Any]]  # name, devices, least, most; bottom to top
     autoscaling: Mapping[str, Any]
     loads: dict[str, TierLoad] = field(default_factory=dict)
-    speeds: dict[frozenset[str], float] = field(default_factory=dict)  # as the full tier measures them
+    speeds: Speeds = field(default_factory=dict)  # as the full tier measures them
     layout: Layout = ()
     told_at: dict[str, float] = field(default_factory=dict)
     decided_at: float = 0.0
@@ -71,7 +71,7 @@ class Board:
             kv_use=_mean(said.get("kv_use", {})),
         )
         if place == len(self.tiers) - 1:
-            self.speeds = {_drafters(name): _mean(values) for name, values in said.items() if name.startswith(SPEED)}
+            self.speeds = _speeds({name: _mean(values) for name, values in said.items() if name.startswith(SPEED)})
 
     def _decide(self, now: float) -> None:
         loads = [self.loads[spec["name"]] for spec in self.tiers]
@@ -98,5 +98,10 @@ def _mean(values: Mapping[Any, float]) -> float:
     return sum(values.values()) / len(values) if values else 0.0
 
 
-def _drafters(name: str) -> frozenset[str]:
-    return frozenset(filter(None, name.removeprefix(SPEED).split(",")))
+def _speeds(said: Mapping[str, float]) -> Speeds:
+    """Of names such as ``speed:1:medium,tiny``."""
+    speeds: dict[int, dict[frozenset[str], float]] = {}
+    for name, speed in said.items():
+        load, _, chain = name.removeprefix(SPEED).partition(":")
+        speeds.setdefault(int(load), {})[frozenset(filter(None, chain.split(",")))] = speed
+    return speeds

@@ -2,6 +2,7 @@
 
 import time
 
+from cascade.chain.layout import crowd
 from cascade.chain.profile import Profile
 from cascade.chain.tier import Tier
 from deployments.scaling.board import COST, SPEED
@@ -30,5 +31,5 @@ class LoadReport:
             "waiting": float(load.waiting),
             "kv_use": load.kv_use,
             **{f"{COST}{size}": self._profile.predict(size) for size in SIZES},
-            **{SPEED + ",".join(chain): speed for chain, speed in load.speeds.items()},
+            **{f"{SPEED}{crowd(load.sessions)}:{','.join(chain)}": speed for chain, speed in load.speeds.items()},
         }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cascade.chain.layout import Gains, Goal, Layout, TierLoad, choose, devices
+from cascade.chain.layout import Gains, Goal, Layout, TierLoad, choose, crowd, devices
 from cascade.chain.profile import PassCost
 from cascade.chain.scaling import Learnt, Pace, Patience, Scaler, Steady, granted
 
@@ -121,7 +121,8 @@ def test_devices_in_use_stay_within_the_budget(steps: list[tuple[float, float]],
     for sessions, seconds in steps:
         now += seconds
         serving = tuple(replace(tier, replicas=count) for tier, count in zip(tiers, counts, strict=True))
-        asked = scaler.decide(loaded(serving, sessions), {NONE: 40.0, **{names: 40 * known[names][0] for names in known}}, now)
+        measured = {NONE: 40.0, **{names: 40 * known[names][0] for names in known}}
+        asked = scaler.decide(loaded(serving, sessions), {crowd(sessions): measured}, now)
         in_use = tuple(max(one, two) for one, two in zip(asked, counts, strict=True))
         assert devices(tiers, in_use) <= 4
         counts = asked if seconds > 3 else tuple(max(pair) for pair in zip(asked, counts, strict=True))
@@ -148,7 +149,7 @@ def test_what_does_not_pay_sleeps_and_is_tried_again_later_and_later() -> None:
     awake = False
     while now < 2000:
         serving = (replace(DRAFTS[0], replicas=int(awake)), replace(FULL, replicas=1, sessions=4.0))
-        learnt.saw(serving, {NONE: 40.0, TINY: 41.0}, now)
+        learnt.saw(serving, {2: {NONE: 40.0, TINY: 41.0}}, now)
         wanted = learnt.gains.get(TINY, {2: 2.0})[2] > 1.5
         if wanted and not awake:
             woken.append(now)
@@ -166,3 +167,14 @@ def test_nobody_asks_for_a_tier_that_is_there() -> None:
     for now in (0.0, PACE.trial_s):
         learnt.saw(serving, {}, now)
     assert learnt.gains[TINY] == {2: 1.0}
+
+
+def test_gains_are_those_of_the_load_they_were_measured_at() -> None:
+    """Guards crowds that come at once: what two sessions gained was believed for eight, which had not measured it yet."""
+    learnt = Learnt(PACE)
+    for now, sessions in ((0.0, 2.0), (PACE.trial_s, 2.0), (PACE.trial_s + 1, 8.0)):
+        serving = (replace(DRAFTS[0], replicas=1), replace(FULL, replicas=1, sessions=sessions))
+        learnt.saw(serving, {1: {NONE: 20.0, TINY: 44.0}}, now)
+    assert learnt.gains[TINY] == {1: 2.2}
+    learnt.saw(serving, {1: {NONE: 20.0, TINY: 44.0}, 3: {NONE: 10.0, TINY: 11.0}}, now + 1)
+    assert learnt.gains[TINY] == {1: 2.2, 3: 1.1}

@@ -127,7 +127,11 @@ def test_replicas_follow_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(config(6), monkeypatch)
 
     def crowd(name: str) -> dict[str, float]:
-        speeds = {"speed:": 20.0, "speed:tiny": 20.0, "speed:medium": 21.0, "speed:medium,tiny": 19.0} if name == "full" else {}
+        speeds = (
+            {"speed:4:": 20.0, "speed:4:tiny": 20.0, "speed:4:medium": 21.0, "speed:4:medium,tiny": 19.0}
+            if name == "full"
+            else {}
+        )
         return {**COST, **speeds, "busy": 1.0, "sessions": 60.0 / max(1, controller.replicas[name]), "tokens_s": 900.0}
 
     seen = controller.run(60, crowd)
@@ -143,7 +147,11 @@ def test_drafts_that_pay_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(config(6), monkeypatch)
 
     def few(name: str) -> dict[str, float]:
-        speeds = {"speed:": 40.0, "speed:tiny": 42.0, "speed:medium": 90.0, "speed:medium,tiny": 91.0} if name == "full" else {}
+        speeds = (
+            {"speed:1:": 40.0, "speed:1:tiny": 42.0, "speed:1:medium": 90.0, "speed:1:medium,tiny": 91.0}
+            if name == "full"
+            else {}
+        )
         return {**COST, **speeds, "busy": 0.9, "sessions": 2.0, "tokens_s": 180.0 if name == "full" else 400.0}
 
     seen = controller.run(120, few)

@@ -1,7 +1,7 @@
 """P-EAGLE: EAGLE-3 that makes all guesses behind a text in one step.
 
-The first guess is EAGLE-3's. Each place behind it takes a mask for the token and what was learnt for the hidden states, and sees
-the text and the masks before it:
+The first guess is EAGLE-3's. Each place behind it takes a mask for the token and what was learnt for the hidden states, and
+sees the text and the masks before it:
 
     h = fc(mask_hidden),  embedding = that of the mask's token;   logits = head(norm(out))
 

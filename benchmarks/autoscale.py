@@ -2,10 +2,11 @@
 
     make bench-autoscale
 
-Everything here is simulated (`cascade.simulation.fleet`, `cascade.simulation.arrivals`). The static layout is the one of fewest
-devices whose 95th percentile of the time per token is the one that is asked for; the other one may take as many devices, and
-has to start each replica first. Gains by draft tiers and load are those that real sessions have in the discrete-event
-simulator, with the same passes; `--gains` measures them again. The last line is one JSON document.
+Everything here is simulated (`cascade.simulation.fleet`, `cascade.simulation.arrivals`). The static layout is the one of
+fewest devices whose 95th percentile of the time per token is the one that is asked for; the other one may take as many
+devices, has to start each replica first, and is asked for more speed until it is no later than the static one. Gains by draft
+tiers and load are those that real sessions have in the discrete-event simulator, with the same passes; `--gains` measures
+them again. The last line is one JSON document.
 """
 
 import argparse
@@ -40,7 +41,9 @@ GAINS = {  # by `measure_gains`
 MOST_FULL, MOST_DRAFT = 12, 4
 TOKENS = 300.0  # of an answer, on average
 SHARE = 0.95  # of requests, that are judged
-AIM = 0.9  # of the time per token that is to be kept at that share: what scalers are asked for is a mean
+# times a session's time per token alone: what scalers are asked for, a mean, until that share of requests is as soon as static
+GOALS = (1.35, 1.2, 1.1)
+LATER = 1.05  # times the static layout's time per token that is no later
 HOUR_S = 3600.0
 TRACES: dict[str, tuple[Callable[..., list[Arrival]], float, float]] = {  # requests a second at the most, hours
     "rising": (rising, 12.0, 2.0),
@@ -98,14 +101,17 @@ def _keeps_up(there: Fleet, trace: Sequence[Arrival], layout: Layout) -> bool:
     return layout[-1] * 64 / there.tiers[-1].cost(64) >= sum(one.tokens for one in trace) / trace[-1].at_s
 
 
-def compare(trace: Sequence[Arrival], there: Fleet, goal: Goal, pace: Pace) -> dict[str, Any]:
-    """The cheapest static layout, and as many devices for a scaler that has to keep the same time per token."""
-    layout, fixed = cheapest(there, trace, goal.slowdown * FULL(1))
+def compare(trace: Sequence[Arrival], there: Fleet, slowdown: float) -> dict[str, Any]:
+    """The cheapest static layout, and as many devices for a scaler that has to keep the same time per token.
+
+    Of its goals the first that keeps it, or else the one that comes nearest.
+    """
+    layout, fixed = cheapest(there, trace, slowdown * FULL(1))
     late = fixed.quantile(SHARE)
-    asked = Goal(devices(there.tiers, layout), AIM * goal.slowdown, goal.worth)
-    scaled = run(there, trace, Scaler(asked, pace), (0, 1, there.tiers[-1].least))
+    goal, scaled = asked(there, trace, devices(there.tiers, layout), LATER * late)
     return {
         "requests": len(trace),
+        "goal": goal,
         "static": "/".join(map(str, layout)),
         "device_hours": [round(fixed.device_hours, 1), round(scaled.device_hours, 1)],
         "saved": round(1 - scaled.device_hours / fixed.device_hours, 3),
@@ -117,9 +123,23 @@ def compare(trace: Sequence[Arrival], there: Fleet, goal: Goal, pace: Pace) -> d
     }
 
 
+def asked(there: Fleet, trace: Sequence[Arrival], budget: float, latest_s: float) -> tuple[float, Course]:
+    """What a scaler is asked for, and what comes of it."""
+    best: tuple[float, Course] | None = None
+    for goal in GOALS:
+        course = run(there, trace, Scaler(Goal(budget, goal), Pace()), (0, 1, there.tiers[-1].least))
+        if best is None or course.quantile(SHARE) < best[1].quantile(SHARE):
+            best = goal, course
+        if course.quantile(SHARE) <= latest_s:
+            return goal, course
+    assert best is not None
+    return best
+
+
 def table(found: dict[str, Any]) -> Table:
     result = Table(
         "requests",
+        "goal",
         "static",
         "device-hours",
         "saved",
@@ -131,7 +151,16 @@ def table(found: dict[str, Any]) -> Table:
     )
     for name, one in found.items():
         hours, late = ("{1} / {0}".format(*one[key]) for key in ("device_hours", "p95_token_ms"))
-        cells = (one["static"], hours, f"{one['saved']:.0%}", late, one["p95_ratio"], one["p50_ratio"], one["changes"])
+        cells = (
+            one["goal"],
+            one["static"],
+            hours,
+            f"{one['saved']:.0%}",
+            late,
+            one["p95_ratio"],
+            one["p50_ratio"],
+            one["changes"],
+        )
         result.add_row(f"{name}, {one['requests']}", *map(str, cells))
     return result
 
@@ -157,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         begin = time.perf_counter()
         make, most, hours = TRACES[name]
         trace = make(most, (chosen.hours or hours) * HOUR_S, TOKENS, chosen.seed)
-        found[name] = compare(trace, fleet(chosen.start, chosen.least), Goal(1), Pace())
+        found[name] = compare(trace, fleet(chosen.start, chosen.least), Goal(1).slowdown)
         console.print(f"[bold]{name}[/]: {time.perf_counter() - begin:.0f} s")
     console.print(table(found))
     print(json.dumps({"start_s": chosen.start, "least": chosen.least, "traces": found}))

@@ -66,8 +66,8 @@ class Window:
     """What a minute gave."""
 
     token_s: list[float] = field(default_factory=list)  # of each answer
-    mib: dict[str, float] = field(default_factory=dict)  # of all processes of a kind, at the end
-    files: dict[str, int] = field(default_factory=dict)  # likewise, that they have open
+    mib: dict[str, float] = field(default_factory=dict)  # of a process of each kind, the mean at the end
+    files: dict[str, float] = field(default_factory=dict)  # likewise, that it has open
 
     def row(self) -> dict[str, Any]:
         times = sorted(self.token_s) or [0.0]
@@ -76,7 +76,7 @@ class Window:
             "answers": len(self.token_s),
             "token_ms": {"p50": round(1e3 * cuts[9], 2), "p95": round(1e3 * cuts[18], 2)},
             "mib": {kind: round(size) for kind, size in self.mib.items()},
-            "files": self.files,
+            "files": {kind: round(number) for kind, number in self.files.items()},
         }
 
 
@@ -181,11 +181,13 @@ def close(course: Course, server: Server) -> None:
     """End a window."""
     window = course.windows[-1]
     for kind, pids in processes(server).items():
+        held: list[tuple[float, int]] = []
         for pid in pids:
-            with suppress(psutil.Error):
+            with suppress(psutil.Error):  # it has died
                 one = psutil.Process(pid)
-                window.mib[kind] = window.mib.get(kind, 0.0) + one.memory_info().rss / 2**20
-                window.files[kind] = window.files.get(kind, 0) + one.num_fds()
+                held.append((one.memory_info().rss / 2**20, one.num_fds()))
+        if held:
+            window.mib[kind], window.files[kind] = map(statistics.mean, zip(*held, strict=True))
     console.print(f"{len(course.windows):>3} {json.dumps(window.row())} {dict(course.ended)}")
     course.windows.append(Window())
 
@@ -253,15 +255,15 @@ def report(course: Course, left: Sequence[str]) -> dict[str, Any]:
     windows = [window for window in course.windows[:-2] if window.token_s]
     third = max(1, len(windows) // 3)
     first, last = (Window([t for one in some for t in one.token_s]) for some in (windows[:third], windows[-third:]))
-    kinds = windows[-1].mib if windows else {}
-    grown = {kind: round(windows[-1].mib[kind] / windows[third - 1].mib.get(kind, 1.0), 3) for kind in kinds}
+    ends = [windows[third - 1].mib, windows[-1].mib] if windows else [{}, {}]
+    grown = {kind: round(ends[1][kind] / ends[0][kind], 3) for kind in ends[0].keys() & ends[1].keys()}
     return {
         "answers": dict(course.ended),
         "faults": course.faults[:20],
         "left": list(left),
         "kills": {kind: {"count": len(times), "back_s": times} for kind, times in course.kills.items()},
-        "first": replace(first, mib=windows[third - 1].mib, files=windows[third - 1].files).row() if windows else {},
-        "last": replace(last, mib=kinds, files=windows[-1].files).row() if windows else {},
+        "first": replace(first, mib=ends[0], files=windows[third - 1].files).row() if windows else {},
+        "last": replace(last, mib=ends[1], files=windows[-1].files).row() if windows else {},
         "memory_last_over_first": grown,
     }
 

@@ -43,6 +43,7 @@ TEMPERATURES = (0.0, 0.8)
 CHAINS = (None, ("tiny", "medium"), ("tiny",))
 KINDS = ("router", "tiny", "medium", "full", "controller")
 WHOLE = {"router": 2, "tiny": 1, "medium": 1, "full": 2, "controller": 1}
+CACHE_TOKENS = 8192  # of each replica
 LEAVING = 0.15  # share of streams that are left in the middle
 PAUSE_S = 5.0  # between a process that is back and the next kill
 BACK_S = 120.0  # to come back
@@ -113,7 +114,10 @@ def main() -> None:
 
 
 def config() -> CascadeConfig:
+    """The embedded family with caches that are full within minutes: what grows later is a leak."""
     values = CascadeConfig.demo().model_dump(mode="json")
+    for tier in values["tiers"]:
+        tier["engine_kwargs"]["cache_tokens"] = CACHE_TOKENS
     values["tiers"][-1]["deployment_config"]["num_replicas"] = WHOLE["full"]
     values["router"]["deployment_config"]["num_replicas"] = WHOLE["router"]
     return CascadeConfig.parse(values)

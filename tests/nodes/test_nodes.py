@@ -20,7 +20,7 @@ from tests.nodes.nodes import HEAD, Nodes, family, wait_until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif("CASCADE_NODES" not in os.environ, reason="three nodes want a machine for themselves: make test-nodes"),
+    pytest.mark.skipif("CASCADE_NODES" not in os.environ, reason="three nodes want a while for themselves: make test-nodes"),
 ]
 
 RESOURCES = {

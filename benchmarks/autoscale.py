@@ -42,7 +42,7 @@ MOST_FULL, MOST_DRAFT = 12, 4
 TOKENS = 300.0  # of an answer, on average
 SHARE = 0.95  # of requests, that are judged
 # times a session's time per token alone: what scalers are asked for, a mean, until that share of requests is as soon as static
-GOALS = (1.35, 1.2, 1.1, 0.95, 0.8)
+GOALS = (1.35, 1.2, 1.1)
 LATER = 1.05  # times the static layout's time per token that is no later
 HOUR_S = 3600.0
 TRACES: dict[str, tuple[Callable[..., list[Arrival]], float, float]] = {  # requests a second at the most, hours

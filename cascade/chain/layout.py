@@ -111,7 +111,7 @@ class Option(NamedTuple):
     layout: Layout
     drafts: Drafts
     meets: bool  # the time per token that is wanted
-    value: float  # speed of a session, for its devices if that is met; logarithm
+    value: float  # speed for its devices, or of all together if that is not met; logarithm
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -141,10 +141,8 @@ class _Room:
         self._hopeful = not self._current or bool(gains.get(self._current))  # one trial at a time
         self._goal = goal
         self._token_s = goal.slowdown * self._full.cost(1)  # that is wanted
-        self._written = max(self._full.tokens_s, ROUNDING)
-        self._demand = max(
-            self._written, self._full.load / self._token_s
-        )  # sessions slower than wanted want more than they get
+        # sessions slower than wanted want more than they get
+        self._demand = max(self._full.tokens_s, self._full.load / self._token_s, ROUNDING)
 
     def drafts_of(self, layout: Layout) -> Drafts:
         return frozenset(tier.name for tier, count in zip(self._drafts, layout[:-1], strict=True) if count)
@@ -179,12 +177,11 @@ class _Room:
         most = min(self._full.most, int(left / self._full.devices + ROUNDING))
         if most < least:
             return None
-        each, memory = self._capacity(names) / self._token_s, self._full.kv_replicas
-        needed = max(math.ceil(demand / each - ROUNDING), math.ceil(memory - ROUNDING))
+        each = self._capacity(names) / self._token_s
+        needed = max(math.ceil(demand / each - ROUNDING), math.ceil(self._full.kv_replicas - ROUNDING))
         layout = (*drafts, min(most, max(least, needed)))
-        if layout[-1] < needed:  # what sessions get of what is written; those without memory nothing
-            placed = min(1.0, layout[-1] / memory) if memory else 1.0
-            return Option(layout, names, False, math.log(placed * self._speed(names, layout[-1], self._written)))
+        if layout[-1] < needed:
+            return Option(layout, names, False, math.log(layout[-1] * each))
         price = self._goal.worth * math.log(devices(self._tiers, layout))
         return Option(layout, names, True, math.log(self._speed(names, layout[-1], demand)) - price)
 

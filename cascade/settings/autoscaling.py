@@ -21,8 +21,7 @@ class AutoscalingConfig(Section):
     """How many devices all tiers may take together, and what for; see `cascade.chain.layout` and `cascade.chain.scaling`."""
 
     max_devices: Annotated[float, Field(gt=0)]  # GPUs; of a tier without any, replicas
-    # times the time per token of a session that has a full replica to itself; under 1 only drafts can give it
-    slowdown: Annotated[float, Field(ge=0.5)] = 1.5
+    slowdown: Annotated[float, Field(ge=1.1)] = 1.5  # times the time per token of a session that has a full replica to itself
     worth: Annotated[float, Field(ge=0, le=1)] = 0.5  # of what a device gives on average, the least that one more must add
     up_delay_s: Annotated[float, Field(ge=0)] = PACE.up_delay_s
     down_delay_s: Annotated[float, Field(ge=0)] = PACE.down_delay_s

@@ -62,7 +62,7 @@ def test_tiers_are_scaled_together() -> None:
         (config(tiny={"autoscaling_config": {"max_replicas": 0}}), r"max_replicas of tier 'tiny' is 0"),
         (config(1, full=TWO_GPUS), r"max_devices is 1, and the least replicas take 2 \(full 2\): raise it"),
         (config(9, tiny={"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}), r"min_replicas of tier tiny is 3"),
-        ({**config(), "autoscaling": {"max_devices": 4, "slowdown": 0.4}}, r"slowdown is 0\.4"),
+        ({**config(), "autoscaling": {"max_devices": 4, "slowdown": 0.5}}, r"slowdown is 0\.5"),
         ({**config(), "autoscaling": {"max_device": 4}}, r"max_device"),
     ],
 )

@@ -21,11 +21,12 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Link, Message, Proposal
+from cascade.errors import InvalidRequest
+from cascade.messages import Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.placement import TIER_NAMES, Checkpoints, check_models, each
 from cascade.processes.lower_tiers import LowerTiers
+from cascade.requests import Deliver, Requests
 from cascade.scorer import Drafter, Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -260,14 +261,14 @@ class Cascade:
         speculation: Speculation | None,
         handling: Handling | None,
         deliver: Callable[[Message], object],
-    ) -> "_Answers":
+    ) -> Requests:
         asked = (params or SamplingParams(), speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             opening = self._capabilities.admit(self._encode(one), *asked)
             decoder = self.tokenizer.decoder(opening.tokens)
             answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
-        return _Answers(self.tiers[-1], answers, _Deliver(deliver))
+        return Requests(self.tiers[-1], answers, Deliver(deliver))
 
     def _encode(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -275,62 +276,6 @@ class Cascade:
         if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
             return prompt
         raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
-
-
-class _Answers:
-    """The requests of one `stream`: opened together, told apart by their session."""
-
-    def __init__(self, full: Tier, answers: list[Answer], link: Link) -> None:
-        self._full = full
-        self._answers = {answer.opening.session: answer for answer in answers}
-        self._link = link
-
-    @property
-    def finished(self) -> bool:
-        return not self._answers
-
-    def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
-        try:
-            self.open()
-            while not self.finished:
-                yield from self.take(receive())
-        finally:
-            self.close()
-
-    def open(self) -> None:
-        self._full.post([answer.opening for answer in self._answers.values()], self._link)
-
-    def take(self, message: Message) -> list[Chunk]:
-        assert isinstance(message, Proposal | Failed)
-        answer = self._answers.get(message.session)
-        if answer is None:
-            return []
-        if isinstance(message, Failed):
-            raise InvalidRequest(message.reason) if message.fault else Unavailable(f"The full tier failed: {message.reason}")
-        chunk, commit = answer.take(message)
-        if answer.finished:
-            del self._answers[message.session]
-            self._full.post([Close(message.session)])
-        elif commit is not None:
-            self._full.post([commit])
-        return [chunk] if chunk is not None else []
-
-    def close(self) -> None:
-        """End what has not finished."""
-        if self._answers:
-            self._full.post([Close(session) for session in self._answers])
-            self._answers.clear()
-
-
-class _Deliver(Link):
-    """The end of a link that hands each message to a function."""
-
-    def __init__(self, deliver: Callable[[Message], object]) -> None:
-        self._deliver = deliver
-
-    def send(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._deliver(message)
 
 
 def _is_batch(prompt: object) -> bool:

@@ -9,7 +9,8 @@ from functools import partial
 from cascade.answer import Answer, Chunk
 from cascade.messages import Close, Message
 from cascade.settings.config import CascadeConfig
-from deployments.admission.admission import ActiveRequest, Admission, Lifetime
+from deployments.admission.admission import ActiveRequest, Admission
+from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import Lessor

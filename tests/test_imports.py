@@ -13,7 +13,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.drafters", "cascade.client"),
     ("cascade.chain", "cascade.engine"),
     ("cascade.simulation", "cascade.processes"),
-    ("cascade.settings", "cascade.placement"),
+    ("cascade.settings", "cascade.placement", "cascade.requests"),
     ("cascade.local",),
     ("cascade.bench",),
     ("deployments.metrics", "deployments.tracing"),

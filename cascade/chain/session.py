@@ -10,7 +10,6 @@ change the text.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cascade.chain.branches import UNKNOWN, Beside, Branch, Branches
 from cascade.chain.calibration import Calibration
@@ -18,11 +17,11 @@ from cascade.chain.draft_stats import DraftStats, RunAhead
 from cascade.chain.edge_totals import EdgeTotals
 from cascade.chain.guessed import Guessed
 from cascade.chain.hints import Hint, fed
-from cascade.chain.rounds import MAX_NODES, Rounds, unended
+from cascade.chain.opening import below
+from cascade.chain.rounds import MAX_NODES, Rounds
 from cascade.chain.work import Work
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
-from cascade.params import TREED
 from cascade.scorer import RunnerUp, Scored
 
 MIN_RUN_AHEAD = 2
@@ -342,24 +341,7 @@ class Session:
         self._change(drafter)
         self.guessed.stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
-        opening = self.opening
-        params, rules = opening.params, opening.rules.below()
-        judged = self.rounds is None or rules.rule in TREED
-        return replace(
-            opening,
-            params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
-            session=session,
-            tokens=tuple(self.text),
-            tier=drafter,
-            chain=chain,
-            window=opening.draft_window,
-            branches=branches,
-            draft_branches=branches if judged else 0,
-            adaptive=False,
-            lockstep=opening.lockstep if self.rounds is None else rules.rule != "coupled",
-            rules=rules,
-            ends=unended(opening, rules),
-        )
+        return below(self.opening, self.text, drafter, session, chain, branches)
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""

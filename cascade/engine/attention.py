@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 from cascade.engine import kv
 from cascade.engine.contiguous_cache import Cache
 from cascade.engine.kernels import PAGE, Kernel, find_kernel, gather_attention, window_size_of
-from cascade.engine.kv import ATTENTION, Pass, Span, Survey
+from cascade.engine.kv import ATTENTION, Pass, Span
 from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
+from cascade.engine.survey import Survey
 from cascade.native.attention import Kind, Spans
 from cascade.native.attention import attend as attend_spans
 from cascade.native.attention import store as store_spans
@@ -31,7 +32,7 @@ GATHERED = "cascade_gathered"
 NATIVE = "cascade_native"
 PROBES = 8  # blocks while a model is tried out
 
-Windows = dict[int, int | None]  # by layer, see `cascade.engine.kv.Survey`
+Windows = dict[int, int | None]  # by layer, see `cascade.engine.survey.Survey`
 
 
 class Attention(Protocol):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.engine.kv import Survey
+from cascade.engine.survey import Survey
 
 log = logging.getLogger(__name__)
 

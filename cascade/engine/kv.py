@@ -8,24 +8,22 @@ looks at all keys up to the end of its *tile* of positions, those behind it hidd
 shares them; see ``docs/algorithm.md``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from cascade.engine.contiguous_cache import Fork
 from cascade.engine.packed_linear import MIN_ROWS
 from cascade.scorer import TILE
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
-SURVEY = "cascade_survey"  # another, which only notes what each layer may see
 SCORES = 2**26  # of queries with keys that are held at once
 SHARED = 2**22  # numbers in a mask that is kept from layer to layer
-FAR = 4096  # a position to ask a mask about that names no size of its own
 
 
 class Writable(Protocol):
@@ -101,17 +99,6 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.in_order = sorted(enumerate(self.spans), key=lambda one: isinstance(one[1].cache, Fork))
-
-
-@dataclass(slots=True)
-class Survey:
-    """What a forward with the attention `SURVEY` found: the window of each layer, as by the mask the model makes for it."""
-
-    windows: dict[int, int | None] = field(default_factory=dict)
-    strange: bool = False  # some layer's mask is neither causal nor a sliding window
-    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
-    plain: bool = True  # no layer caps scores or lets heads attend to nothing
-    kept: dict[int, int] = field(default_factory=dict)  # numbers a position in layers that nobody attends to, see `Cache.put`
 
 
 class Scoring(NamedTuple):
@@ -241,46 +228,5 @@ def _by_head(scoring: Scoring, kv_heads: int) -> list[Scoring]:
     return [scoring._replace(sinks=sinks) for sinks in scoring.sinks.chunk(kv_heads)]
 
 
-def survey(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cascade_pass: Survey | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Note the window and the kind of a layer; the outcome of attention is of no interest."""
-    if cascade_pass is None:
-        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
-    window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
-    cascade_pass.strange |= window < 0
-    cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
-    cascade_pass.heads[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
-    cascade_pass.plain &= softcap is None and s_aux is None
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
-    """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
-
-    Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
-    """
-    far = 2 * local_size if local_size else FAR
-    counts = set()
-    for position in (far, far + far // 4):  # chunks, unlike windows, show less to one than to the other
-        query, keys, first = torch.tensor(position), torch.arange(position + 2), torch.tensor(0)
-        seen = mask_function(first, first, query, keys).expand_as(keys)
-        count = int(seen.sum())
-        regular = seen[position + 1 - count : position + 1].all() and not seen[position + 1]
-        counts.add(-1 if not regular else 0 if count == position + 1 else count)
-    return torch.tensor(counts.pop() if len(counts) == 1 else -1).reshape(1, 1, 1, 1)
-
-
 # No mask function is registered for ATTENTION: for a name without one Transformers builds no masks, and none are wanted.
 AttentionInterface.register(ATTENTION, attend)
-AttentionInterface.register(SURVEY, survey)
-AttentionMaskInterface.register(SURVEY, window_of_mask)

@@ -26,7 +26,6 @@ from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select
-from cascade.engine.kv import SURVEY, Survey
 from cascade.engine.lean import choose_kit, fatten, slim
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
@@ -34,6 +33,7 @@ from cascade.engine.packed_linear import mixes, pack, watch
 from cascade.engine.packing import Packed, unpacked
 from cascade.engine.quantization import nbytes
 from cascade.engine.sampling import own_tokens, own_tokens_and_next
+from cascade.engine.survey import Survey
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
 from cascade.errors import ModelError
@@ -79,7 +79,7 @@ class Model:
         self.dtype: torch.dtype = network.dtype
         add_exactly(self.device)
         self._vocab_size = self.bytes_per_token = 0
-        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.kv.Survey`
+        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
         self._fewest = 1  # tokens of a pass
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
@@ -321,7 +321,7 @@ class Model:
 
     def _packed(self, texts: Sequence[Sequence[int]], expected: Tensor) -> Tensor:
         """What `_replay` finds, once the attention that suits the layers is chosen; with lean layers, if they find the same."""
-        seen = self._survey()
+        seen = Survey.of(self._network)
         if self.reader is not None:
             self.reader.join(seen)
         self._windows = seen.windows
@@ -337,19 +337,6 @@ class Model:
             log.warning("%s is left as it is: its lean layers say something else", type(self._network).__name__)
             fatten(self._network)
         return self._replay(texts)
-
-    def _survey(self) -> Survey:
-        """The kinds of its layers; raises `ModelError` if some are no attention that can be served."""
-        self._network.set_attn_implementation(SURVEY)
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        found = Survey()
-        self._network(input_ids=ids, use_cache=False, cascade_pass=found)
-        layers = self._network.config.get_text_config().num_hidden_layers
-        if len(found.windows) != layers:
-            raise ModelError(f"{len(found.windows)} of its {layers} layers use the attention interface of Transformers")
-        if found.strange:
-            raise ModelError("it has layers that are neither full nor sliding attention")
-        return found
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""

@@ -39,7 +39,7 @@ BY_NUMBER = {  # likewise, each with numbers by rank or position
 
 
 class Occupancy(Protocol):
-    """How many answers there are; see `deployments.admission.admission.Places`."""
+    """How many answers there are; see `deployments.admission.places.Places`."""
 
     num_running: int
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from cascade.messages import Failed, Message, Proposal
-from deployments.admission.admission import Lifetime
+from deployments.admission.lifetime import Lifetime
 
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token: some requests break whatever runs them

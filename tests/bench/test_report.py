@@ -19,9 +19,9 @@ from cascade.client import Client
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
 from deployments.admission.access import ANONYMOUS
-from deployments.admission.admission import Places
 from deployments.admission.metrics import RouterMetrics
 from deployments.admission.page import joined
+from deployments.admission.places import Places
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 

@@ -251,7 +251,7 @@ def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules, branches
 
 def test_a_drafter_that_stops_at_ends_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rounds against coming sooner for what they say: the test above would tell."""
-    for module in ("session", "rounds"):
+    for module in ("opening", "rounds"):
         monkeypatch.setattr(f"cascade.chain.{module}.unended", lambda opening, below: opening.ends)
     with pytest.raises(AssertionError):
         test_rounds_without_guesses_are_gone_alone("lost", BLOCK, 0)

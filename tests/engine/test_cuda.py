@@ -22,11 +22,12 @@ from cascade.engine.attention import Gathered, Paged, Varlen
 from cascade.engine.devices import add_exactly
 from cascade.engine.graphs import Bucket, Recorder, Task, Watch
 from cascade.engine.kernels import Summed
-from cascade.engine.kv import SURVEY, Span
+from cascade.engine.kv import Span
 from cascade.engine.model import Model
 from cascade.engine.paged_cache import Blocks
 from cascade.engine.sampling import Choice
 from cascade.engine.sequence_state import SequenceState
+from cascade.engine.survey import SURVEY
 from cascade.errors import ModelError
 from cascade.messages import Open
 from cascade.params import SamplingParams

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cascade.chain.block_manager import BlockManager
 from cascade.engine.kernels import PAGE, agrees, find_kernel
-from cascade.engine.kv import Survey
 from cascade.engine.paged_cache import RESERVED, Blocks, PagedCache
+from cascade.engine.survey import Survey
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 from tests.chain.test_block_manager import BLOCKS, Books

@@ -25,9 +25,10 @@ from cascade.draft import Draft
 from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
 from cascade.engine.contiguous_cache import Cache
 from cascade.engine.kernels import takes
-from cascade.engine.kv import Pass, Span, attend, window_of_mask
+from cascade.engine.kv import Pass, Span, attend
 from cascade.engine.lean import fatten
 from cascade.engine.model import Model
+from cascade.engine.survey import Survey, window_of_mask
 from cascade.scorer import BLOCK, TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
 from tests.kernels import varlen
@@ -163,7 +164,7 @@ def test_kernels_are_given_what_they_take(name: str) -> None:
     """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
     model = Model(build(name))
     fatten(model._network)
-    assert takes(model._survey()) == (name not in NOT_FOR_KERNELS)
+    assert takes(Survey.of(model._network)) == (name not in NOT_FOR_KERNELS)
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gathered"])

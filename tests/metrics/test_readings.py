@@ -13,8 +13,8 @@ from cascade.bench.scrape import Scrape, scrape
 from cascade.chain.profile import Profile
 from cascade.client import Client
 from cascade.messages import Edge
-from deployments.admission.admission import Places
 from deployments.admission.metrics import RouterMetrics, judged
+from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM
 from deployments.metrics.page import Page
 from deployments.metrics.series import SERIES, Reading

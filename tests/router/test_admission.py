@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.admission.access import Access, Account
-from deployments.admission.admission import Lifetime, Places
+from deployments.admission.lifetime import Lifetime
+from deployments.admission.places import Places
 
 KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
 

@@ -10,7 +10,7 @@ from cascade.errors import ConfigError, InvalidRequest, Overloaded
 from cascade.params import SamplingParams
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.admission.access import Access
-from deployments.admission.admission import Places
+from deployments.admission.places import Places
 from tests.doors import House, house
 from tests.router.test_admission import Crowd
 

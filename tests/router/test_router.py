@@ -17,7 +17,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import observer
 from deployments import router as module
-from deployments.admission.admission import Lifetime
+from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
 from deployments.links import replica_status
 from deployments.router import Router

@@ -51,8 +51,8 @@ class Head(nn.Module):
     kind = ""
     reads: tuple[int, ...]  # hidden states, as Transformers counts them: 0 are embeddings, the last is normed
     width: int  # numbers that it keeps of a position, see `state`
-    attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.kv.Survey.heads`
-    windows: tuple[int | None, ...] = ()  # of these layers, see `cascade.engine.kv.Survey`; none slides if this is empty
+    attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.survey.Survey.heads`
+    windows: tuple[int | None, ...] = ()  # of these layers, see `cascade.engine.survey.Survey`; none slides if this is empty
     most = MAX_FORKED  # tokens that it can guess
     cost = 0.0  # of a guess, as a share of a pass of one token; 0 where that is not known
     _ids: Tensor | None

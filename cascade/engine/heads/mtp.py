@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.eagle import Shared
 from cascade.engine.heads.head import Place
-from cascade.engine.kv import Span, Survey
+from cascade.engine.kv import Span
+from cascade.engine.survey import Survey
 
 
 class Mtp(Chain):

@@ -23,7 +23,7 @@ from cascade.engine.heads.formats import Checkpoint
 from cascade.engine.heads.mtp import Mtp
 from cascade.engine.heads.mtp_formats import read_mtp
 from cascade.engine.heads.reader import decoder
-from cascade.engine.kv import SURVEY, Survey
+from cascade.engine.survey import SURVEY, Survey
 from cascade.engine.tokenizer import is_local
 from cascade.errors import ModelError
 

@@ -22,8 +22,9 @@ from cascade.engine.attention import Attention, Paged
 from cascade.engine.contiguous_cache import Fork
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
-from cascade.engine.kv import Span, Survey
+from cascade.engine.kv import Span
 from cascade.engine.paged_cache import PagedCache
+from cascade.engine.survey import Survey
 from cascade.errors import ModelError
 from cascade.native.cache import BlockedFork
 from cascade.scorer import MAX_FORKED, UNREAD, Row, Scored

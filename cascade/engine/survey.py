@@ -1,0 +1,82 @@
+"""What the layers of a network attend to, asked of the network itself, by an attention that only takes notes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from cascade.errors import ModelError
+
+SURVEY = "cascade_survey"  # its name at Transformers
+FAR = 4096  # a position to ask a mask about that names no size of its own
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a forward with the attention `SURVEY` found: the window of each layer, as by the mask the model makes for it."""
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+    strange: bool = False  # some layer's mask is neither causal nor a sliding window
+    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
+    plain: bool = True  # no layer caps scores or lets heads attend to nothing
+    kept: dict[int, int] = field(default_factory=dict)  # numbers a position in layers that nobody attends to, see `Cache.put`
+
+    @classmethod
+    def of(cls, network: PreTrainedModel) -> Self:
+        """Of a loaded network, which has this attention from then on; raises `ModelError` if it cannot be served with another."""
+        network.set_attn_implementation(SURVEY)
+        ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
+        found = cls()
+        network(input_ids=ids, use_cache=False, cascade_pass=found)
+        layers = network.config.get_text_config().num_hidden_layers
+        if len(found.windows) != layers:
+            raise ModelError(f"{len(found.windows)} of its {layers} layers use the attention interface of Transformers")
+        if found.strange:
+            raise ModelError("it has layers that are neither full nor sliding attention")
+        return found
+
+
+def survey(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: Survey | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Note the window and the kind of a layer; the outcome of attention is of no interest."""
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
+    cascade_pass.strange |= window < 0
+    cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
+    cascade_pass.heads[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
+    cascade_pass.plain &= softcap is None and s_aux is None
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
+    """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
+
+    Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
+    """
+    far = 2 * local_size if local_size else FAR
+    counts = set()
+    for position in (far, far + far // 4):  # chunks, unlike windows, show less to one than to the other
+        query, keys, first = torch.tensor(position), torch.arange(position + 2), torch.tensor(0)
+        seen = mask_function(first, first, query, keys).expand_as(keys)
+        count = int(seen.sum())
+        regular = seen[position + 1 - count : position + 1].all() and not seen[position + 1]
+        counts.add(-1 if not regular else 0 if count == position + 1 else count)
+    return torch.tensor(counts.pop() if len(counts) == 1 else -1).reshape(1, 1, 1, 1)
+
+
+AttentionInterface.register(SURVEY, survey)
+AttentionMaskInterface.register(SURVEY, window_of_mask)

@@ -26,7 +26,7 @@ class Survey:
 
     @classmethod
     def of(cls, network: PreTrainedModel) -> Self:
-        """Of a loaded network, which has this attention from then on; raises `ModelError` if it cannot be served with another."""
+        """Of a loaded network, left with this attention; raises `ModelError` if it cannot be served with another."""
         network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
         found = cls()

@@ -19,7 +19,7 @@ from deployments.links import replica_status
 from deployments.router import Router
 from deployments.tracing.export import Tracing
 from tests.chain.test_tier import NAMES, CountingModel
-from tests.links.test_link import Net, Node
+from tests.links.net import Net, Node
 from tests.router.test_router import Handle, Stoppable
 
 T = TypeVar("T")

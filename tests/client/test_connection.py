@@ -13,7 +13,7 @@ from cascade.client import AsyncClient, Client
 from cascade.client.connection import CHANNEL_OPTIONS, is_near
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from tests.client.canned import PATIENCE_S, Canned
-from tests.links.test_link import Relay
+from tests.links.net import Relay
 
 STATUSES = [
     (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),

@@ -6,7 +6,7 @@ from benchmarks.cluster.devices import Setup
 from cascade.settings.config import CascadeConfig
 from deployments import tier
 from deployments.tier import TierReplica
-from tests.links.test_link import until
+from tests.links.net import until
 
 PERIOD_S = 0.02
 

@@ -11,6 +11,7 @@ from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import Cluster
 from tests.links.certificates import Authority
+from tests.links.net import empty, net, tidy  # noqa: F401  # fixtures of all files here
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from cascade.chain.drafting import FIRST_BACKOFF_S, Health
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links import uplink
 from deployments.links.handover import Handover
-from tests.links.test_link import PATIENCE_S, Net, opening, until
+from tests.links.net import PATIENCE_S, Net, opening, until
 
 PERIOD_S = 0.02
 

@@ -14,7 +14,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import HeldLeases, Lease
 from deployments.links.uplink import OPEN_TIMEOUT_S
-from tests.links.test_link import LEASE_TIMEOUT_S, Net, opening, tidy, until
+from tests.links.net import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 

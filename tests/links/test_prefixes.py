@@ -20,7 +20,7 @@ from deployments.links.held_lease import Lease
 from deployments.links.preferring_router import RATIO, SLACK, PreferringRouter, overloaded
 from deployments.links.prefixes import LEAST_SHARE, Prefixes
 from tests.chain.test_tier import CountingModel
-from tests.links.test_link import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
+from tests.links.net import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 

@@ -31,7 +31,7 @@ from tests.conftest import LONG_S
 from tests.doors import house
 from tests.links.certificates import NAME, Authority
 from tests.links.conftest import Secure
-from tests.links.test_link import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
+from tests.links.net import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 

@@ -21,7 +21,7 @@ from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
 from deployments.links import replica_status
 from deployments.router import Router
-from tests.links.test_link import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
+from tests.links.net import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
 
 PROMPT = [5, 6, 7, 8]
 

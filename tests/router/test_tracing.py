@@ -24,7 +24,7 @@ from deployments.tracing.context import above, told
 from deployments.tracing.export import Tracing, exporters, tracing
 from tests.chain.test_tier import NAMES, CountingModel, opening
 from tests.doors import House, house
-from tests.links.test_link import Node
+from tests.links.net import Node
 from tests.router.test_http import PROMPT, ask
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

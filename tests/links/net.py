@@ -1,0 +1,328 @@
+"""Links and leases without Ray: tiers in one process, joined by real gRPC streams; lessors ask the link servers themselves."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from cascade.answer import Answer
+from cascade.chain.tier import Tier
+from cascade.engine.grammar import Grammars
+from cascade.engine.sequence_state import state_maker
+from cascade.messages import Close, Failed, Message, Open, Proposal, mint
+from cascade.settings.config import LinkTLS
+from cascade.v1 import link_pb2 as pb
+from cascade.v1 import link_pb2_grpc
+from deployments.links.codec import decode, encode
+from deployments.links.downlink import Downlink
+from deployments.links.held_lease import Lease, Lessor
+from deployments.links.uplink import LinkServer, authorization
+from deployments.tracing.export import Tracing
+from tests.chain.test_tier import NAMES, CountingModel, Silent
+from tests.chain.test_tier import opening as any_opening
+
+LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
+SHORT_S = 0.2
+PATIENCE_S = 20.0  # after which a test has failed
+
+
+class Held:
+    """A lease as Serve gives it: the replica's generator runs on its own, and `cancel` cancels it there."""
+
+    def __init__(self, addresses: AsyncIterator[str]) -> None:
+        self._addresses = addresses
+        self._arrived: asyncio.Queue[str | None] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async for address in self._addresses:
+                self._arrived.put_nowait(address)
+        finally:
+            self._arrived.put_nowait(None)
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        address = await self._arrived.get()
+        if address is None:
+            raise StopAsyncIteration
+        return address
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class Node:
+    """A replica: one tier with both ends of its links."""
+
+    def __init__(
+        self,
+        level: int,
+        model: CountingModel,
+        lessors: dict[str, Lessor],
+        grammars: Grammars | None = None,
+        tls: LinkTLS | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.model = model
+        self.tier = Tier(NAMES[level], level, model, new_state=state_maker(None if grammars is None else grammars.matcher))
+        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls, tracing=tracing)
+        self.tier.below = self.downlink
+        self.server = LinkServer(self.tier, tls, tracing)
+
+    async def start(self) -> None:
+        self.tier.start()
+        await self.server.start("127.0.0.1")
+
+    async def stop(self) -> None:
+        await self.server.stop()
+        await self.downlink.close()
+        self.tier.close()
+
+    @property
+    def occupied(self) -> tuple[int, ...]:
+        streams = sum(len(stream.sessions) for stream in self.downlink._streams.values())
+        stores = self.model.leaks - len(
+            self.tier.kv_admission.block_manager._kept
+        )  # those of sessions, not those kept for reuse
+        return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, streams, stores
+
+
+class Net:
+    """Replicas by tier, and a router that asks the full one."""
+
+    def __init__(self, tls: LinkTLS | None = None) -> None:
+        self.tls = tls
+        self.nodes: dict[str, Node] = {}
+        self.leases: list[Held] = []
+        self.refused: set[str] = set()
+        self.failures: list[Failed] = []
+        self._inboxes: dict[str, asyncio.Queue[Message]] = {}
+        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+
+    async def add(self, name: str, *, pass_s: float = 0.0, agreement: float = 1.0) -> Node:
+        level = NAMES.index(name)
+        lessors = {below: self.lessor(below) for below in NAMES[:level]}
+        node = self.nodes[name] = Node(level, CountingModel(agreement=agreement, pass_s=pass_s), lessors, tls=self.tls)
+        await node.start()
+        return node
+
+    def lessor(self, name: str) -> Lessor:
+        """Whatever replica the tier has when it is asked."""
+
+        def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+            if name in self.refused:
+                raise RuntimeError("all replicas are busy")
+            lease = Held(self.nodes[name].server.lease(session))
+            self.leases.append(lease)
+            return lease
+
+        return take
+
+    async def text(self, request: Open, *, slowly: Callable[[], Any] | None = None) -> tuple[list[int], Answer]:
+        """Drive a request as the router does."""
+        answer, current = Answer(request, Silent()), request
+        while not answer.finished:
+            inbox = self._inboxes[current.session] = asyncio.Queue()
+            self.router.put([current])
+            while not answer.finished:
+                message = await asyncio.wait_for(inbox.get(), PATIENCE_S)
+                if isinstance(message, Failed):
+                    self.failures.append(message)
+                    assert len(self.failures) < 100, message
+                    await asyncio.sleep(0.01)
+                    break
+                assert isinstance(message, Proposal)
+                _, commit = answer.take(message)
+                if commit is not None:
+                    self.router.put([commit])
+            self.router.put([Close(current.session)])
+            del self._inboxes[current.session]
+            current = answer.replay(mint()) if not answer.finished else current
+        return [*request.tokens, *answer._tokens], answer
+
+    async def settle(self) -> None:
+        """Wait until nothing is occupied anywhere."""
+        nothing = {"router": (0, 0), **dict.fromkeys(self.nodes, (0,) * 5)}
+        await until(lambda: self.occupied == nothing and all(lease.task.done() for lease in self.leases), lambda: self.occupied)
+
+    @property
+    def occupied(self) -> dict[str, tuple[int, ...]]:
+        streams = sum(len(stream.sessions) for stream in self.router._streams.values())
+        return {"router": (self.router.num_sessions, streams), **{name: node.occupied for name, node in self.nodes.items()}}
+
+    async def close(self) -> None:
+        await self.router.close()
+        for node in self.nodes.values():
+            await node.stop()
+        for lease in self.leases:
+            lease.cancel()
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.session in self._inboxes:
+                self._inboxes[message.session].put_nowait(message)
+
+
+async def until(condition: Callable[[], bool], state: Callable[[], object] = lambda: "not yet") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, state()
+        await asyncio.sleep(0.005)
+
+
+def threads() -> set[threading.Thread]:
+    """All but the one by which grpc.aio waits for events, which it keeps."""
+    return {thread for thread in threading.enumerate() if "_poll_wrapper" not in thread.name}
+
+
+@pytest.fixture
+async def tidy() -> AsyncIterator[None]:
+    """Guards every test against tasks and threads that outlive their owners."""
+    tasks_before, threads_before = asyncio.all_tasks(), threads()
+    yield
+    known = tasks_before | {asyncio.current_task()}
+    await until(lambda: not asyncio.all_tasks() - known, lambda: asyncio.all_tasks() - known)
+    assert threads() <= threads_before
+
+
+@pytest.fixture
+async def empty(tidy: None) -> AsyncIterator[Net]:
+    """A net without replicas."""
+    net = Net()
+    yield net
+    await net.close()
+
+
+@pytest.fixture
+async def net(empty: Net) -> Net:
+    """Three tiers, one replica each."""
+    await empty.add("tiny", pass_s=0.0002, agreement=0.6)
+    await empty.add("medium", pass_s=0.001, agreement=0.8)
+    await empty.add("full", pass_s=0.004)
+    return empty
+
+
+def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **options: object) -> Open:
+    return any_opening(seed, temperature, max_tokens, **{"tier": "full", **options})
+
+
+def drafted(answer: Answer) -> dict[str, int]:
+    """Passes of the full tier by drafter."""
+    return {edge.drafter: edge.passes for edge in answer._edges if edge.verifier == "full"}
+
+
+class Relay:
+    """A network between a caller and a node that can go dead without a word."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._pumps: list[asyncio.Task[None]] = []
+        self._ends: list[asyncio.StreamWriter] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "Relay":
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.die()
+        self._server.close()
+        await asyncio.gather(*self._connecting)
+        for end in self._ends:
+            end.transport.abort()
+        await asyncio.gather(*(end.wait_closed() for end in self._ends), return_exceptions=True)
+
+    def die(self) -> None:
+        """From now on nothing arrives; the connections stay."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._ends.append(writer)
+        task = asyncio.create_task(self._connect(reader, writer))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, int(self._port))
+        self._ends.append(back)
+        self._pumps = [asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))]
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while data := await source.read(2**16):
+        sink.write(data)
+
+
+def entry(node: Node) -> tuple[tuple[str, str], ...]:
+    """What lets a caller in."""
+    return (("authorization", authorization(node.server.secret)),)
+
+
+class Rogue(link_pb2_grpc.LinkServicer):
+    """A replica that answers every batch with the same bytes."""
+
+    def __init__(self, reply: Callable[[str], bytes]) -> None:
+        self._reply = reply
+        self.asked = 0
+
+    async def Connect(self, request_iterator: AsyncIterator[pb.Batch], context: Any) -> None:
+        async for batch in request_iterator:
+            self.asked += 1
+            await context.write(self._reply(batch.messages[0].session))
+
+
+async def serve_raw(rogue: Rogue) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server()
+    method = grpc.stream_stream_rpc_method_handler(rogue.Connect, pb.Batch.FromString, lambda data: data)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("cascade.v1.Link", {"Connect": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+class Peer:
+    """The caller's end of a link, by hand."""
+
+    def __init__(self, node: Node, net: Net) -> None:
+        self._node, self._net = node, net
+        self._arrived: list[Message] = []
+
+    async def __aenter__(self) -> "Peer":
+        self._channel = grpc.aio.insecure_channel(self._node.server.address)
+        self.call = link_pb2_grpc.LinkStub(self._channel).Connect(metadata=entry(self._node))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.call.cancel()
+        await self._channel.close(None)
+
+    async def lease(self, session: str) -> None:
+        lease = Held(self._node.server.lease(session))
+        self._net.leases.append(lease)
+        await anext(lease)
+
+    async def say(self, *messages: Message) -> None:
+        await self.call.write(encode(messages))
+
+    async def answer(self) -> Message:
+        """The next message."""
+        if not self._arrived:
+            self._arrived += decode(await asyncio.wait_for(self.call.read(), PATIENCE_S))
+        return self._arrived.pop(0)
+
+    async def end(self) -> None:
+        """Read until the link is over."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with asyncio.timeout(PATIENCE_S):
+                while await self.call.read() is not grpc.aio.EOF:
+                    pass

@@ -1,0 +1,237 @@
+"""Leases: who gets in, for how long, and what is left behind."""
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from cascade.messages import Close, Failed, Message, Proposal
+from cascade.simulation.toy import ToyModel, full_text
+from deployments.links.downlink import Downlink
+from deployments.links.held_lease import Lease
+from tests.links.net import (
+    PATIENCE_S,
+    SHORT_S,
+    Held,
+    Net,
+    Peer,
+    drafted,
+    opening,
+    until,
+)
+
+
+async def test_refused_lease_leaves_the_tiers_that_are_left(net: Net) -> None:
+    """Guards a request against a tier without free replicas."""
+    net.refused = {"medium"}
+    request = opening(7, 0.0, 60)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert drafted(answer)["tiny"] > 0
+    assert net.nodes["medium"].tier.stats.passes == 0
+    await net.settle()
+
+
+async def test_silent_lease_is_given_up(net: Net) -> None:
+    """Guards a request against a tier whose replicas never answer, as all of them full or still loading."""
+    cancelled: list[str] = []
+
+    async def silence(session: str) -> AsyncIterator[str]:
+        try:
+            await asyncio.Event().wait()
+            yield ""
+        finally:
+            cancelled.append(session)
+
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        lease = Held(silence(session))
+        net.leases.append(lease)
+        return lease
+
+    heard: list[tuple[float, Message]] = []
+    begin = time.monotonic()
+    downlink = Downlink(
+        {"full": take},
+        lambda messages: heard.extend((time.monotonic() - begin, message) for message in messages),
+        lease_timeout_s=SHORT_S,
+    )
+    asked = opening()
+    downlink.put([asked])
+    await until(lambda: bool(heard))
+    [(seconds, failed)] = heard
+    assert isinstance(failed, Failed)
+    assert failed.session == asked.session
+    assert SHORT_S / 2 < seconds < PATIENCE_S / 2
+    assert downlink.num_sessions == 0
+    await until(lambda: cancelled == [asked.session])
+    await downlink.close()
+
+    below = net.nodes["full"].downlink
+    below._lessors, below._lease_timeout_s = {**below._lessors, "medium": take}, SHORT_S
+    request = opening(8, 0.0, 150)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert drafted(answer)["tiny"] > 0
+    await net.settle()
+
+
+@pytest.mark.parametrize("late_s", [0.15, 3600.0], ids=["late", "never"])
+async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """Guards requests whose replica is out of reach while Serve believes in it: they waited for half a minute. One that is
+    only late gives two leases for a session, which must outlive the first that goes."""
+    monkeypatch.setattr("deployments.links.downlink.PATIENCE_S", 0.05)
+    server, num_asked = net.nodes["full"].server, 0
+
+    async def late(session: str) -> AsyncIterator[str]:
+        await asyncio.sleep(late_s)
+        async for ticket in server.lease(session):
+            yield ticket
+
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        nonlocal num_asked
+        num_asked += 1
+        lease = Held(late(session) if num_asked % 4 else server.lease(session))  # the last of four is given at once
+        net.leases.append(lease)
+        return lease
+
+    net.router._lessors = {"full": take}
+    for seed in range(3):
+        request = opening(seed, 0.0, 60)
+        text, _ = await net.text(request)
+        assert text == full_text(ToyModel(), request)
+    assert num_asked == 12 or late_s < 1
+    assert net.failures == []
+    await net.settle()
+
+
+async def test_a_session_outlives_a_lease_too_many(net: Net) -> None:
+    """Guards sessions that hold their replica twice: letting go of one lease closed them."""
+    async with Peer(net.nodes["full"], net) as peer:
+        request = opening(3, 0.0, 40)
+        await peer.lease(request.session)
+        await peer.lease(request.session)
+        first, second = net.leases[-2:]
+        await peer.say(request)
+        assert isinstance(await peer.answer(), Proposal)
+        second.cancel()
+        await until(second.task.done)
+        await asyncio.sleep(0.05)
+        assert len(net.nodes["full"].server.leases) == 1
+        assert net.nodes["full"].tier.num_sessions == 1
+        first.cancel()
+        await until(lambda: net.nodes["full"].tier.num_sessions == 0)
+        assert len(net.nodes["full"].server.leases) == 0
+
+
+async def test_unknown_tier_fails(net: Net) -> None:
+    """Guards against an Open for a tier that nobody has."""
+    request = opening(9, 0.0, 40, chain=("huge", "tiny"))
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert drafted(answer)["tiny"] > 0
+    await net.settle()
+
+
+async def test_dropped_lease_closes_the_session(net: Net) -> None:
+    """Guards tiers against sessions whose caller is gone for Serve, though the link stands."""
+    request = opening(10, 1.0, 2000, window=8)
+    net.router.put([request])
+    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [1, 1, 1])
+    net.leases[0].cancel()
+    await until(lambda: not any(any(node.occupied) for node in net.nodes.values()), lambda: net.occupied)
+    net.router.put([Close(request.session)])
+    await net.settle()
+
+
+async def test_lease_that_nobody_opens_ends(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards replicas against callers that died between lease and Open: Serve does not cancel their leases."""
+    monkeypatch.setattr("deployments.links.uplink.OPEN_TIMEOUT_S", 0.05)
+    node = net.nodes["full"]
+    lease = Held(node.server.lease("nobody"))
+    assert await anext(lease) == f"{node.server.address} {node.server.secret}"
+    assert len(node.server.leases) == 1
+    await asyncio.wait_for(lease.task, PATIENCE_S)
+    assert len(node.server.leases) == 0
+    # one that is open lives on
+    request = opening(11, 1.0, 2000, window=8)
+    net.router.put([request])
+    await until(lambda: node.tier.num_sessions == 1)
+    await asyncio.sleep(0.15)
+    assert (node.tier.num_sessions, len(node.server.leases)) == (1, 1)
+    net.router.put([Close(request.session)])
+    await net.settle()
+
+
+@pytest.mark.parametrize("num_ticks", range(6))
+async def test_close_while_the_lease_is_taken(net: Net, num_ticks: int) -> None:
+    """Guards against routes, leases and sessions that stay when a request ends just as its lease arrives."""
+    request = opening(12, 1.0, 2000)
+    net.router.put([request])
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    net.router.put([Close(request.session)])
+    assert net.router.num_sessions == 0
+    await net.settle()
+    assert net.failures == []
+
+
+class Waiting:
+    """A lease that does not come, and raises an error of its own where it is cancelled, as those of Ray Serve."""
+
+    cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self.cancelled:
+                raise RuntimeError("cancelled") from None
+            raise
+        return ""
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> None:
+    """Guards the log from an error for each session that ends early: of a task whose outcome nobody looked at."""
+    strays: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: strays.append(context))
+    downlink = Downlink({"full": lambda session, preferred=(): Waiting()}, lambda messages: None)
+    request = opening()
+    downlink.put([request])
+    await asyncio.sleep(0.01)
+    downlink.put([Close(request.session)])
+    await asyncio.sleep(0.01)
+    await downlink.close()
+    gc.collect()
+    assert strays == []
+
+
+async def test_close_in_the_middle_frees_all(net: Net) -> None:
+    """Guards leases, routes and sessions of every tier against a client that leaves."""
+    requests = [opening(seed, 1.0, 2000) for seed in range(8)]
+    net.router.put(requests)
+    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [8, 8, 8])
+    assert net.occupied == {"router": (8, 8), "tiny": (8, 8, 0, 0, 8), "medium": (8, 8, 8, 8, 8), "full": (8, 8, 8, 8, 8)}
+    net.router.send([Close(request.session) for request in requests])
+    await net.settle()
+
+
+async def test_lost_router_frees_all(net: Net) -> None:
+    """Guards every tier against a router that dies: its links break and its leases do not end by themselves."""
+    requests = [opening(seed, 1.0, 2000) for seed in range(3)]
+    net.router.put(requests)
+    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [3, 3, 3])
+    [stream] = net.router._streams.values()
+    for lease in net.leases[:3]:
+        lease.cancel = lambda: None  # type: ignore[method-assign]  # nobody is there to cancel it
+    assert stream.task is not None
+    stream.task.cancel()
+    await net.settle()

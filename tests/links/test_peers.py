@@ -1,0 +1,204 @@
+"""Peers that do not keep the protocol, and strangers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from cascade.answer import Answer
+from cascade.messages import Close, Commit, Failed, Proposal
+from cascade.simulation.toy import ToyModel, full_text
+from cascade.v1 import link_pb2 as pb
+from cascade.v1 import link_pb2_grpc
+from deployments.links.codec import encode
+from deployments.links.held_lease import Lease
+from tests.chain.test_tier import PROMPT, Silent
+from tests.links.net import (
+    PATIENCE_S,
+    Held,
+    Net,
+    Peer,
+    Rogue,
+    drafted,
+    entry,
+    opening,
+    serve_raw,
+    until,
+)
+
+
+async def test_session_without_a_lease_is_refused(net: Net) -> None:
+    """Guards Serve's view of the load: nobody gets in without a lease, nor over a link that does not own the session."""
+    good = asyncio.create_task(net.text(opening(13, 0.0, 60)))
+    async with Peer(net.nodes["full"], net) as peer:
+        await peer.say(opening())
+        failed = await peer.answer()
+        assert isinstance(failed, Failed)
+        assert "lease" in failed.reason
+        await until(lambda: net.router.num_sessions == 1 and net.nodes["full"].tier.num_sessions == 1)
+        [theirs] = net.router._routes
+        await peer.say(Close(theirs), Commit(theirs, 5, (0,)), opening(chain=()))
+        again = await peer.answer()
+        assert isinstance(again, Failed)
+        assert again.session != theirs
+        await peer.say(replace(opening(), session=theirs))
+        assert (await peer.answer()).session == theirs
+    text, _ = await good
+    assert text == full_text(ToyModel(), opening(13, 0.0, 60))
+    assert net.failures == []
+    await net.settle()
+
+
+def wire(change: Callable[[pb.Message], None]) -> Callable[[str], bytes]:
+    """A batch with one Open, spoilt."""
+
+    def make(session: str) -> bytes:
+        [message] = encode([replace(opening(14), session=session)]).messages
+        change(message)
+        return pb.Batch(messages=[message]).SerializeToString()
+
+    return make
+
+
+def wrong_origins(session: str) -> bytes:
+    proposal = pb.Proposal(start=5, tokens=[1, 2], origins=b"\0")
+    return pb.Batch(messages=[pb.Message(session=session, proposal=proposal)]).SerializeToString()
+
+
+MALFORMED: dict[str, Callable[[str], bytes]] = {
+    "no kind": lambda session: pb.Batch(messages=[pb.Message(session=session)]).SerializeToString(),
+    "origins of another length": wrong_origins,
+    "prompt_len 0": wire(lambda m: setattr(m.open, "prompt_len", 0)),
+    "prompt_len beyond the text": wire(lambda m: setattr(m.open, "prompt_len", 99)),
+    "no tokens": wire(lambda m: m.open.ClearField("tokens")),
+    "NaN temperature": wire(lambda m: setattr(m.open.sampling, "temperature", float("nan"))),
+    "infinite temperature": wire(lambda m: setattr(m.open.sampling, "temperature", float("inf"))),
+    "top_p 0": wire(lambda m: setattr(m.open.sampling, "top_p", 0.0)),
+    "max_tokens 0": wire(lambda m: setattr(m.open.sampling, "max_tokens", 0)),
+    "seed too large": wire(lambda m: setattr(m.open.sampling, "seed", 2**64 - 1)),
+    "no sampling": wire(lambda m: m.open.ClearField("sampling")),
+    "not protobuf": lambda session: b"\xff" * 40,
+    "session not UTF-8": lambda session: b"\x0a\x04\x0a\x02\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> None:
+    """Guards a replica, and the requests of other callers, against a caller that speaks nonsense."""
+    request = opening(15, 0.0, 40)
+    good = asyncio.create_task(net.text(request))
+    node = net.nodes["full"]
+    await until(lambda: node.tier.num_sessions == 1)
+    async with grpc.aio.insecure_channel(node.server.address) as channel:
+        raw = channel.stream_stream(
+            "/cascade.v1.Link/Connect", request_serializer=lambda data: data, response_deserializer=lambda data: data
+        )
+        call = raw(metadata=entry(node))
+        for session in ("bystander", "spoilt"):
+            lease = Held(node.server.lease(session))
+            net.leases.append(lease)
+            await anext(lease)
+        bystander = replace(opening(16, chain=()), session="bystander")
+        await call.write(encode([bystander]).SerializeToString())
+        await call.read()
+        await call.write(MALFORMED[kind]("spoilt"))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with asyncio.timeout(PATIENCE_S):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+    text, _ = await good
+    assert text == full_text(ToyModel(), request)
+    assert net.failures == []
+    await until(lambda: node.tier.num_sessions == 0)
+    assert node.tier.healthy
+    assert "bystander" not in node.server.leases._ended
+    for lease in net.leases:
+        lease.cancel()  # the one of the session that was never opened ends by itself, later
+    await net.settle()
+
+
+@pytest.mark.parametrize("commit", [Commit("bad", 4000, (1,)), Commit("bad", 0, (1,)), Commit("bad", 5, ())], ids=str)
+async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit: Commit) -> None:
+    """Guards the other sessions of a link, and the link, against a commit that makes no sense."""
+    node = net.nodes["full"]
+    async with Peer(node, net) as peer:
+        for session in ("bad", "good"):
+            await peer.lease(session)
+        good = replace(opening(17, 0.0, 20, chain=()), session="good")
+        await peer.say(replace(opening(18, 0.0, 20, window=1), session="bad"), commit, good)
+        answer, failed = Answer(good, Silent()), None
+        while not (answer.finished and failed):
+            message = await peer.answer()
+            if isinstance(message, Failed):
+                failed = message
+            elif isinstance(message, Proposal) and message.session == "good":
+                answer.take(message)
+        assert failed.session == "bad"
+        assert "does not join" in failed.reason
+        assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), good)
+        await peer.say(Close("good"))
+        await net.settle()
+
+
+async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards nodes with http_proxy in their environment: gRPC asked the proxy for every replica, and no link came about."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    request = opening(23, 0.0, 20)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert net.failures == []
+    assert drafted(answer)["medium"] > 0
+    await net.settle()
+
+
+@pytest.mark.parametrize(
+    "kind", ["no kind", "origins of another length", "NaN temperature", "not protobuf", "session not UTF-8"]
+)
+async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> None:
+    """Guards a tier against a drafter that speaks nonsense: the request goes on without it."""
+    rogue = Rogue(MALFORMED[kind])
+    server, address = await serve_raw(rogue)
+
+    async def lease(session: str) -> AsyncIterator[str]:
+        yield address
+        await asyncio.Event().wait()
+
+    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        held = Held(lease(session))
+        net.leases.append(held)
+        return held
+
+    full = net.nodes["full"]
+    full.downlink._lessors = {**full.downlink._lessors, "medium": take}
+    request = opening(19, 0.0, 40)
+    text, answer = await net.text(request)
+    assert text == full_text(ToyModel(), request)
+    assert rogue.asked
+    assert drafted(answer)["tiny"] > 0
+    assert net.failures == []
+    await server.stop(0)
+    await net.settle()
+
+
+@pytest.mark.parametrize("said", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
+async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], ...]) -> None:
+    """Guards the tiers against whoever reaches their ports: without the secret that a lease brings there is no link."""
+    node = net.nodes["full"]
+    lease = Held(node.server.lease("stranger"))
+    net.leases.append(lease)
+    await anext(lease)
+    async with grpc.aio.insecure_channel(node.server.address) as channel:
+        call = link_pb2_grpc.LinkStub(channel).Connect(metadata=said)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert node.tier.num_sessions == 0
+    lease.cancel()
+    tokens, _ = await net.text(opening(15, 0.0, 20))
+    assert len(tokens) == len(PROMPT) + 20

@@ -22,14 +22,17 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm.modeling_glm import GlmMLP
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from cascade.engine.packed_linear import Product, product_of
+from cascade.engine.packed_linear import InBlocks, Product, product_of
+from cascade.engine.whole_layer import Norm, WholeLayer
+from cascade.engine.whole_layer import Parts as WholeParts
 from cascade.native import layers
+from cascade.native.attention import Sizes
 from cascade.native.layers import GELU_TANH, SILU
 
 Forward: TypeAlias = partial[Any]
@@ -43,6 +46,7 @@ class Kit:
     norm: Callable[[Tensor, Tensor, float, float], Tensor]  # rows, weight, epsilon, offset: see `layers.rms_norm`
     gated: Callable[[Tensor, int], Tensor]  # gate and up behind each other, activation: see `layers.gated`
     rotate: Callable[[Tensor, int, Tensor, Tensor], Tensor]  # heads behind each other, size of one, cos, sin; may be in place
+    whole: bool = False  # what our own kernels do step by step they do in one call, where all of a layer is known
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
@@ -68,13 +72,14 @@ def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 PLAIN = Kit(norm, gated, rotate)
-NATIVE = Kit(layers.rms_norm, layers.gated, layers.rotate)
+NATIVE = Kit(layers.rms_norm, layers.gated, layers.rotate, whole=True)
 
 
 @lru_cache
 def compiled() -> Kit:
     """The plain kit, each step one kernel."""
-    return Kit(*(torch.compile(step, dynamic=True) for step in (norm, gated, rotate)))
+    norm_, gated_, rotate_ = (torch.compile(step, dynamic=True) for step in (norm, gated, rotate))
+    return Kit(norm_, gated_, rotate_)
 
 
 def choose_kit(device: torch.device, dtype: torch.dtype) -> Kit:
@@ -89,13 +94,17 @@ def slim(network: nn.Module, kit: Kit) -> int:
     forms = [(module, form) for module in network.modules() if (form := _form(module, kit)) is not None]
     for module, form in forms:
         module.forward = form
+    for module in network.modules() if kit.whole else ():
+        if (parts := _whole_parts(module)) is not None:
+            module.forward = WholeLayer(module, *parts)
     return len(forms)
 
 
 def fatten(network: nn.Module) -> None:
     """Take the lean forms back."""
     for module in network.modules():
-        if getattr(vars(module).get("forward"), "func", None) in (_norm, _mlp, _attention):
+        form = vars(module).get("forward")
+        if isinstance(form, WholeLayer) or getattr(form, "func", None) in (_norm, _mlp, _attention):
             del module.forward
 
 
@@ -239,3 +248,32 @@ def _attention(
 
 
 _INTERFACE = AttentionInterface()
+
+
+# whole layers
+
+
+def _whole_parts(module: Any) -> tuple[nn.Module, WholeParts] | None:
+    """The attention of a layer, and what the layer is made of, where all of it is lean and nobody listens in between."""
+    if not _same(type(module).forward, LlamaDecoderLayer.forward):
+        return None
+    inner = (module.input_layernorm, module.self_attn, module.post_attention_layernorm, module.mlp)
+    forms = [vars(one).get("forward") for one in inner]
+    if [getattr(form, "func", None) for form in forms] != [_norm, _attention, _norm, _mlp] or _heard(module):
+        return None
+    (_, *before), (_, asked, norms, (heads, kv_heads), size, attention), (_, *then), (_, wide, activation, down) = (
+        form.args for form in forms
+    )
+    products = [asked, product_of((attention.o_proj,)), wide, product_of((down,))]
+    times = [one.whole for one in products if one is not None and isinstance(one.whole, InBlocks)]
+    if len(times) < len(products):
+        return None
+    sizes = Sizes(heads, kv_heads, size, asked.sizes[2] // kv_heads)
+    of_heads = tuple(Norm(*norm) for norm in norms)
+    attended = (sizes, attention.scaling, attention.layer_idx, times[1])
+    return attention, WholeParts(Norm(*before), times[0], of_heads, *attended, Norm(*then), times[2], activation, times[3])
+
+
+def _heard(layer: nn.Module) -> bool:
+    """Whether there are hooks on the modules within."""
+    return any(one._forward_hooks or one._forward_pre_hooks for one in layer.modules() if one is not layer)

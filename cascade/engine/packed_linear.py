@@ -32,18 +32,21 @@ Linear: TypeAlias = nn.Linear | Conv1D  # of GPT-2 and its kin, which is one wit
 Times: TypeAlias = Callable[[Tensor], Tensor]  # [..., in_features] to [..., out_features]
 
 
-def in_blocks(weight: Tensor, bias: Tensor | None) -> Times:
+class InBlocks:
     """Our own product: float32 on a CPU."""
-    blocks = Blocks(weight)
-    collapse(blocks.blocks.data_ptr(), blocks.blocks.nbytes)
 
-    def times(input: Tensor) -> Tensor:
-        out = blocks.times(input.reshape(-1, input.shape[-1]))
-        if bias is not None:
-            out += bias
+    __slots__ = ("bias", "blocks")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.blocks = Blocks(weight)
+        self.bias = bias
+        collapse(self.blocks.blocks.data_ptr(), self.blocks.blocks.nbytes)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        out = self.blocks.times(input.reshape(-1, input.shape[-1]))
+        if self.bias is not None:
+            out += self.bias
         return out.view(*input.shape[:-1], out.shape[1])
-
-    return times
 
 
 def in_onednns_order(weight: Tensor, bias: Tensor | None) -> Times:
@@ -199,7 +202,7 @@ def _packer(layer: Linear) -> Callable[[Tensor, Tensor | None], Times] | None:
     if layer.weight.device.type != "cpu":
         return None
     if layer.weight.dtype is torch.float32:
-        return in_blocks
+        return InBlocks
     ordered = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if ordered and layer.weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return in_onednns_order

@@ -9,6 +9,7 @@ A fork holds its positions in blocks of its own, the first of which may begin wi
 both, in the order of positions: nothing is copied. All rows of a pass are stored before any looks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from cascade.native.jit import (
     BRIEF,
+    Step,
     arguments,
     bits,
     floats,
@@ -28,6 +30,7 @@ from cascade.native.jit import (
     power_of_two,
     real,
     run,
+    run_step,
     thread_num,
 )
 from cascade.native.tile import LANES, ROWS, onward, tile
@@ -267,33 +270,67 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) 
     heads, tokens, key_size = query.shape
     kv_heads, _, value_size = value.shape
     out = query.new_zeros(tokens, heads * value_size)  # nobody looks at tokens of no row, but they must be numbers
-    threads, wide = torch.get_num_threads(), max(spans.longest + LANES, blocks_of(value_size) * LANES)
-    each = 4 * (ROWS * (key_size + 2 * wide) + 2 * LANES)
-    scratch = query.new_empty(threads * each // 4)
-    given = arguments(
-        spans.table.shape[0],
-        query.data_ptr(),
-        *query.stride()[:2],
-        key.data_ptr(),
-        *key.stride()[:2],
-        value.data_ptr(),
-        *value.stride()[:2],
+    threads, sizes = torch.get_num_threads(), Sizes(heads, kv_heads, key_size, value_size)
+    scratch = query.new_empty(threads * scratch_of(spans, sizes))
+    given = (heads_of(query), heads_of(key), heads_of(value))
+    step = attend_step(given, out.data_ptr(), scratch.data_ptr(), spans, sizes, kind)
+    work = tokens * heads * spans.longest * (key_size + value_size)
+    if threads > 1 and work >= BRIEF:  # all is stored before any thread looks
+        run(_store, arguments(*step.numbers), work)
+    run_step(step, work)
+    return out
+
+
+class Sizes(NamedTuple):
+    """Heads of queries and of keys, and numbers of a key and of a value."""
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+
+class Heads(NamedTuple):
+    """Where heads of queries, keys or values are, and numbers from one head, and from one token, to the next."""
+
+    address: int
+    stride: int
+    token_stride: int
+
+
+def heads_of(part: Tensor) -> Heads:
+    """Of ``[heads, total_tokens, size]``."""
+    return Heads(part.data_ptr(), *part.stride()[:2])
+
+
+def scratch_of(spans: Spans, sizes: Sizes) -> int:
+    """Numbers that each thread needs for itself."""
+    wide = max(spans.longest + LANES, blocks_of(sizes.value_size) * LANES)
+    return ROWS * (sizes.key_size + 2 * wide) + 2 * LANES
+
+
+def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:
+    """`attend` of queries, keys and values to ``[total_tokens, heads * value_size]`` at ``out``.
+
+    Where several threads take part, all is to be stored before, by `store_step` of the same.
+    """
+    heads, kv_heads, key_size, value_size = sizes
+    sinks = 0 if kind.sinks is None else kind.sinks.data_ptr()
+    queries, keys, values = given
+    shape = (
         heads // kv_heads,
         key_size,
         value_size,
-        out.data_ptr(),
+        out,
         kind.window or 0,
         bits(kind.scaling),
         bits(kind.softcap or 0.0),
-        0 if kind.sinks is None else kind.sinks.data_ptr(),
-        spans.table.data_ptr(),
-        heads * value_size,
-        kv_heads,
-        scratch.data_ptr(),
-        each,
+        sinks,
     )
-    work = tokens * heads * spans.longest * (key_size + value_size)
-    if threads > 1 and work >= BRIEF:  # all is stored before any thread looks
-        run(_store, given, work)
-    run(_attend, given, work)
-    return out
+    rest = (heads * value_size, kv_heads, scratch, 4 * scratch_of(spans, sizes))
+    return Step(_attend, (spans.table.shape[0], *queries, *keys, *values, *shape, spans.table.data_ptr(), *rest))
+
+
+def store_step(step: Step) -> Step:
+    """What is to come before an `attend_step`, see there."""
+    return Step(_store, step.numbers)

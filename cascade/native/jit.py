@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
@@ -30,6 +30,13 @@ class Worker:
     call: Callable[[bytes], None]  # other threads of Python go on meanwhile
     brief: Callable[[bytes], None]  # they wait
     address: int
+
+
+class Step(NamedTuple):
+    """A worker and its arguments, which `run_step` or a program, see `cascade.native.program`, lets it have."""
+
+    worker: Worker
+    numbers: tuple[int, ...]
 
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -62,8 +69,12 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-_ASKED = ("omp_get_thread_num", "omp_get_num_threads")
-_alone = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)]  # without OpenMP
+_ASKED = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+_alone = [  # without OpenMP
+    ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
+    ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
+    ctypes.CFUNCTYPE(None)(lambda: None),
+]
 
 
 def _name_symbols() -> None:
@@ -78,6 +89,7 @@ _limit()
 _name_symbols()
 thread_num = types.ExternalFunction(_ASKED[0], types.int32())
 num_threads = types.ExternalFunction(_ASKED[1], types.int32())
+barrier = types.ExternalFunction(_ASKED[2], types.void())
 
 
 @lru_cache
@@ -105,7 +117,11 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def swept(function: Callable[..., Any]) -> Any:
-    """Compile a part of workers that goes over one row: its sums are in the order that suits the processor."""
+    """Compile a sum over one row: in the order that suits the processor.
+
+    Only sums: what is written number by number would have other bits where a row is so short, and so near to what is read, that
+    it is not done in vectors.
+    """
     return numba.njit(**{**_OPTIONS, "fastmath": {*_OPTIONS["fastmath"], "reassoc"}})(function)
 
 
@@ -131,6 +147,11 @@ def run(worker: Worker, given: bytes, work: int) -> None:
         worker.call(given)
     else:
         library.GOMP_parallel(ctypes.c_void_p(worker.address), given, count, 0)
+
+
+def run_step(step: Step, work: int) -> None:
+    """`run` a worker with its arguments."""
+    run(step.worker, arguments(*step.numbers), work)
 
 
 def _pointer_to(kind: ir.Type) -> Any:

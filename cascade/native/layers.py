@@ -1,24 +1,45 @@
 """What stands between products: norms, rotary positions, gated activations; each one sweep over its numbers."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from numba import float32
 from torch import Tensor
 
 from cascade.native.attention import LEAST, exponential
-from cascade.native.jit import arguments, bits, floats, inlined, integer, kernel, num_threads, real, run, swept, thread_num
+from cascade.native.jit import Step, bits, floats, inlined, integer, kernel, num_threads, real, run_step, swept, thread_num
 
 SILU, GELU_TANH = 0, 1  # activations
 
 
+class Rows(NamedTuple):
+    """Where rows of float32 are, each with its numbers behind each other."""
+
+    address: int
+    stride: int  # numbers from one row to the next
+
+    def behind(self, place: int) -> "Rows":
+        """Those parts of them that begin at a place."""
+        return Rows(self.address + 4 * place, self.stride)
+
+
+def _rows(x: Tensor) -> Rows:
+    return Rows(x.data_ptr(), x.stride(0))
+
+
 @swept
+def _squares(x: int, size: int) -> Any:
+    numbers, sum = floats(x), float32(0.0)
+    for place in range(size):
+        sum += numbers[place] * numbers[place]
+    return sum
+
+
+@inlined
 def _norm_row(x: int, weight: int, out: int, size: int, epsilon: float, offset: float) -> None:
     numbers, scales, to = floats(x), floats(weight), floats(out)
-    squares = float32(0.0)
-    for place in range(size):
-        squares += numbers[place] * numbers[place]
-    share = float32(1.0) / math.sqrt(squares / float32(size) + epsilon)
+    share = float32(1.0) / math.sqrt(_squares(x, size) / float32(size) + epsilon)
     for place in range(size):
         to[place] = numbers[place] * share * (offset + scales[place])
 
@@ -40,14 +61,18 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> 
 
     ``x`` ``[tokens, n * size]`` float32, its rows apart or not; returns as many.
     """
-    tokens, size = x.shape[0], weight.shape[0]
     to = x.new_empty(x.shape)
-    numbers = (tokens, x.shape[1] // size, size, x.data_ptr(), x.stride(0), to.data_ptr(), to.stride(0))
-    run(_rms_norm, arguments(*numbers, bits(epsilon), bits(offset), weight.data_ptr()), x.numel())
+    run_step(norm_step(_rows(x), _rows(to), x.shape, weight, epsilon, offset), x.numel())
     return to
 
 
-@swept
+def norm_step(x: Rows, to: Rows, shape: Sequence[int], weight: Tensor, epsilon: float, offset: float) -> Step:
+    """`rms_norm` of ``x`` ``[tokens, n * size]``; ``to`` may be the same."""
+    (tokens, width), size = shape, weight.shape[0]
+    return Step(_rms_norm, (tokens, width // size, size, *x, *to, bits(epsilon), bits(offset), weight.data_ptr()))
+
+
+@inlined
 def _turn(x: int, cos: int, sin: int, half: int) -> None:
     numbers, cosines, sines = floats(x), floats(cos), floats(sin)
     for place in range(half):
@@ -73,10 +98,15 @@ def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
     ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 with ``turned <= size``: the rest of a
     head stays.
     """
-    angles = (cos.contiguous(), sin.contiguous())
-    numbers = (x.shape[0], x.shape[1] // size, size, cos.shape[1], x.data_ptr(), x.stride(0))
-    run(_rotate, arguments(*numbers, *(angle.data_ptr() for angle in angles)), x.numel())
+    cos, sin = cos.contiguous(), sin.contiguous()
+    run_step(rotate_step(_rows(x), x.shape, size, cos, sin), x.numel())
     return x
+
+
+def rotate_step(x: Rows, shape: Sequence[int], size: int, cos: Tensor, sin: Tensor) -> Step:
+    """`rotate` ``x`` ``[tokens, heads * size]`` by angles that lie behind each other."""
+    tokens, width = shape
+    return Step(_rotate, (tokens, width // size, size, cos.shape[1], *x, cos.data_ptr(), sin.data_ptr()))
 
 
 @inlined
@@ -85,14 +115,14 @@ def _sigmoid(x: float) -> Any:
     return (float32(1.0) if x >= 0 else small) / (float32(1.0) + small)
 
 
-@swept
+@inlined
 def _silu_row(gate: int, up: int, out: int, size: int) -> None:
     gates, ups, to = floats(gate), floats(up), floats(out)
     for place in range(size):
         to[place] = gates[place] * _sigmoid(gates[place]) * ups[place]
 
 
-@swept
+@inlined
 def _gelu_row(gate: int, up: int, out: int, size: int) -> None:
     gates, ups, to = floats(gate), floats(up), floats(out)
     for place in range(size):
@@ -118,6 +148,41 @@ def gated(x: Tensor, activation: int) -> Tensor:
     """``activation(gate) * up`` of ``[tokens, 2 * size]`` float32, whose first half is the gate: ``[tokens, size]``."""
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, size)
-    numbers = (x.stride(0), x.data_ptr(), x.data_ptr() + 4 * size, out.data_ptr(), activation)
-    run(_gate, arguments(tokens, size, *numbers), x.numel())
+    run_step(gate_step(_rows(x), out.data_ptr(), (tokens, size), activation), x.numel())
     return out
+
+
+def gate_step(x: Rows, to: int, shape: Sequence[int], activation: int) -> Step:
+    """`gated` ``[tokens, size]``, whose rows come to lie behind each other."""
+    tokens, size = shape
+    return Step(_gate, (tokens, size, x.stride, x.address, x.address + 4 * size, to, activation))
+
+
+@kernel
+def _add(given: int) -> None:
+    tokens, size, stride = integer(given, 0), integer(given, 1), integer(given, 4)
+    first, second, to = floats(integer(given, 2)), floats(integer(given, 3)), floats(integer(given, 5))
+    here, threads = thread_num(), num_threads()
+    for token in range(tokens * here // threads, tokens * (here + 1) // threads):
+        for place in range(size):
+            to[token * size + place] = first[token * size + place] + second[token * stride + place]
+
+
+def add_step(first: int, second: Rows, to: int, shape: Sequence[int]) -> Step:
+    """The sum of ``[tokens, size]``, whose rows lie behind each other, and as many; ``to`` may be the first."""
+    return Step(_add, (*shape, first, second.address, second.stride, to))
+
+
+@kernel
+def _shift(given: int) -> None:
+    tokens, size, stride = integer(given, 0), integer(given, 1), integer(given, 3)
+    numbers, bias = floats(integer(given, 2)), floats(integer(given, 4))
+    here, threads = thread_num(), num_threads()
+    for token in range(tokens * here // threads, tokens * (here + 1) // threads):
+        for place in range(size):
+            numbers[token * stride + place] += bias[place]
+
+
+def shift_step(x: Rows, tokens: int, bias: Tensor) -> Step:
+    """Add ``bias`` ``[size]`` to each of ``tokens`` rows, in place."""
+    return Step(_shift, (tokens, bias.shape[0], *x, bias.data_ptr()))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.native.jit import arguments, integer, kernel, num_threads, run, thread_num
+from cascade.native.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.native.tile import LANES, ROWS, tile, tile_of_halves
 
 CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
@@ -44,26 +44,56 @@ class Blocks:
 
     def times(self, x: Tensor) -> Tensor:
         """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``; a row's bits depend on no other."""
-        (rows, depth), blocks = x.shape, self.blocks.shape[0]
-        out = x.new_empty(rows, blocks * LANES)
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.width)
         if rows:
-            given, group = interleaved(x)
-            numbers = (rows, depth, blocks * LANES, blocks, group, self.halves)
-            addresses = (given.data_ptr(), self.blocks.data_ptr(), out.data_ptr())
-            run(_multiply, arguments(*addresses, *numbers), rows * self.blocks.numel())
+            given = interleaved(x)
+            run_step(self.step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
         return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row of the product, those that fill its last block included."""
+        return int(self.blocks.shape[0]) * LANES
 
-def interleaved(x: Tensor) -> tuple[Tensor, int]:
-    """Groups of rows behind each other, ``[depth, rows]`` each, and the size of all but the last."""
+    def step(self, x: int, rows: int, out: int) -> Step:
+        """The product of interleaved rows, to ``[rows, width]`` at ``out``."""
+        count, depth, _ = self.blocks.shape
+        return Step(_multiply, (x, self.blocks.data_ptr(), out, rows, depth, self.width, count, group_of(rows), self.halves))
+
+
+def group_of(rows: int) -> int:
+    """Rows of all tiles but the last."""
+    return -(-rows // -(-rows // ROWS))
+
+
+@kernel
+def _interleave(given: int) -> None:
+    numbers, to = floats(integer(given, 0)), floats(integer(given, 1))
+    rows, depth, group = integer(given, 2), integer(given, 3), integer(given, 4)
+    here, threads = thread_num(), num_threads()
+    for row in range(rows * here // threads, rows * (here + 1) // threads):
+        first = row // group * group
+        count = min(group, rows - first)
+        for place in range(depth):
+            to[first * depth + place * count + row - first] = numbers[row * depth + place]
+
+
+def interleave_step(x: int, to: int, rows: int, depth: int) -> Step:
+    """`interleaved` ``[rows, depth]``, whose rows lie behind each other."""
+    return Step(_interleave, (x, to, rows, depth, group_of(rows)))
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """Groups of rows behind each other, ``[depth, rows]`` each."""
     rows, depth = x.shape
     if rows == 1:
-        return x.contiguous(), 1
-    group = -(-rows // -(-rows // ROWS))
+        return x.contiguous()
+    group = group_of(rows)
     whole = rows // group * group
     if whole == group == rows:
-        return x.t().contiguous(), group
+        return x.t().contiguous()
     parts = [x[:whole].view(-1, group, depth).transpose(1, 2).reshape(-1)]
     if whole < rows:
         parts.append(x[whole:].t().reshape(-1))
-    return torch.cat(parts), group
+    return torch.cat(parts)

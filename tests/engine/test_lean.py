@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from cascade.engine import lean
 from cascade.engine.lean import fatten
 from cascade.engine.model import Model
+from cascade.engine.whole_layer import WholeLayer
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import build
@@ -88,9 +89,56 @@ def test_other_code_is_left_alone() -> None:
 
 def test_lean_layers_that_say_something_else_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards models whose code is known and means something else after all: they are served as they are."""
-    wrong = replace(lean.NATIVE, gated=lambda wide, activation: wide[:, : wide.shape[1] // 2].clone())
+    wrong = replace(lean.NATIVE, whole=False, gated=lambda wide, activation: wide[:, : wide.shape[1] // 2].clone())
     monkeypatch.setattr(lean, "NATIVE", wrong)
     model = Model(build("llama"), cache_tokens=1024)
     assert not forms(model._network)
     monkeypatch.undo()
     torch.testing.assert_close(logits(model), logits(Model(build("llama"), cache_tokens=1024)), rtol=1e-4, atol=1e-4)
+
+
+WHOLE = ("llama", "qwen2-sliding", "qwen3", "gemma")  # of norms with and without offset or heads of their own, biases, windows
+ROWS = ((0, 1), (1, 2), (2, 11), (11, 30), (30, 31), (31, 48))  # positions of passes
+
+
+def in_one_call(network: nn.Module) -> int:
+    """Layers that are one call."""
+    return sum(isinstance(vars(module).get("forward"), WholeLayer) for module in network.modules())
+
+
+def said(model: Model, num_threads: int) -> torch.Tensor:
+    """Logits of a text that grows from one position to 48, two rows of which end in drafts that are rolled back."""
+    text, cache = [7 * place % 60 + 3 for place in range(60)], model.new_cache()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        passes = [model.logits([Row(cache, a, text[a:b][::-1], 1, GREEDY)]) for a, b in ROWS[2:4]]
+        passes += [model.logits([Row(cache, a, text[a:b], b - a, GREEDY)]) for a, b in ROWS]
+    finally:
+        torch.set_num_threads(before)
+    return torch.cat(passes)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_layer_in_one_call_has_the_bits_of_its_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards exactness between tiers and machines: an operation in another order is another text sooner or later."""
+    whole = Model(build(name), cache_tokens=1024)
+    assert in_one_call(whole._network) == 2
+    monkeypatch.setattr(lean, "NATIVE", replace(lean.NATIVE, whole=False))
+    by_steps = Model(build(name), cache_tokens=1024)
+    assert not in_one_call(by_steps._network)
+    expected = said(by_steps, 1)
+    assert torch.equal(said(whole, 1), expected)
+    assert torch.equal(said(whole, 2), expected)
+
+
+def test_layers_that_are_listened_to_go_step_by_step() -> None:
+    """Guards ranks and adapters, whose hooks on a layer's parts one call would pass by."""
+    network = build("llama")
+    heard: list[str] = []
+    network.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: heard.append("o_proj"))
+    model = Model(network, cache_tokens=1024)
+    assert in_one_call(network) == 1
+    heard.clear()
+    logits(model)
+    assert heard == ["o_proj"]

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cascade.engine import packed_linear
 from cascade.engine.model import Model
-from cascade.engine.packed_linear import MIN_ROWS, Product, in_blocks, pack, watch
+from cascade.engine.packed_linear import MIN_ROWS, InBlocks, Product, pack, watch
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from tests.architectures import build
@@ -82,7 +82,7 @@ class Fork(nn.Module):
         return self.left(input), self.right(input)
 
 
-@pytest.mark.parametrize("packer", [in_blocks, None])
+@pytest.mark.parametrize("packer", [InBlocks, None])
 def test_joined_layers_need_no_partner(packer: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards mixtures, which do not use all layers in each pass: parts of another input, and inputs that are kept."""
     network = Fork()

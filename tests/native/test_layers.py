@@ -1,11 +1,29 @@
 """Norms, rotary positions and gated activations against PyTorch's."""
 
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.native.layers import GELU_TANH, SILU, gated, rms_norm, rotate
+from cascade.native.jit import BRIEF, run_step
+from cascade.native.layers import (
+    GELU_TANH,
+    SILU,
+    Rows,
+    add_step,
+    gate_step,
+    gated,
+    norm_step,
+    rms_norm,
+    rotate,
+    rotate_step,
+    shift_step,
+)
+from cascade.native.program import run_all
 
 ROWS = [1, 3, 50, 200]  # the last ones are more than a brief worker does: several threads share them
 
@@ -46,3 +64,60 @@ def test_gated_activations(rows: int, scale: float) -> None:
     gate, up = x.split(301, dim=1)
     torch.testing.assert_close(gated(x, SILU), F.silu(gate) * up, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gated(x, GELU_TANH), F.gelu(gate, approximate="tanh") * up, rtol=1e-5, atol=2e-5 * scale)
+
+
+def laid_out(rng: random.Random, buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of ``parts`` in ``buffer``, in any order and a few numbers apart."""
+    copies, begin = list(parts), rng.randrange(9)
+    for place in rng.sample(range(len(parts)), len(parts)):
+        copies[place] = buffer[begin : begin + len(parts[place])].copy_(parts[place])
+        begin += len(parts[place]) + rng.randrange(9)
+    return copies
+
+
+@pytest.mark.parametrize("size", [16, 32, 48, 96])
+def test_bits_do_not_depend_on_where_rows_lie(size: int) -> None:
+    """Guards exactness of short rows, such as heads: near to each other they are not computed in vectors, and a product of
+    three that may be taken in any order had other bits there."""
+    rng, noise = random.Random(size), torch.Generator().manual_seed(size)
+    x, y, z = (torch.randn(size, generator=noise) for _ in range(3))
+    wide, out, buffer, found = torch.cat((x, y)), torch.zeros(size), torch.zeros(16 * size), defaultdict(set)
+
+    def rows(x: Tensor) -> Rows:
+        return Rows(x.data_ptr(), len(x))
+
+    for _ in range(300):
+        a, b, to = laid_out(rng, buffer, (x, y, out))
+        run_step(norm_step(rows(a), rows(to), (1, size), b, 1e-5, 1.0), size)
+        found["norm"].add(to.numpy().tobytes())
+        run_step(add_step(a.data_ptr(), rows(b), to.data_ptr(), (1, size)), size)
+        found["sum"].add(to.numpy().tobytes())
+        turned, cos, sin = laid_out(rng, buffer, (x, y, z))
+        run_step(rotate_step(rows(turned), (1, size), size, cos[None], sin[None]), size)
+        found["rotation"].add(turned.numpy().tobytes())
+        for activation in (SILU, GELU_TANH):
+            a, to = laid_out(rng, buffer, (wide, out))
+            run_step(gate_step(rows(a), to.data_ptr(), (1, size), activation), size)
+            found[f"gate {activation}"].add(to.numpy().tobytes())
+    assert {name: len(bits) for name, bits in found.items()} == dict.fromkeys(found, 1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_program_is_its_steps_in_their_order(num_threads: int) -> None:
+    """Guards steps against threads that are already at the next one: each reads what the other thread has just written."""
+    tokens, size = 64, 384
+    there, back = torch.randn(tokens, size), torch.empty(tokens, size)
+    expected, steps = there, []
+    for source, to in ((there, back), (back, there)) * 20:
+        expected = expected + expected.flip(0)
+        last = Rows(source.data_ptr() + 4 * size * (tokens - 1), -size)
+        steps.append(add_step(source.data_ptr(), last, to.data_ptr(), source.shape))
+    bias = torch.randn(size)
+    steps.append(shift_step(Rows(there.data_ptr(), size), tokens, bias))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        run_all(steps, 2 * BRIEF)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(there, expected + bias)

@@ -270,7 +270,7 @@ def _whole_parts(module: Any) -> tuple[nn.Module, WholeParts] | None:
         return None
     sizes = Sizes(heads, kv_heads, size, asked.sizes[2] // kv_heads)
     of_heads = tuple(Norm(*norm) for norm in norms)
-    attended = (sizes, attention.scaling, attention.layer_idx, times[1])
+    attended = (sizes, attention.scaling, times[1])
     return attention, WholeParts(Norm(*before), times[0], of_heads, *attended, Norm(*then), times[2], activation, times[3])
 
 

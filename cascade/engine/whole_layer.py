@@ -37,7 +37,6 @@ class Parts:
     head_norms: Sequence[Norm]  # of queries and of keys, if there are any
     sizes: Sizes
     scaling: float
-    layer: int
     attended: InBlocks
     before_mlp: Norm
     wide: InBlocks  # gate and up
@@ -65,7 +64,8 @@ class WholeLayer:
     def _run(self, x: Tensor, cos: Tensor, sin: Tensor, planned: NativePass) -> Tensor:
         """``x`` ``[tokens, hidden]``, angles ``[tokens, turned]``; as many come out."""
         parts, (tokens, hidden), threads = self._parts, x.shape, torch.get_num_threads()
-        sizes, spans, half = parts.sizes, planned.spans[parts.layer], parts.wide.blocks.out_features // 2
+        layer: int = self._attention.layer_idx  # which a head beside the network may have been given since
+        sizes, spans, half = parts.sizes, planned.spans[layer], parts.wide.blocks.out_features // 2
         heard, turned = sizes.heads * sizes.value_size, (sizes.heads + sizes.kv_heads) * sizes.key_size
         products = [one.blocks.width for one in (parts.asked, parts.attended, parts.wide, parts.narrow)]
         widths = (hidden, max(hidden, heard, half), turned, hidden, half, *products)
@@ -94,8 +94,8 @@ class WholeLayer:
         self, asked: Rows, normed: Rows, out: int, scratch: int, angles: tuple[Tensor, Tensor], planned: NativePass
     ) -> Iterator[Step]:
         """Attention of queries, keys and values, which lie behind each other; heads that are normed go to ``normed``."""
-        parts, (tokens, _), heads = self._parts, angles[0].shape, asked
-        sizes, spans = parts.sizes, planned.spans[parts.layer]
+        parts, (tokens, _), heads, layer = self._parts, angles[0].shape, asked, self._attention.layer_idx
+        sizes, spans = parts.sizes, planned.spans[layer]
         queries = sizes.heads * sizes.key_size
         turned = queries + sizes.kv_heads * sizes.key_size
         if parts.head_norms:
@@ -108,7 +108,7 @@ class WholeLayer:
             Heads(one.address, size, one.stride)
             for one, size in zip(rows, (sizes.key_size, sizes.key_size, sizes.value_size), strict=True)
         ]
-        step = attend_step(given, out, scratch, spans, sizes, Kind(parts.scaling, planned.windows[parts.layer]))
+        step = attend_step(given, out, scratch, spans, sizes, Kind(parts.scaling, planned.windows[layer]))
         if torch.get_num_threads() > 1:
             yield store_step(step)
         yield step

@@ -22,15 +22,23 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm.modeling_glm import GlmMLP
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRMSNorm,
+)
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralForCausalLM, MistralModel
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3Model
 
 from cascade.engine.packed_linear import InBlocks, Product, product_of
 from cascade.engine.whole_layer import Norm, WholeLayer
 from cascade.engine.whole_layer import Parts as WholeParts
+from cascade.engine.whole_network import WholeNetwork
 from cascade.native import layers
 from cascade.native.attention import Sizes
 from cascade.native.layers import GELU_TANH, SILU
@@ -272,6 +280,24 @@ def _whole_parts(module: Any) -> tuple[nn.Module, WholeParts] | None:
     of_heads = tuple(Norm(*norm) for norm in norms)
     attended = (sizes, attention.scaling, times[1])
     return attention, WholeParts(Norm(*before), times[0], of_heads, *attended, Norm(*then), times[2], activation, times[3])
+
+
+def whole_network(network: Any) -> WholeNetwork | None:
+    """A network in one call, if all its layers are whole and nothing is known to lie between them."""
+    backbone: Any = getattr(network, "model", None)
+    if not _same(type(network).forward, *_MODELS) or not _same(type(backbone).forward, *_BACKBONES):
+        return None
+    if any("forward" in vars(one) for one in (network, backbone)) or network._forward_hooks or network._forward_pre_hooks:
+        return None
+    layers = [vars(layer).get("forward") for layer in backbone.layers[: backbone.config.num_hidden_layers]]
+    norm = vars(backbone.norm).get("forward")
+    if getattr(norm, "func", None) is not _norm or not all(isinstance(layer, WholeLayer) for layer in layers):
+        return None
+    return WholeNetwork(backbone, layers, Norm(*norm.args[1:]), network.lm_head)
+
+
+_MODELS = (LlamaForCausalLM.forward, MistralForCausalLM.forward, Qwen2ForCausalLM.forward, Qwen3ForCausalLM.forward)
+_BACKBONES = (LlamaModel.forward, MistralModel.forward, Qwen2Model.forward, Qwen3Model.forward)
 
 
 def _heard(layer: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select
-from cascade.engine.lean import choose_kit, fatten, slim
+from cascade.engine.lean import choose_kit, fatten, slim, whole_network
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report, shape
 from cascade.engine.packed_linear import mixes, pack, watch
@@ -36,6 +36,7 @@ from cascade.engine.sampling import own_tokens, own_tokens_and_next
 from cascade.engine.survey import Survey
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
+from cascade.engine.whole_network import WholeNetwork
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Row, Scored
@@ -81,6 +82,7 @@ class Model:
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
         self._fewest = 1  # tokens of a pass
+        self._whole: WholeNetwork | None = None
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
         self._chosen = attention is not None
@@ -286,6 +288,8 @@ class Model:
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
+        if self._whole is not None and self._whole.ready:
+            return self._whole(ids, positions, keep, cascade_pass)
         call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
         if self._keeps_logits:
             out: Tensor = call(logits_to_keep=keep).logits[0]
@@ -302,6 +306,7 @@ class Model:
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
         fatten(network)  # layers may have been adapted since
+        self._whole = None
         network.set_attn_implementation("eager")  # the one that every network has
         texts = probe_texts(network.get_input_embeddings().weight.shape[0])
         with watch(network) as together:
@@ -331,11 +336,13 @@ class Model:
             self.reader.settle(self._attention, self._windows)
         self._network.set_attn_implementation(self._attention.name)
         if slim(self._network, choose_kit(self.device, self.dtype)):
+            self._whole = whole_network(self._network)
             with contextlib.suppress(*_REFUSALS):
                 if agree(self._network, found := self._replay(texts), expected):
                     return found
             log.warning("%s is left as it is: its lean layers say something else", type(self._network).__name__)
             fatten(self._network)
+            self._whole = None
         return self._replay(texts)
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from cascade.engine.attention import NATIVE, NativePass
 from cascade.engine.packed_linear import InBlocks
-from cascade.native.attention import Heads, Kind, Sizes, attend_step, scratch_of, store_step
+from cascade.native.attention import Heads, Kind, Sizes, Spans, attend_step, scratch_of, store_step
 from cascade.native.jit import Step
 from cascade.native.layers import Rows, add_step, gate_step, norm_step, rotate_step, shift_step
 from cascade.native.product import interleave_step
-from cascade.native.program import run_all
+from cascade.native.program import Program
 
 
 class Norm(NamedTuple):
@@ -26,6 +26,29 @@ class Norm(NamedTuple):
     weight: Tensor
     epsilon: float
     offset: float
+
+
+class Angles(NamedTuple):
+    """By which heads are turned, ``[tokens, turned]`` float32 without gaps."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Where a layer works on some tokens. Nothing is kept from one layer to the next."""
+
+    heard: Rows  # what attention gives; rows that it leaves out must be numbers
+    normed: Rows
+    mixed: Rows  # interleaved, for a product
+    heads: Rows
+    middle: Rows
+    gated: Rows
+    asked: Rows
+    attended: Rows
+    wide: Rows
+    narrow: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,75 +66,101 @@ class Parts:
     activation: int
     narrow: InBlocks
 
+    @property
+    def products(self) -> tuple[InBlocks, ...]:
+        return self.asked, self.attended, self.wide, self.narrow
+
+    @property
+    def weights(self) -> int:
+        """Numbers of its matrices."""
+        return sum(one.blocks.blocks.numel() for one in self.products)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers that each place of a desk has for a token."""
+        hidden, half, sizes = self.before_attention.weight.shape[0], self.wide.blocks.out_features // 2, self.sizes
+        heard, turned = sizes.heads * sizes.value_size, (sizes.heads + sizes.kv_heads) * sizes.key_size
+        products = (one.blocks.width for one in self.products)
+        return heard, hidden, max(hidden, heard, half), turned, hidden, half, *products
+
+    def desk(self, address: int, tokens: int) -> Desk:
+        """The memory from ``address`` on, of ``tokens`` times the sum of `widths` numbers, for ``tokens``."""
+        places = accumulate((4 * tokens * width for width in self.widths[:-1]), initial=address)
+        return Desk(*map(Rows, places, self.widths))
+
+    def steps(self, x: int, out: int, tokens: int, desk: Desk, attend: Sequence[Step]) -> Iterator[Step]:
+        """From ``[tokens, hidden]`` at ``x`` to as many at ``out``, which may be the same; ``attend`` is of `attention`."""
+        hidden, half = desk.middle.stride, desk.gated.stride
+        shape = (tokens, hidden)
+        yield norm_step(Rows(x, hidden), desk.normed, shape, *self.before_attention)
+        yield from _times(self.asked, desk.normed.address, desk.mixed.address, tokens, desk.asked)
+        yield from attend
+        yield from _times(self.attended, desk.heard.address, desk.mixed.address, tokens, desk.attended)
+        yield add_step(x, desk.attended, desk.middle.address, shape)
+        yield norm_step(desk.middle, desk.normed, shape, *self.before_mlp)
+        yield from _times(self.wide, desk.normed.address, desk.mixed.address, tokens, desk.wide)
+        yield gate_step(desk.wide, desk.gated.address, (tokens, half), self.activation)
+        yield from _times(self.narrow, desk.gated.address, desk.mixed.address, tokens, desk.narrow)
+        yield add_step(desk.middle.address, desk.narrow, out, shape)
+
+    def attention(self, desk: Desk, scratch: int, angles: Angles, spans: Spans, window: int | None) -> Iterator[Step]:
+        """Of queries, keys and values, which lie behind each other on the desk."""
+        sizes, tokens, heads = self.sizes, len(angles.cos), desk.asked
+        queries = sizes.heads * sizes.key_size
+        turned = queries + sizes.kv_heads * sizes.key_size
+        if self.head_norms:
+            heads = desk.heads
+            for norm, begin, end in zip(self.head_norms, (0, queries), (queries, turned), strict=True):
+                yield norm_step(desk.asked.behind(begin), heads.behind(begin), (tokens, end - begin), *norm)
+        yield rotate_step(heads, (tokens, turned), sizes.key_size, *angles)
+        rows = (heads, heads.behind(queries), desk.asked.behind(turned))
+        given = [
+            Heads(one.address, size, one.stride)
+            for one, size in zip(rows, (sizes.key_size, sizes.key_size, sizes.value_size), strict=True)
+        ]
+        step = attend_step(given, desk.heard.address, scratch, spans, sizes, Kind(self.scaling, window))
+        if torch.get_num_threads() > 1:
+            yield store_step(step)
+        yield step
+
 
 class WholeLayer:
     """The forward of ``module``, whose attention is ``attention``. Passes of another kind go step by step, as before."""
 
     def __init__(self, module: nn.Module, attention: Any, parts: Parts) -> None:
-        self._module = module
-        self._attention = attention
-        self._parts = parts
+        self.module = module
+        self.attention = attention
+        self.parts = parts
 
     def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Tensor:
         planned, angles = options.get("cascade_pass"), options.get("position_embeddings")
-        native = self._attention.config._attn_implementation == NATIVE
-        if others or not native or not isinstance(planned, NativePass) or angles is None:
-            out: Tensor = type(self._module).forward(self._module, hidden_states, *others, **options)
+        if others or not self.native or not isinstance(planned, NativePass) or angles is None:
+            out: Tensor = type(self.module).forward(self.module, hidden_states, *others, **options)
             return out
-        cos, sin = (angle[0].contiguous() for angle in angles)
-        return self._run(hidden_states[0].contiguous(), cos, sin, planned)[None]
+        dense = Angles(*(angle[0].contiguous() for angle in angles))
+        return self._run(hidden_states[0].contiguous(), dense, planned)[None]
 
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, planned: NativePass) -> Tensor:
-        """``x`` ``[tokens, hidden]``, angles ``[tokens, turned]``; as many come out."""
-        parts, (tokens, hidden), threads = self._parts, x.shape, torch.get_num_threads()
-        layer: int = self._attention.layer_idx  # which a head beside the network may have been given since
-        sizes, spans, half = parts.sizes, planned.spans[layer], parts.wide.blocks.out_features // 2
-        heard, turned = sizes.heads * sizes.value_size, (sizes.heads + sizes.kv_heads) * sizes.key_size
-        products = [one.blocks.width for one in (parts.asked, parts.attended, parts.wide, parts.narrow)]
-        widths = (hidden, max(hidden, heard, half), turned, hidden, half, *products)
-        *places, size = accumulate((tokens * width for width in widths), initial=0)
-        scratch = x.new_empty(size + threads * scratch_of(spans, sizes))
-        at = [Rows(scratch.data_ptr() + 4 * place, width) for place, width in zip(places, widths, strict=True)]
-        normed, mixed, heads, middle, gated, asked, attended, wide, narrow = at
-        heard_at, out = x.new_zeros(tokens, heard), torch.empty_like(x)
-        weights = sum(one.blocks.blocks.numel() for one in (parts.asked, parts.attended, parts.wide, parts.narrow))
-        steps = [
-            norm_step(Rows(x.data_ptr(), hidden), normed, x.shape, *parts.before_attention),
-            *_times(parts.asked, normed.address, mixed.address, tokens, asked),
-            *self._attend(asked, heads, heard_at.data_ptr(), scratch.data_ptr() + 4 * size, (cos, sin), planned),
-            *_times(parts.attended, heard_at.data_ptr(), mixed.address, tokens, attended),
-            add_step(x.data_ptr(), attended, middle.address, x.shape),
-            norm_step(middle, normed, x.shape, *parts.before_mlp),
-            *_times(parts.wide, normed.address, mixed.address, tokens, wide),
-            gate_step(wide, gated.address, (tokens, half), parts.activation),
-            *_times(parts.narrow, gated.address, mixed.address, tokens, narrow),
-            add_step(middle.address, narrow, out.data_ptr(), x.shape),
-        ]
-        run_all(steps, tokens * weights)
+    @property
+    def native(self) -> bool:
+        """Whether our own kernel attends."""
+        return bool(self.attention.config._attn_implementation == NATIVE)
+
+    @property
+    def number(self) -> int:
+        """The layer's, which a head beside the network may have given it since."""
+        return int(self.attention.layer_idx)
+
+    def _run(self, x: Tensor, angles: Angles, planned: NativePass) -> Tensor:
+        """``x`` ``[tokens, hidden]``; as many come out."""
+        parts, tokens, spans = self.parts, len(x), planned.spans[self.number]
+        size = tokens * sum(parts.widths)
+        memory = x.new_empty(size + torch.get_num_threads() * scratch_of(spans, parts.sizes))
+        memory[: tokens * parts.widths[0]] = 0  # what attention leaves out
+        desk, out = parts.desk(memory.data_ptr(), tokens), torch.empty_like(x)
+        attend = parts.attention(desk, memory.data_ptr() + 4 * size, angles, spans, planned.windows[self.number])
+        steps = list(parts.steps(x.data_ptr(), out.data_ptr(), tokens, desk, list(attend)))
+        Program(steps, tokens * parts.weights).run()
         return out
-
-    def _attend(
-        self, asked: Rows, normed: Rows, out: int, scratch: int, angles: tuple[Tensor, Tensor], planned: NativePass
-    ) -> Iterator[Step]:
-        """Attention of queries, keys and values, which lie behind each other; heads that are normed go to ``normed``."""
-        parts, (tokens, _), heads, layer = self._parts, angles[0].shape, asked, self._attention.layer_idx
-        sizes, spans = parts.sizes, planned.spans[layer]
-        queries = sizes.heads * sizes.key_size
-        turned = queries + sizes.kv_heads * sizes.key_size
-        if parts.head_norms:
-            heads = normed
-            for norm, begin, end in zip(parts.head_norms, (0, queries), (queries, turned), strict=True):
-                yield norm_step(asked.behind(begin), heads.behind(begin), (tokens, end - begin), *norm)
-        yield rotate_step(heads, (tokens, turned), sizes.key_size, *angles)
-        rows = (heads, heads.behind(queries), asked.behind(turned))
-        given = [
-            Heads(one.address, size, one.stride)
-            for one, size in zip(rows, (sizes.key_size, sizes.key_size, sizes.value_size), strict=True)
-        ]
-        step = attend_step(given, out, scratch, spans, sizes, Kind(parts.scaling, planned.windows[layer]))
-        if torch.get_num_threads() > 1:
-            yield store_step(step)
-        yield step
 
 
 def _times(layer: InBlocks, x: int, mixed: int, tokens: int, out: Rows) -> Iterator[Step]:

@@ -223,6 +223,9 @@ def _attend(given: int) -> None:
             turn += 1
 
 
+ATTENDING = (_store, _attend)  # workers of `store_step` and `attend_step`
+
+
 class Kind(NamedTuple):
     """What a layer's attention is like."""
 
@@ -307,6 +310,14 @@ def scratch_of(spans: Spans, sizes: Sizes) -> int:
     """Numbers that each thread needs for itself."""
     wide = max(spans.longest + LANES, blocks_of(sizes.value_size) * LANES)
     return ROWS * (sizes.key_size + 2 * wide) + 2 * LANES
+
+
+OF_PASS = (0, 14, 18, 21, 22)  # which numbers of an `attend_step` are `of_pass`
+
+
+def of_pass(spans: Spans, window: int | None, scratch: int, sizes: Sizes) -> tuple[int, ...]:
+    """What passes with as many tokens may have others of: rows, a layer's window, where spans and scratch are, its size."""
+    return spans.table.shape[0], window or 0, spans.table.data_ptr(), scratch, 4 * scratch_of(spans, sizes)
 
 
 def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:

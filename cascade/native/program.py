@@ -1,14 +1,16 @@
 """Kernels one after the other in one call: what lies between two calls takes longer than a kernel of a small pass."""
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cascade.native.jit import I64, Step, barrier, integer, kernel, num_threads, run
+from cascade.native.jit import I64, Step, Worker, barrier, integer, kernel, num_threads, run
 
 
 @intrinsic
@@ -32,11 +34,27 @@ def _run_all(given: int) -> None:
             barrier()
 
 
-def run_all(steps: Sequence[Step], work: int) -> None:
-    """Run ``steps``, each when the one before has ended, as `cascade.native.jit.run` does a worker."""
-    at, head, numbers = 8 * (1 + 2 * len(steps)), [len(steps)], list[int]()
-    for worker, own in steps:
-        head += (worker.address, at)
-        numbers += own
-        at += 8 * len(own)
-    run(_run_all, struct.pack(f"{len(head) + len(numbers)}q", *head, *numbers), work)
+class Program:
+    """Steps, each run when the one before has ended; again and again, with some of their numbers changed."""
+
+    def __init__(self, steps: Sequence[Step], work: int) -> None:
+        """``work`` is as of `cascade.native.jit.run`."""
+        self._work = work
+        self._workers = [step.worker for step in steps]
+        self._begins = np.cumsum([1 + 2 * len(steps), *(len(step.numbers) for step in steps)])
+        starts = ((step.worker.address, 8 * int(at)) for step, at in zip(steps, self._begins, strict=False))
+        numbers = chain.from_iterable((*starts, *(step.numbers for step in steps)))
+        self._numbers = np.array([len(steps), *numbers], dtype=np.int64)
+
+    def places(self, workers: Collection[Worker], fields: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Where these numbers of the steps of some workers are, ``[steps, fields]``."""
+        begins = [begin for worker, begin in zip(self._workers, self._begins, strict=False) if worker in workers]
+        return np.array(begins, dtype=np.int64)[:, None] + np.array(fields, dtype=np.int64)
+
+    def put(self, places: npt.NDArray[np.int64], numbers: Sequence[Sequence[int]]) -> None:
+        """Change the numbers at `places`."""
+        self._numbers[places] = numbers
+
+    def run(self) -> None:
+        """Run the steps, as `cascade.native.jit.run` does a worker."""
+        run(_run_all, self._numbers.tobytes(), self._work)

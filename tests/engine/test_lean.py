@@ -119,11 +119,15 @@ def said(model: Model, num_threads: int) -> torch.Tensor:
     return torch.cat(passes)
 
 
+@pytest.mark.parametrize("all_at_once", [False, True], ids=["layers", "network"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_layer_in_one_call_has_the_bits_of_its_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_has_the_bits_of_its_steps(name: str, all_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards exactness between tiers and machines: an operation in another order is another text sooner or later."""
     whole = Model(build(name), cache_tokens=1024)
     assert in_one_call(whole._network) == 2
+    assert (whole._whole is not None) == (name != "gemma")  # whose network scales its embeddings
+    if not all_at_once:
+        whole._whole = None
     monkeypatch.setattr(lean, "NATIVE", replace(lean.NATIVE, whole=False))
     by_steps = Model(build(name), cache_tokens=1024)
     assert not in_one_call(by_steps._network)
@@ -139,6 +143,34 @@ def test_layers_that_are_listened_to_go_step_by_step() -> None:
     network.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: heard.append("o_proj"))
     model = Model(network, cache_tokens=1024)
     assert in_one_call(network) == 1
+    assert model._whole is None
     heard.clear()
     logits(model)
     assert heard == ["o_proj"]
+
+
+def test_a_network_that_is_listened_to_goes_layer_by_layer() -> None:
+    """Guards drafters that read hidden states: one call over all layers would leave them with those of another pass."""
+    model = Model(build("llama"), cache_tokens=1024)
+    together, heard = logits(model), list[str]()
+    backbone = model._network.model
+    for name, module in (("layer", backbone.layers[1]), ("norm", backbone.norm), ("backbone", backbone)):
+        hook = module.register_forward_hook(lambda *_, name=name: heard.append(name))
+        assert torch.equal(logits(model), together)
+        hook.remove()
+    assert heard == ["layer", "norm", "backbone"]
+
+
+def test_passes_of_a_network_in_one_call_do_not_meddle_with_each_other() -> None:
+    """Guards the memory that its passes share: logits of one must stay when longer and shorter ones follow."""
+    model = Model(build("qwen3"), cache_tokens=1024)
+    kept, expected = [], []
+    for length in (1, 30, 2, 1, 48, 3, 33, 1):
+        text = tuple(5 * place % 60 + 3 for place in range(length))
+        kept.append(model.logits([Row(model.new_cache(), 0, text, length, GREEDY)]))
+        expected.append(kept[-1].clone())
+    assert all(map(torch.equal, kept, expected))
+    model._whole = None
+    again = model.logits([Row(model.new_cache(), 0, (3,), 1, GREEDY)])
+    assert torch.equal(again, kept[0])
+    assert torch.equal(again, kept[-1])

@@ -23,7 +23,7 @@ from cascade.native.layers import (
     rotate_step,
     shift_step,
 )
-from cascade.native.program import run_all
+from cascade.native.program import Program
 
 ROWS = [1, 3, 50, 200]  # the last ones are more than a brief worker does: several threads share them
 
@@ -117,7 +117,7 @@ def test_a_program_is_its_steps_in_their_order(num_threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        run_all(steps, 2 * BRIEF)
+        Program(steps, 2 * BRIEF).run()
     finally:
         torch.set_num_threads(before)
     assert torch.equal(there, expected + bias)

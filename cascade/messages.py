@@ -171,6 +171,7 @@ class Open:
     traceparent: str = ""  # the span that this session is part of, see `deployments.tracing`; as W3C Trace Context has it
     tracestate: str = ""  # likewise
     audit: int = 0  # the text was sent: score it again from this position on, see `cascade.chain.audit`; 0: no audit
+    lease: str = ""  # by which it holds its replica; the session's own if empty
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
@@ -196,6 +197,7 @@ class Close:
     """The session is over: free everything."""
 
     session: str
+    keep: bool = False  # its lease, for another session
 
 
 @dataclass(frozen=True, slots=True)

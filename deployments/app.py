@@ -22,6 +22,7 @@ from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
 from cascade.settings.router import RouterConfig
 from cascade.settings.sentence import sentence
+from deployments.links.held_lease import HELD_PLACES
 from deployments.scaling.plan import scaled, sleepers
 from deployments.versions import versioned
 
@@ -65,6 +66,7 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     if asleep:
         bound["sleepers"] = asleep
+    bound["roomy"] = [tier.name for tier in config.tiers if tier.deployment_config.max_ongoing_requests >= HELD_PLACES]
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound)

@@ -7,19 +7,18 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from cascade.answer import Answer, Chunk
-from cascade.messages import Close, Message
+from cascade.messages import Close, Message, mint
 from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lessor
+from deployments.links.held_lease import HELD_PLACES, Lessor
 from deployments.links.prefixes import Prefixes
 
 log = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 30.0  # a replica may have to start first
-HELD_PLACES = 16  # a replica that takes fewer sessions has none to spare for a lease that is held for the next request
 
 
 class FullTier:
@@ -34,7 +33,8 @@ class FullTier:
             {self._name: lessor},
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
-            hold_s=_held_lease_s(config),
+            hold_s={self._name: _held_lease_s(config)},
+            ahead=True,
             tls=config.link_tls,
             prefixes=Prefixes() if config.affine else None,
             routed=admission.metrics.routed,
@@ -44,7 +44,7 @@ class FullTier:
     def change(self, config: CascadeConfig) -> None:
         """Go by ``config`` from now on."""
         self._stall_timeout_s = config.router.stall_timeout_s
-        self.downlink.hold(_held_lease_s(config))
+        self.downlink.hold(self._name, _held_lease_s(config))
 
     async def drive(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
         """What is left of an answer, piece by piece."""
@@ -61,7 +61,7 @@ class FullTier:
 
     async def _session(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
         """Pieces from one session, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(self.downlink.session(self._name, answer.opening))
+        opening = answer.replay(mint())
         inbox = self.inboxes[opening.session] = asyncio.Queue()
         self.downlink.put([opening])
         try:

@@ -45,11 +45,12 @@ log = logging.getLogger(__name__)
 
 RANK_CHECK_S = 0.5  # between two looks at ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
+HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for so long
 
 
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
-    ``sleepers`` tiers that are not to be woken."""
+    ``sleepers`` tiers that are not to be woken, ``roomy`` those that have places for leases which nobody uses."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -59,6 +60,7 @@ class TierReplica:
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
         sleepers: Sequence[str] = (),
+        roomy: Sequence[str] = (),
     ) -> None:
         join_serves()
         self._config = TierConfig.model_validate(config)
@@ -86,7 +88,8 @@ class TierReplica:
         )
         self._report, traced = LoadReport(self._tier, self._profile), tracing(self._config.name)
         self._awake = Awake({name: lessor(handle) for name, handle in lower.items()}, sleepers)
-        limits: dict[str, Any] = {"lease_timeout_s": LEASE_TIMEOUT_S, "tls": tls, "tracing": traced}
+        hold_s = dict.fromkeys(roomy, HELD_LEASE_S)
+        limits: dict[str, Any] = {"lease_timeout_s": LEASE_TIMEOUT_S, "hold_s": hold_s, "tls": tls, "tracing": traced}
         self._downlink = Downlink(self._awake.lessors, self._tier.post, **limits)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced)

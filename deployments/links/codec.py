@@ -35,8 +35,8 @@ def _encode(message: Message) -> pb.Message:
             return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens))
         case Proposal():
             return pb.Message(session=session, proposal=_encode_proposal(message))
-        case Close():
-            return pb.Message(session=session, close=pb.Close())
+        case Close(_, keep):
+            return pb.Message(session=session, close=pb.Close(keep=keep))
         case Failed(_, reason, tier, fault):
             return pb.Message(session=session, failed=pb.Failed(reason=reason, tier=tier, fault=fault))
         case Open():
@@ -65,6 +65,7 @@ def _encode_open(opening: Open) -> pb.Open:
         audit=opening.audit,
         traceparent=opening.traceparent,
         tracestate=opening.tracestate,
+        lease=opening.lease,
     )
 
 
@@ -103,7 +104,7 @@ def _decode(message: pb.Message) -> Message:
         case "proposal":
             return _decode_proposal(session, message.proposal)
         case "close":
-            return Close(session)
+            return Close(session, message.close.keep)
         case "failed":
             return Failed(session, message.failed.reason, message.failed.tier, message.failed.fault)
         case "open":
@@ -136,6 +137,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         audit=_decode_audit(opening),
         traceparent=opening.traceparent,
         tracestate=opening.tracestate,
+        lease=opening.lease,
     )
 
 

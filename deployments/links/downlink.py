@@ -2,21 +2,22 @@
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 
-from cascade.messages import Close, Failed, Link, Message, Open, mint
+from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.counts import LinkCounts, readings
-from deployments.links.held_lease import HeldLeases, Lease, Lessor
+from deployments.links.held_lease import HeldLease, HeldLeases, Lease, Lessor, let_go
 from deployments.links.prefixes import Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
@@ -38,7 +39,9 @@ class Route:
     waiting: list[Message]  # until there is a stream
     stream: "Stream | None" = None
     opening: "asyncio.Task[None] | None" = None
-    leases: list[Lease] = field(default_factory=list)  # several while none of them has been given
+    asked: list[Lease] = field(default_factory=list)  # while none of them has been given
+    lease: HeldLease | None = None
+    audit: bool = False
     answered: bool = False
 
 
@@ -56,9 +59,9 @@ class Stream:
 class Downlink(Link):
     """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
 
-    Made in a running event loop; `send` may be called from any thread. While sessions begin, one more lease on each tier is
-    held for the next of them, for ``hold_s`` at most: see `session`. With ``prefixes``, sessions go where the beginning of
-    their text is known, and ``routed`` is told whether they did.
+    Made in a running event loop; `send` may be called from any thread. Sessions use a tier's leases one after another
+    for ``hold_s``; with ``ahead`` one is held for the next session before any has come back. With ``prefixes``, sessions go
+    where the beginning of their text is known, and ``routed`` is told whether they did.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Downlink(Link):
         deliver: Callable[[Sequence[Message]], object],
         *,
         lease_timeout_s: float = 5.0,
-        hold_s: float = 0.0,
+        hold_s: Mapping[str, float] | None = None,
+        ahead: bool = False,
         tls: LinkTLS | None = None,
         prefixes: Prefixes | None = None,
         routed: Callable[[Outcome], object] = lambda outcome: None,
@@ -84,24 +88,12 @@ class Downlink(Link):
         self._counts: dict[str, LinkCounts] = defaultdict(LinkCounts, {tier: LinkCounts() for tier in lessors})
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
-        self._held = {tier: HeldLeases(lessor, hold_s) for tier, lessor in lessors.items()}
+        self._held = {tier: HeldLeases(lessor, (hold_s or {}).get(tier, 0.0)) for tier, lessor in lessors.items()}
+        self._ahead = ahead
 
-    def session(self, tier: str, opening: Open | None = None) -> str:
-        """A name for a session to be opened at ``tier`` at once: that of the held lease, if there is one.
-
-        If ``opening`` says what the text is, and other replicas know it, the lease is left to the next session.
-        """
-        held = self._held[tier]
-        if opening is not None and held.session is not None:
-            preferred = self._preferred(opening)
-            if preferred and held.address not in preferred:
-                return mint()
-        return held.session or mint()
-
-    def hold(self, seconds: float) -> None:
-        """Hold leases for so long from now on."""
-        for leases in self._held.values():
-            leases.hold_s = seconds
+    def hold(self, tier: str, seconds: float) -> None:
+        """Hold leases on a tier for so long from now on."""
+        self._held[tier].hold_s = seconds
 
     @property
     def num_sessions(self) -> int:
@@ -117,23 +109,17 @@ class Downlink(Link):
 
     def put(self, messages: Sequence[Message]) -> None:
         """`send` from the loop's own thread."""
-        batches: dict[str, list[Message]] = {}
         for message in messages:
             if isinstance(message, Open):
                 self._open(self._asked.opened(message))
+            elif (route := self._routes.get(message.session)) is None:
                 continue
-            route = self._routes.get(message.session)
-            if route is None:
-                continue
-            if route.stream is None:
+            elif isinstance(message, Close):
+                self._close(route, message)
+            elif route.stream is None:
                 route.waiting.append(message)
             else:
-                batches.setdefault(route.stream.address, []).append(message)
-            if isinstance(message, Close):
-                self._leave(message.session)
-        for address, batch in batches.items():
-            if address in self._streams:
-                self._streams[address].mailbox.put(batch)
+                route.stream.mailbox.put([message])
 
     async def close(self) -> None:
         """Break all links and let go of all leases."""
@@ -149,21 +135,29 @@ class Downlink(Link):
     # sessions
 
     def _open(self, opening: Open) -> None:
-        route = self._routes[opening.session] = Route(opening.tier, [opening])
-        route.answered = bool(opening.audit)  # no session is expected behind it: none needs a lease
-        leases = self._held.get(opening.tier)
-        held = None if leases is None else leases.take(opening.session)
-        if held is None:
-            route.opening = self._loop.create_task(self._take_lease(opening, route))
-        else:
-            route.leases = [held.lease]
-            self._join(opening, route, held.ticket)
+        route = self._routes[opening.session] = Route(opening.tier, [opening], audit=bool(opening.audit))
+        leases, preferred = self._held.get(opening.tier), self._preferred(opening)
+        held = None if leases is None or route.audit else leases.take(preferred)
+        if held is not None:
+            self._join(opening, route, held)
+            return
+        # an empty context: see `HeldLeases`
+        work = self._take_lease(opening, route, preferred)
+        route.opening = self._loop.create_task(work, context=contextvars.Context())
 
-    async def _take_lease(self, opening: Open, route: Route) -> None:
-        session, preferred, since = opening.session, self._preferred(opening), self._loop.time()
+    def _close(self, route: Route, message: Close) -> None:
+        """End a session, and keep its lease for another one if that is wanted."""
+        lease, kept = route.lease, False
+        if route.stream is not None:
+            kept = lease is not None and route.answered and not route.audit and self._held[route.tier].keep(lease)
+            route.stream.mailbox.put([replace(message, keep=kept)])
+        self._leave(message.session, keep=kept)
+
+    async def _take_lease(self, opening: Open, route: Route, preferred: tuple[str, ...]) -> None:
+        session, since = opening.session, self._loop.time()
         try:
             async with asyncio.timeout(self._lease_timeout_s):
-                ticket = await self._first_ticket(opening, route, preferred)
+                lease = await self._first_lease(opening, route, preferred)
         except Exception as error:  # whatever Ray raises: the tier cannot be had
             if self._routes.get(session) is not route:
                 return  # the session was closed meanwhile, and its lease cancelled
@@ -177,10 +171,10 @@ class Downlink(Link):
             return
         route.opening = None
         self._counts[route.tier].lease_wait_s += self._loop.time() - since
-        self._join(opening, route, ticket)
+        self._join(opening, route, lease)
 
-    async def _first_ticket(self, opening: Open, route: Route, preferred: tuple[str, ...]) -> str:
-        """Of the lease asked for first, which keeps its place in Serve's queue, and of others asked for while none is given.
+    async def _first_lease(self, opening: Open, route: Route, preferred: tuple[str, ...]) -> HeldLease:
+        """The lease asked for first, which keeps its place in Serve's queue, and of others asked for while none is given.
 
         Serve may choose a replica that is out of reach and not know it; then another lease is likely to be one on another
         replica. The route is left with the lease that was given.
@@ -194,10 +188,11 @@ class Downlink(Link):
                     _withdraw(task, lease)
                 lease = lessor(opening.session, () if asked else preferred)
                 asked[asyncio.create_task(_ticket(lease))] = lease
-                route.leases = list(asked.values())
+                route.asked = list(asked.values())
                 await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            route.leases = [asked.pop(given[0])]
-            return given[0].result()
+            lease = asked.pop(given[0])
+            route.asked = [lease]
+            return self._held[opening.tier].given(opening.session, lease, given[0].result())
         finally:
             for task, lease in asked.items():
                 _withdraw(task, lease)
@@ -211,20 +206,21 @@ class Downlink(Link):
         if self._prefixes is not None:
             self._prefixes.forget(address)
 
-    def _join(self, opening: Open, route: Route, ticket: str) -> None:
+    def _join(self, opening: Open, route: Route, lease: HeldLease) -> None:
         """Send what waits for a leased replica, and what follows."""
-        session = opening.session
+        session, route.lease, route.asked = opening.session, lease, []
         self._counts[route.tier].leases += 1
         if self._prefixes is not None:
-            self._routed(self._prefixes.sent(opening, ticket.partition(" ")[0]))
-        route.stream = self._stream(ticket)
+            self._routed(self._prefixes.sent(opening, lease.address))
+        route.stream = self._stream(lease.ticket)
         self._asked.leased(session, route.stream.address)
         route.stream.sessions.add(session)
+        route.waiting[0] = replace(opening, lease=lease.name)  # the opening's own is that of the session above
         route.stream.mailbox.put(route.waiting)
         route.waiting = []
 
-    def _leave(self, session: str) -> None:
-        """Forget a session and let go of its lease."""
+    def _leave(self, session: str, *, keep: bool = False) -> None:
+        """Forget a session and let go of its lease, unless that is kept."""
         self._asked.ended(session)
         route = self._routes.pop(session, None)
         if route is None:
@@ -233,8 +229,10 @@ class Downlink(Link):
             route.opening.cancel()
         if route.stream is not None:
             route.stream.sessions.discard(session)
-        for lease in route.leases:
-            _let_go(lease)
+        for lease in route.asked:
+            let_go(lease)
+        if route.lease is not None and not keep:
+            route.lease.let_go()
 
     def _fail(self, session: str, reason: str) -> None:
         route = self._routes.get(session)
@@ -300,7 +298,8 @@ class Downlink(Link):
         if route is not None and not route.answered:
             route.answered = True
             self._asked.answered(session)
-            self._held[route.tier].renew()
+            if self._ahead and not route.audit:
+                self._held[route.tier].renew()
 
 
 async def _ticket(lease: Lease) -> str:
@@ -310,12 +309,7 @@ async def _ticket(lease: Lease) -> str:
 def _withdraw(task: "asyncio.Task[str]", lease: Lease) -> None:
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whatever it says: nobody waits for it
     task.cancel()
-    _let_go(lease)
-
-
-def _let_go(lease: Lease) -> None:
-    with contextlib.suppress(Exception):  # a lease whose replica has died is over anyway
-        lease.cancel()
+    let_go(lease)
 
 
 async def _write(call: Any, mailbox: Mailbox) -> None:

@@ -5,8 +5,9 @@ import contextlib
 import hmac
 import logging
 import secrets
-from collections import Counter
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from deployments.tracing.sessions import ServedSessions
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0  # a lease ends if its session has not been opened by then
+OPEN_TIMEOUT_S = 10.0  # a lease by which no session is open ends after that
 WATCH_S = 0.5  # between two looks whether the tier hangs
 REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -68,58 +69,75 @@ class Mailbox(Link):
         return messages
 
 
-class Leases:
-    """The sessions that callers hold this replica for: each may be opened once, until its lease ends.
+@dataclass(slots=True)
+class _Held:
+    """What is known of a lease."""
 
-    A caller that had to wait has asked for several leases for one session, and lets go of all but one.
+    num: int = 0  # times it is held
+    session: str = ""  # that is open
+    since: float = 0.0  # when the last one ended
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Leases:
+    """The leases by which callers hold this replica, each for one session at a time.
+
+    A caller that had to wait has asked for the same lease several times, and lets go of all but one.
     """
 
     def __init__(self) -> None:
-        self._ended: dict[str, asyncio.Event] = {}
-        self._num_held = Counter[str]()
-        self._opened: set[str] = set()
+        self._held: dict[str, _Held] = {}
+        self._of: dict[str, _Held] = {}  # by session
 
     def __len__(self) -> int:
-        return len(self._ended)
+        return len(self._held)
 
-    def add(self, session: str) -> None:
-        """A caller holds this replica for ``session``."""
-        self._ended.setdefault(session, asyncio.Event())
-        self._num_held[session] += 1
+    def add(self, lease: str) -> None:
+        """A caller holds this replica."""
+        held = self._held.setdefault(lease, _Held(since=time.monotonic()))
+        held.num += 1
 
-    async def ended(self, session: str) -> None:
-        """Return when the session is over, or has not been opened within `OPEN_TIMEOUT_S`."""
-        ended = self._ended[session]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), OPEN_TIMEOUT_S)
-        if session in self._opened:
-            await ended.wait()
+    async def ended(self, lease: str) -> None:
+        """Return when the lease is over, or no session has been opened by it for `OPEN_TIMEOUT_S`."""
+        held = self._held[lease]
+        while held.session or time.monotonic() < held.since + OPEN_TIMEOUT_S:
+            idle_s = 0.0 if held.session else time.monotonic() - held.since
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(held.over.wait(), OPEN_TIMEOUT_S - idle_s)
+                return
 
-    def remove(self, session: str) -> bool:
-        """The caller lets go of one lease; whether the session has none any more."""
-        self._num_held[session] -= 1
-        if self._num_held[session]:
+    def remove(self, lease: str) -> str:
+        """The caller lets go of it once; the session that loses its last hold by that, if there is one."""
+        held = self._held[lease]
+        held.num -= 1
+        if held.num:
+            return ""
+        del self._held[lease]
+        self._of.pop(held.session, None)
+        return held.session
+
+    def open(self, session: str, lease: str) -> bool:
+        """The session begins; False if nobody holds the lease, or if there is one already."""
+        held = self._held.get(lease)
+        if held is None or held.session or held.over.is_set() or session in self._of:
             return False
-        del self._num_held[session], self._ended[session]
-        self._opened.discard(session)
+        held.session, self._of[session] = session, held
         return True
 
-    def open(self, session: str) -> bool:
-        """The session begins; False if nobody has leased it."""
-        if session not in self._ended or session in self._opened:
-            return False
-        self._opened.add(session)
-        return True
-
-    def end(self, session: str) -> None:
-        """The session is over."""
-        if session in self._ended:
-            self._ended[session].set()
+    def end(self, session: str, *, keep: bool = False) -> None:
+        """The session is over, and its lease with it, unless that is kept for another one."""
+        held = self._of.pop(session, None)
+        if held is None:
+            return
+        held.session, held.since = "", time.monotonic()
+        if not keep:
+            held.over.set()
 
     def end_unopened(self) -> None:
         """No session will begin here any more."""
-        for session in self._ended.keys() - self._opened:
-            self._ended[session].set()
+        for held in self._held.values():
+            if not held.session:
+                held.over.set()
 
 
 class LinkServer(link_pb2_grpc.LinkServicer):
@@ -163,20 +181,20 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         if self._server is not None:
             await self._server.stop(grace_s)
 
-    async def lease(self, session: str) -> AsyncIterator[str]:
-        """Yield the ticket for the link of ``session``, address and secret, then stay until the session is over.
+    async def lease(self, lease: str) -> AsyncIterator[str]:
+        """Yield the ticket for the link, address and secret, then stay until the lease of that name is over.
 
-        A caller that drops the lease closes the session. A replica that hangs, or leaves, gives none.
+        A caller that drops the lease closes its session. A replica that hangs, or leaves, gives none.
         """
         if self._tier.hangs or self._leaving:
             await asyncio.sleep(REFUSAL_S)
             raise Unavailable(f"This replica of {self._tier.name} {'hangs' if self._tier.hangs else 'leaves'}")
-        self.leases.add(session)
+        self.leases.add(lease)
         try:
             yield f"{self.address} {self.secret}"
-            await self.leases.ended(session)
+            await self.leases.ended(lease)
         finally:
-            if self.leases.remove(session):
+            if session := self.leases.remove(lease):
                 self._tier.post([Close(session)])
 
     async def Connect(
@@ -225,21 +243,21 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         """Whether the message may reach the tier: its session must have a lease and have been opened over this link."""
         session = message.session
         if isinstance(message, Open):
-            if not self.leases.open(session):
+            if not self.leases.open(session, message.lease or session):
                 mailbox.put([Failed(session, f"nobody holds a lease for session {session}", self._tier.name)])
                 return False
             sessions.add(session)
             return True
         known = session in sessions
         if isinstance(message, Close):
-            self._end(session, sessions)
+            self._end(session, sessions, keep=message.keep)
         return known
 
-    def _end(self, session: str, sessions: set[str], reason: str = "") -> None:
+    def _end(self, session: str, sessions: set[str], reason: str = "", *, keep: bool = False) -> None:
         if session in sessions:  # else it is a session of another link
             self._served.ended(session, reason)
             sessions.remove(session)
-            self.leases.end(session)
+            self.leases.end(session, keep=keep and not self._leaving)
 
 
 def authorization(secret: str) -> str:

@@ -2,8 +2,8 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +12,7 @@ from cascade.messages import Close, Open
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import HeldLeases, Lease
+from deployments.links.held_lease import MOST_HELD, HeldLeases, Lease
 from deployments.links.uplink import OPEN_TIMEOUT_S
 from tests.links.net import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
@@ -22,24 +22,32 @@ LONG_S, SHORT_S = 60.0, 1.0  # for which a lease is held
 
 
 class HoldingNet(Net):
-    """A net whose router holds a lease on the full tier."""
+    """A net whose router holds leases on the full tier."""
 
-    def keep(self, seconds: float) -> None:
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=seconds)
+    def keep(self, seconds: float, *, ahead: bool = True) -> None:
+        hold_s = {"full": seconds}
+        self.router = Downlink(
+            {"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=hold_s, ahead=ahead
+        )
 
-    def named(self, request: Open) -> Open:
-        """``request`` under the name that the router gives it."""
-        return replace(request, session=self.router.session("full"))
+    @property
+    def held(self) -> HeldLeases:
+        return self.router._held["full"]
 
-    async def held(self) -> str:
-        """Name of the session that a lease is held for, once there is one."""
-        await until(lambda: self.router._held["full"].session is not None)
-        return self.router._held["full"].session or ""
+    async def answered(self, request: Open) -> None:
+        """Wait for the first answer."""
+        await until(lambda: self.router._routes[request.session].answered)
+
+    async def run(self, seed: int) -> None:
+        """A short request, whose text is checked."""
+        request = opening(seed, chain=())
+        text, _ = await self.text(request)
+        assert text == full_text(ToyModel(), request)
 
 
 @pytest.fixture
 async def net(tidy: None) -> AsyncIterator[HoldingNet]:
-    """One replica of the full tier, and a router that holds a lease on it for long."""
+    """One replica of the full tier, and a router that holds leases on it for long."""
     net = HoldingNet()
     net.keep(LONG_S)
     await net.add("full", pass_s=0.001)
@@ -47,41 +55,103 @@ async def net(tidy: None) -> AsyncIterator[HoldingNet]:
     await net.close()
 
 
-async def test_next_session_takes_the_held_lease(net: HoldingNet) -> None:
+async def test_next_session_takes_a_held_lease(net: HoldingNet) -> None:
     """Guards the first token against the time that a lease takes: the second session needs none."""
-    first, second = opening(1, chain=()), opening(2, chain=())
-    await net.text(net.named(first))
-    name = await net.held()
-    assert len(net.leases) == 2
-    taken = net.named(second)
-    assert taken.session == name
-    net.router.put([taken])
-    assert net.router._routes[name].stream is not None
-    assert net.router.session("full") != name
-    net.router.put([Close(name)])
-    text, _ = await net.text(net.named(replace(second, session="another")))
-    assert text == full_text(ToyModel(), second)
+    await net.run(1)
+    await until(lambda: len(net.held) == 2)
+    assert len(net.leases) == 2  # the session's own, and one ahead
+    request = opening(2, chain=())
+    net.router.put([request])
+    assert net.router._routes[request.session].stream is not None
+    net.router.put([Close(request.session)])
+    for seed in range(3, 10):
+        await net.run(seed)
+    assert len(net.leases) <= 3
     assert net.failures == []
 
 
+async def test_leases_come_back_without_any_ahead(net: HoldingNet) -> None:
+    """Guards draft tiers, which hold none ahead, against a lease through Serve for each session: it delays the first drafts."""
+    net.keep(LONG_S, ahead=False)
+    for seed in range(8):
+        await net.run(seed)
+    assert len(net.leases) == 1
+    await net.router.close()
+    await net.settle()
+
+
+async def test_a_lease_is_old_one_day(net: HoldingNet) -> None:
+    """Guards replicas that come later, to which nobody would go while old leases do for all sessions."""
+    net.keep(0.2, ahead=False)
+    begin = time.monotonic()
+    for seed in range(1000):
+        await net.run(seed)
+        if time.monotonic() > begin + 0.7:
+            break
+    assert 3 <= len(net.leases) <= 6
+    await net.settle()
+
+
+async def test_the_next_session_may_begin_in_the_turn_in_which_the_last_one_ends(net: HoldingNet) -> None:
+    """Guards sessions that use a lease one after another: one that overtakes the end of the last would be refused."""
+    net.keep(LONG_S, ahead=False)
+    await net.run(1)
+    last = opening(2, 1.0, 2000, chain=())
+    net.router.put([last])
+    await net.answered(last)
+    following = [opening(seed, 1.0, 2000, chain=()) for seed in range(3, 6)]
+    for request in following:
+        net.router.put([Close(last.session), request])
+        last = request
+        await net.answered(last)
+    net.router.put([Close(last.session)])
+    assert len(net.leases) == 1
+    await until(lambda: net.nodes["full"].tier.num_sessions == 0)
+
+
+async def test_a_session_without_an_answer_leaves_no_lease(net: HoldingNet) -> None:
+    """Guards sessions against a replica that says nothing: the lease of one that gave up on it would bring the next there."""
+    net.keep(LONG_S, ahead=False)
+    request = opening(1, 1.0, 2000, chain=())
+    net.router.put([request])
+    await until(lambda: net.router._routes[request.session].stream is not None)
+    net.router._routes[request.session].answered = False
+    net.router.put([Close(request.session)])
+    assert len(net.held) == 0
+    await net.settle()
+
+
+async def test_a_replica_that_leaves_takes_no_session_by_an_old_lease(net: HoldingNet) -> None:
+    """Guards draining: a lease that comes back while its replica leaves ends with its session."""
+    net.keep(LONG_S, ahead=False)
+    await net.run(1)
+    node = net.nodes["full"]
+    request = opening(2, 1.0, 2000, chain=())
+    net.router.put([request])
+    await net.answered(request)
+    node.server._leaving = True
+    net.router.put([Close(request.session)])
+    await until(lambda: len(node.server.leases) == 0)
+    await until(lambda: len(net.held) == 0)
+
+
 async def test_idle_router_lets_go(net: HoldingNet) -> None:
-    """Guards draining and scaling to zero of the full tier against a lease that is kept for nobody."""
+    """Guards draining and scaling to zero of the full tier against leases that are kept for nobody."""
     net.keep(SHORT_S)
-    await net.text(net.named(opening(1, chain=())))
-    await net.held()
+    await net.run(1)
+    await until(lambda: len(net.held) == 2)
     await net.settle()
-    assert net.router._held["full"].session is None
-    assert len(net.leases) == 2  # and it was not renewed
-    text, _ = await net.text(net.named(opening(2, chain=())))
-    assert text == full_text(ToyModel(), opening(2, chain=()))
+    assert len(net.held) == 0
+    assert len(net.leases) == 2  # and none was renewed
+    await net.run(2)
     await net.settle()
 
 
-async def test_one_lease_is_held_for_a_crowd(net: HoldingNet) -> None:
+async def test_few_leases_are_held_for_a_crowd(net: HoldingNet) -> None:
     """Guards Serve's view of the load: however many sessions begin, one lease more is held than there are sessions."""
     node = net.nodes["full"]
     requests = [opening(seed, 0.8, 30, chain=()) for seed in range(12)]
-    running = asyncio.gather(*(net.text(net.named(request)) for request in requests))
+    running = asyncio.gather(*(net.text(request) for request in requests))
     most = 0
     while not running.done():
         most = max(most, len(node.server.leases))
@@ -89,41 +159,41 @@ async def test_one_lease_is_held_for_a_crowd(net: HoldingNet) -> None:
     for request, (text, _) in zip(requests, await running, strict=True):
         assert text == full_text(ToyModel(), request)
     assert most <= len(requests) + 1
-    await until(lambda: len(node.server.leases) == 1, lambda: node.occupied)
+    await until(lambda: len(node.server.leases) == MOST_HELD, lambda: node.occupied)
 
 
 async def test_dead_replica_is_not_held(net: HoldingNet) -> None:
     """Guards the next request against a replica that died while it was held for it."""
-    await net.text(net.named(opening(1, chain=())))
-    name = await net.held()
+    await net.run(1)
+    await until(lambda: len(net.held) == 2)
     await net.nodes["full"].stop()
-    await until(lambda: net.router.session("full") != name)
+    await until(lambda: len(net.held) == 0)
     await net.add("full")
-    text, _ = await net.text(net.named(opening(2, chain=())))
-    assert text == full_text(ToyModel(), opening(2, chain=()))
+    await net.run(2)
     assert net.failures == []
 
 
 async def test_unnoticed_death_is_a_pause(net: HoldingNet) -> None:
     """Guards against an error when a held replica dies in the very moment in which its lease is used."""
-    await net.text(net.named(opening(1, chain=())))
-    await net.held()
-    taken = net.named(opening(2, chain=()))
+    await net.run(1)
+    await until(lambda: len(net.held) == 2)
     stopping = asyncio.create_task(net.nodes["full"].stop())
-    running = asyncio.create_task(net.text(taken))
+    running = asyncio.create_task(net.run(2))
     await stopping
     await net.add("full")
-    text, _ = await running
-    assert text == full_text(ToyModel(), opening(2, chain=()))
+    await running
     assert net.failures
 
 
 async def test_ended_lease_is_not_held(net: HoldingNet) -> None:
-    """Guards the next request against a lease that its replica, or Serve, has ended."""
-    await net.text(net.named(opening(1, chain=())))
-    name = await net.held()
-    net.leases[-1].cancel()
-    await until(lambda: net.router.session("full") != name)
+    """Guards the next request against leases that their replica, or Serve, has ended."""
+    await net.run(1)
+    await until(lambda: len(net.held) == 2)
+    for lease in net.leases:
+        lease.cancel()
+    await until(lambda: len(net.held) == 0)
+    await net.run(2)
+    assert net.failures == []
 
 
 async def test_full_tier_without_a_free_place(net: HoldingNet) -> None:
@@ -135,11 +205,11 @@ async def test_full_tier_without_a_free_place(net: HoldingNet) -> None:
     net.refused = {"full"}
     text, _ = await running
     assert text == full_text(ToyModel(), request)
-    assert net.router._held["full"].session is None
-    assert len(net.leases) == 1
+    assert len(net.leases) == len(net.held) == 1  # its own, which came back
     net.refused = set()
-    await net.text(net.named(opening(2, chain=())))
-    await net.held()
+    net.held.hold_s = 2 * LONG_S  # for which that one is too old
+    await net.run(2)
+    await until(lambda: len(net.held) == 2)
 
 
 def test_routers_let_go_before_replicas_do() -> None:
@@ -153,9 +223,8 @@ def test_routers_let_go_before_replicas_do() -> None:
 @pytest.mark.parametrize("num_ticks", [0, 1, 3, 10])
 async def test_close_at_any_time_lets_go(net: HoldingNet, num_ticks: int) -> None:
     """Guards the full tier against leases of a router that ends while it takes or uses a held one."""
-    await net.text(net.named(opening(1, chain=())))
-    await net.held()
-    net.router.put([net.named(opening(2, 1.0, 2000, chain=()))])
+    await net.run(1)
+    net.router.put([opening(2, 1.0, 2000, chain=())])
     for _ in range(num_ticks):
         await asyncio.sleep(0)
     await net.router.close()
@@ -173,6 +242,6 @@ async def test_lessors_that_fail_at_once_are_heard(net: HoldingNet) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
     leases = HeldLeases(refuse, LONG_S)
     leases.renew()
-    await until(lambda: leases._task is None)
+    await until(lambda: leases._coming is None)
     gc.collect()
-    assert (leases.session, unheard) == (None, [])
+    assert (len(leases), unheard) == (0, [])

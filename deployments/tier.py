@@ -1,6 +1,7 @@
 """The deployment of one tier: a shim around `cascade.chain.tier.Tier` that loads the model and joins the links."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -101,6 +102,7 @@ class TierReplica:
         self._watching = asyncio.create_task(self._handover.watch())
         reported = report_tier(self._config, self._tier, self._profile, self._server, self._downlink)
         self._reporting = asyncio.create_task(reported)
+        gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Called by Serve with what changes while a replica runs, and at its start, see `cascade.settings.live`."""

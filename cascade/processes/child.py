@@ -5,6 +5,7 @@ memory and time its passes, which others that load would disturb; `Facts` up. An
 cannot be served. Then orders go down, of which `Look` is answered with a `Status`.
 """
 
+import gc
 import os
 import pickle
 import select
@@ -120,6 +121,7 @@ def _load(control: Connection) -> "Served | None":
         control.send(_portable(error, spec))
         return None
     served = Served(spec, model, tokenizer, profile)
+    gc.freeze()  # what is there by now stays: no collection need look at it
     control.send(Facts(model.vocab_size, model.context_len))
     return served
 

@@ -106,7 +106,7 @@ class TierProcess:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(self._num_threads)},
-                start_new_session=True,  # Ctrl-C is for the parent
+                process_group=0,  # Ctrl-C is for the parent
             )
             control = Connection(ours.detach())
         control.send(self.spec)

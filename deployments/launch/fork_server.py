@@ -5,6 +5,7 @@ and streams to the fork server and is gone. Ray itself is never imported before 
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -41,7 +42,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **environment, "PYTHONPATH": modules},
-                start_new_session=True,  # Ctrl-C is for the owner, who ends workers in order
+                process_group=0,  # Ctrl-C is for the owner, who ends workers in order; of sessions see `_become`
             )
         self._folder = folder
         self.py_executable = shlex.join([sys.executable, "-I", "-S", __file__, path])
@@ -62,6 +63,7 @@ def serve(listening: int, folder: str) -> None:
 
     import cascade.local  # noqa: F401
 
+    gc.freeze()  # no fork need look at what was imported when it collects garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombies
     with socket.socket(fileno=listening) as listener:
         request = _next_fork(listener)
@@ -96,7 +98,9 @@ def _read(connection: socket.socket) -> dict[str, Any]:
 
 def _become(arguments: Sequence[str], environment: Mapping[str, str], folder: str, streams: Sequence[int]) -> None:
     """Go on as Python would that was started so."""
-    os.setsid()  # Ray ends the whole process group of a worker that died: no other fork may be in it
+    # Ray ends the whole process group of a worker that died: no other fork may be in it. Not a session of its own: Linux shares
+    # processors among sessions (autogroup), and one whose tiers fill them kept others from running for 100 ms
+    os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -107,7 +107,7 @@ class Leases:
                 return
 
     def remove(self, lease: str) -> str:
-        """The caller lets go of it once; the session that loses its last hold by that, if there is one."""
+        """The caller lets go of it once, or it is over; the session that loses its last hold by that, if there is one."""
         held = self._held[lease]
         held.num -= 1
         if held.num:
@@ -129,8 +129,9 @@ class Leases:
         held = self._of.pop(session, None)
         if held is None:
             return
-        held.session, held.since = "", time.monotonic()
-        if not keep:
+        if keep:
+            held.session, held.since = "", time.monotonic()
+        else:
             held.over.set()
 
     def end_unopened(self) -> None:

@@ -144,7 +144,8 @@ class Twins(Net):
             {"full": self._choose},
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
-            hold_s=hold_s,
+            hold_s={"full": hold_s},
+            ahead=True,
             prefixes=Prefixes() if prefixes else None,
             routed=self.routed.append,
         )
@@ -200,8 +201,8 @@ async def test_what_begins_alike_is_read_once(twins: Twins, prefixes: bool, salt
         assert said == full_text(ToyModel(vocab_size=4096), request)
         if hold_s:
             await until(lambda: len(twins.router._held["full"]) > 0)
-    if not prefixes:
-        assert twins.reuse() < 0.7
+    if not prefixes:  # one after another, they may stay where a held lease is
+        assert twins.reuse() < (0.75 if hold_s else 0.7)
     elif salted:
         assert twins.routed == ["new"] * 32
         assert twins.reuse() == 0

@@ -66,7 +66,6 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
     if asleep:
         bound["sleepers"] = asleep
-    bound["roomy"] = [tier.name for tier in config.tiers if tier.deployment_config.max_ongoing_requests >= HELD_PLACES]
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound)
@@ -80,6 +79,8 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
     values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
     options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
+    places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
+    bound = {**bound, "roomy": [name for name in lower if places[name] >= HELD_PLACES]}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, **bound)

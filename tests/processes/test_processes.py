@@ -271,7 +271,8 @@ try:
     os.killpg(0, signal.SIGINT)
     time.sleep(60)
 except KeyboardInterrupt:
-    assert cascade.lower.processes[0].status() is not None
+    while cascade.lower.processes[0].status() is None:  # on a busy machine an answer may come too late
+        time.sleep(0.1)
     print("goes on", flush=True)
 cascade.close()
 """,

@@ -68,7 +68,7 @@ def test_answers_go_on_wherever_they_broke_off(served: House, stub: serving_pb2_
         assert whole([*pieces[:cut], *rest]) == expected, had
         assert rest[0].seed == seed
         assert not rest[-1].finish.HasField("first_token_s")
-    assert len(pieces) > 2 or name in ("top_k", "structured")
+    assert len(pieces) > 2 or name in ("top_k", "structured", "stop_token_ids")  # which may end soon
 
 
 @pytest.fixture(scope="module")

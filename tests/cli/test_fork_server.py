@@ -1,6 +1,7 @@
 """Workers that are forks: what they inherit, when they are not, and that the server ends with its owner."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for L
 WORKER = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], os.environ.get("OURS"), os.environ.get("THEIRS"), os.getcwd(), os.getpid(), os.getppid(),
-    "torch" in sys.modules, "ray" in sys.modules, __name__, os.getpgid(0)]))
+    "torch" in sys.modules, "ray" in sys.modules, __name__, os.getpgid(0), os.getsid(0)]))
 """
 OWNER = """
 import os
@@ -50,12 +51,14 @@ def worker(server: ForkServer, folder: Path) -> list[object]:
 
 
 def test_forks_are_workers_that_have_imported(server: ForkServer, tmp_path: Path) -> None:
-    """Guards the start of servers, four imports of PyTorch long; Ray, which hangs where it was imported before a fork; and
-    other replicas, for Ray ends the process group of one that has died."""
-    arguments, ours, theirs, folder, pid, parent, torch, ray, name, group = worker(server, tmp_path)
+    """Guards the start of servers, four imports of PyTorch long; Ray, which hangs where it was imported before a fork; other
+    replicas, for Ray ends the process group of one that has died; and first tokens, which waited 100 ms while tiers in
+    sessions of their own filled the processors, see `autogroup` in sched(7)."""
+    arguments, ours, theirs, folder, pid, parent, torch, ray, name, group, session = worker(server, tmp_path)
     assert (arguments, ours, theirs, folder, name) == (["a b", "--c=d"], None, "raylet", str(tmp_path), "__main__")
     assert (parent, torch, ray) == (server._process.pid, True, False)
     assert group == pid
+    assert session == os.getsid(0)
     assert worker(server, tmp_path)[4] != pid
 
 
@@ -63,7 +66,7 @@ def test_workers_start_without_the_server(server: ForkServer, tmp_path: Path) ->
     """Guards replicas that Serve starts anew when the fork server has died: they waited for it."""
     server._process.kill()
     server._process.wait()
-    arguments, *_, torch, _, name, _ = worker(server, tmp_path)
+    arguments, *_, torch, _, name, _, _ = worker(server, tmp_path)
     assert (arguments, torch, name) == (["a b", "--c=d"], False, "__main__")
 
 

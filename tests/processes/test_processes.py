@@ -34,6 +34,8 @@ def cascade() -> Iterator[Cascade]:
     with Cascade.demo(drafter="lookup", processes=True) as cascade:
         assert cascade.lower is not None
         pids = [process.pid for process in cascade.lower.processes]
+        assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C is for the parent"
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}, "processors are shared among sessions first, see sched(7)"
         yield cascade
         wait_until(lambda: idle(cascade))
     assert not any(map(psutil.pid_exists, pids))

@@ -1,12 +1,13 @@
 """The recipe of the embedded family, stage by stage; a stage whose result exists is skipped.
 
 A model of medium's shape is trained first and *grown* into the full model, which is trained further: most of its training
-costs a third. Medium and tiny are then distilled from the models above them, on the training text and on text that the full
-model wrote, because that is the text they will have to guess. Tiny begins as a piece of medium: trained from nothing, it
-does not learn in affordable time to copy what a text has said before.
+costs a third. What is shipped of it is a mean of late checkpoints, which predicts better than each of them (model soups,
+Wortsman et al., arXiv 2203.05482). Medium and tiny are then distilled from the models above them, on the training text and on
+text that the full model wrote, because that is the text they will have to guess. Tiny begins as a piece of medium: trained from
+nothing, it does not learn in affordable time to copy what a text has said before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from cascade.family.grow import grow
 from cascade.family.prune import prune
 from cascade.family.text import continuations
 from cascade.family.train import Schedule, Stream, train
+
+Weights = dict[str, torch.Tensor]
 
 CONTEXT = 1024  # longest text the shipped models take, in tokens
 HEAD_DIM = 32
@@ -61,8 +64,11 @@ SHAPES = {
 }
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
-MEDIUM = Schedule(steps=420, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
-TINY = Schedule(steps=3000, batch_size=4, context=CONTEXT, decay_share=0.4, muon_lr=0.01, adam_lr=2e-3)
+FURTHER = Schedule(steps=4000, batch_size=8, context=512, decay_share=0.6, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+POLISH = Schedule(steps=160, batch_size=4, context=CONTEXT, warmup_steps=10, decay_share=0.9, muon_lr=0.002, adam_lr=2.5e-4)
+MEAN = {"polish": 0.45, "polish.stable": 0.45, "further.stable": 0.1}  # checkpoints of the full model, and their shares
+MEDIUM = Schedule(steps=1120, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+TINY = Schedule(steps=3900, batch_size=4, context=CONTEXT, decay_share=0.4, muon_lr=0.01, adam_lr=2e-3)
 TINY_LAYERS = (0, 1, 5)  # of medium: the triple that agrees most with it before any training
 SAMPLED_TOKENS = 400_000
 MIXED_TOKENS = 3_000_000
@@ -104,12 +110,15 @@ class Recipe:
             num_kv_heads=shape.num_kv_heads,
         )
         # The seed has read the windows of the first steps: the full model continues behind them.
-        return self._train("full", grown, self.stream("train"), FULL, skip=SEED.steps)
+        full = self._train("full", grown, self.stream("train"), FULL, skip=SEED.steps)
+        full = self._train("further", full, self.stream("train"), FURTHER, skip=SEED.steps + FULL.steps)
+        full = self._train("polish", full, self.stream("train"), POLISH, skip=SEED.steps + FULL.steps + FURTHER.steps)
+        full.load_state_dict(mean([(self._weights(name), share) for name, share in MEAN.items()]))
+        return full
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
         medium = self._new("medium")
-        seed = torch.load(self.work / "seed.pt", map_location="cpu", weights_only=True)
-        medium.load_state_dict(seed["model"])
+        medium.load_state_dict(self._weights("seed"))
         return self._train("medium", medium, self.mixture(full), MEDIUM, teacher=full)
 
     def tiny(self, medium: LlamaForCausalLM, full: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -147,6 +156,11 @@ class Recipe:
             compiled=self.compiled,
         )
 
+    def _weights(self, name: str) -> Weights:
+        """Of the checkpoint ``name``."""
+        weights: Weights = torch.load(self.work / f"{name}.pt", map_location="cpu", weights_only=True)["model"]
+        return weights
+
     def _new(self, name: str) -> LlamaForCausalLM:
         torch.manual_seed(NAMES.index(name))
         tokenizer = self.tokenizer()
@@ -176,6 +190,11 @@ def train_family(
     for name, model in models.items():
         export(model, recipe.tokenizer(), out / name)
     return {name: model.num_parameters() for name, model in models.items()}
+
+
+def mean(models: Sequence[tuple[Weights, float]]) -> Weights:
+    """Weights of models of one shape, each times its share."""
+    return {name: torch.stack([share * weights[name] for weights, share in models]).sum(0) for name in models[0][0]}
 
 
 def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, rows: int = 128, length: int = 256) -> Stream:

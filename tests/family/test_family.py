@@ -14,7 +14,7 @@ from cascade.family import HEAD, NAMES, WEIGHTS, corpus, paths
 from cascade.family.evaluate import as_rows, compare, coupled_acceptance, load, loss
 from cascade.family.grow import grow
 from cascade.family.prune import prune
-from cascade.family.recipe import SHAPES, interleave
+from cascade.family.recipe import MEAN, SHAPES, interleave, mean
 from cascade.family.train import Schedule, batches, train
 
 SMALL = LlamaConfig(
@@ -108,6 +108,16 @@ def test_growth_refuses_what_cannot_keep_the_function(wrong: dict[str, int], mes
     """A smaller dimension would cut weights off, another grouping would give heads foreign keys, both without an error."""
     with pytest.raises(ValueError, match=message):
         grow(small(), **{**SAME, **wrong})
+
+
+def test_mean_of_models_takes_their_shares() -> None:
+    """Guards the shipped full model: shares that do not add up to one shrink every weight, and it says something else."""
+    assert sum(MEAN.values()) == pytest.approx(1)
+    one, other = small(0).state_dict(), small(1).state_dict()
+    mixed = mean([(one, 0.25), (other, 0.75)])
+    assert mixed.keys() == one.keys()
+    for name, weight in mixed.items():
+        torch.testing.assert_close(weight, one[name] / 4 + other[name] * 3 / 4)
 
 
 def test_pruning_takes_whole_layers_and_the_strongest_neurons() -> None:
@@ -282,6 +292,6 @@ def test_shipped_models_agree(family: dict[str, LlamaForCausalLM], held_out: tor
     """Weights exported from a wrong checkpoint, or with a wrong norm epsilon, still load and still write something."""
     with torch.inference_mode():
         tiny, medium, full = (m(held_out).logits[:, :-1].flatten(0, 1) for m in family.values())
-    assert loss(family["full"], held_out) < 3.0
-    assert compare(medium, full)["agreement"] > 0.70
-    assert compare(tiny, medium)["agreement"] > 0.72
+    assert loss(family["full"], held_out) < 2.7
+    assert compare(medium, full)["agreement"] > 0.65
+    assert compare(tiny, medium)["agreement"] > 0.74

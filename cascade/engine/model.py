@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Self
@@ -82,6 +83,7 @@ class Model:
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
         self._fewest = 1  # tokens of a pass
+        self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
         self._whole: WholeNetwork | None = None
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
@@ -223,7 +225,7 @@ class Model:
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
-        with self.threads.use(sum(len(row.fed) for row in rows)):
+        with self._busy, self.threads.use(sum(len(row.fed) for row in rows)):
             alike: dict[str, Any] = {"vocab_size": self.vocab_size, "shares_pass": self._attention.shares_pass}
             scored = run_trees(rows, self._pass, **alike) if trees else self._pass(rows)
             return scored if self.reader is None else self.reader.draft(rows, scored)

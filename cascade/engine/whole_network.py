@@ -1,6 +1,5 @@
 """A network in one call, where all its layers are: what is the same in all passes of as many tokens is worked out once."""
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ class WholeNetwork:
         self._norm = norm
         self._head = head
         self._room: Room | None = None
-        self._taken = threading.Lock()  # the room is; tiers may share a model
 
     @property
     def ready(self) -> bool:
@@ -40,9 +38,8 @@ class WholeNetwork:
         """Logits ``[kept, vocab_size]`` of the tokens ``ids`` ``[1, tokens]`` at ``keep``."""
         x = self._backbone.embed_tokens(ids)
         angles = self._backbone.rotary_emb(x, position_ids=positions)
-        with self._taken:
-            hidden = self._run(x[0], Angles(*(angle[0] for angle in angles)), planned)[keep]
-        logits: Tensor = self._head(hidden)
+        hidden = self._run(x[0], Angles(*(angle[0] for angle in angles)), planned)
+        logits: Tensor = self._head(hidden[keep])
         return logits
 
     def _run(self, x: Tensor, angles: Angles, planned: NativePass) -> Tensor:

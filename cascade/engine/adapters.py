@@ -34,9 +34,11 @@ class AdaptedModel(Model):
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
         scored: list[Scored] = [Scored() for _ in rows]
         for name in dict.fromkeys(row.params.adapter for row in rows):
-            self.switch(name)
             places = [place for place, row in enumerate(rows) if row.params.adapter == name]
-            for place, one in zip(places, super().run([rows[place] for place in places]), strict=True):
+            with self._busy:
+                self.switch(name)
+                found = super().run([rows[place] for place in places])
+            for place, one in zip(places, found, strict=True):
                 scored[place] = one
         return scored
 

@@ -83,7 +83,7 @@ class Model:
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
         self._fewest = 1  # tokens of a pass
-        self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
+        self._busy = threading.RLock()  # tiers may share a model, and its passes share memory
         self._whole: WholeNetwork | None = None
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`

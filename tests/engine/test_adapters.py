@@ -1,6 +1,7 @@
 """LoRA adapters on the full tier, chosen by each request, and quantised tiers."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,16 @@ def test_rows_of_an_adapter_are_scored_as_alone(folder: Path) -> None:
     assert together == alone
     assert together[0] == plain.run([Row(plain.new_cache(), 0, PROMPT, 3, params[0])])[0]
     assert all(0 <= token < VOCAB for scored in together for token in scored.own)
+
+
+def test_adapters_of_a_shared_model_do_not_mix(folder: Path) -> None:
+    """Guards tiers that share a model: between the choice of an adapter and its pass another thread chose another."""
+    model = adapted(folder)
+    params = [SamplingParams(temperature=1.0, seed=7, adapter=name) for name in NAMES]
+
+    def said(one: SamplingParams) -> list[list[int]]:
+        return [list(model.run([Row(model.new_cache(), 0, PROMPT, 3, one)])[0].own) for _ in range(30)]
+
+    with ThreadPoolExecutor(len(params)) as threads:
+        together = list(threads.map(said, params))
+    assert together == [[said(one)[0]] * 30 for one in params]

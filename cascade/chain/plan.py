@@ -16,6 +16,7 @@ RAREST = 8  # times so many where the other one is far from being the best, or h
 DOUBT = 1.3  # a rate known from ``n`` rows may well be wrong by ``DOUBT / sqrt(n)`` of it
 AGED = 0.3  # weight of earlier trials beside a new one
 BETTER = 1.03  # times the rate of the course in use make another one the best
+BURSTS = 0.95  # the same of drafters inside against none, below three sessions: gains come in bursts, silence costs little
 CROWDED = 1.15  # the same from three sessions on: what begins and ends with each answer is not measured, and grows with them
 MEMORY = 0.99  # weight of a pass that is left after the next one
 HEAD_START_S = 0.01  # what trials may cost a session before they have earned anything
@@ -33,6 +34,7 @@ class Course(NamedTuple):
 
 
 ALONE = Course()
+INSIDE = Course(drafters=True)
 
 
 @dataclass(slots=True)
@@ -159,7 +161,8 @@ class Plan:
 
     def _decided(self, best: float) -> bool:
         """Whether a trial tells enough: not while what is tried may well be better than the best, and is not seen to be."""
-        return self.rows >= LONGEST * TRIAL or self.trial.rate > BETTER * best or self.trial.hope < best
+        enough = min(BETTER, self._margin(self.course)) * best
+        return self.rows >= LONGEST * TRIAL or self.trial.rate > enough or self.trial.hope < best
 
     def _judge(self) -> None:
         """End a trial. If it was too short to tell, the next one may cost twice as much."""
@@ -211,12 +214,10 @@ class Plan:
         return eldest, round(REST * min(RAREST, max(worse, 2.0 ** (records[eldest].lost - 1))))
 
     def _fastest(self) -> Course:
-        """The best course by what is known; the one that was, unless another is clearly better, or alone is better at all."""
+        """The best course by what is known; the one that was, unless another is better by its margin."""
         rates = {course: record.rate for course, record in self.records.items()}
         fastest = max(rates, key=lambda course: rates[course] / self._margin(course))
-        if rates[fastest] > self._margin(fastest) * rates[self.best]:
-            return fastest
-        return ALONE if rates[ALONE] > rates[self.best] else self.best
+        return fastest if rates[fastest] > self._margin(fastest) * rates[self.best] else self.best
 
     def _free(self, course: Course) -> bool:
         """Whether to try it takes nothing from the purse: where answers begin and end all the time, rates of one moment are not
@@ -225,7 +226,11 @@ class Plan:
         return self.crowded and course == ALONE
 
     def _margin(self, course: Course) -> float:
-        """Times the rate of the best course that make this one the best."""
+        """Times the rate of the best course that make this one the best: clearly better, or alone and better at all."""
+        if not self.crowded and {course, self.best} == {ALONE, INSIDE}:
+            return BURSTS if course == INSIDE else 1 / BURSTS
+        if course == ALONE:
+            return 1.0
         return CROWDED if self.crowded and course.tiers else BETTER
 
     def _use(self, course: Course) -> None:

@@ -82,9 +82,9 @@ class Runner:
         return None if results is None else results[0]
 
     def _shrink(self, num_tokens: int) -> None:
-        """Runner of more tokens failed: smaller ones for a while."""
+        """Passes of more tokens failed: smaller ones for a while."""
         self.max_tokens = max(SMALL_PASS, min(self.max_tokens, num_tokens))
-        log.warning("Runner of tier %s are too large for its memory: they take %d tokens now", self._tier, self.max_tokens)
+        log.warning("Passes of tier %s are too large for its memory: they take %d tokens now", self._tier, self.max_tokens)
 
     def _score(self, batch: Batch[Any]) -> list[Result] | None:
         """One pass, None if it fails for another reason than the fault of its only row."""

@@ -130,6 +130,15 @@ def test_drafters_inside_take_part_where_they_pay(rate: float, sessions: int, *,
     assert used[10 * REST :].count(inside if drafts else ALONE) > 19 * REST, "who lost is asked less and less"
 
 
+def test_drafters_inside_are_kept_through_silence() -> None:
+    """Guards text that repeats now and then: between two bursts its drafters were given up, and missed half of the next."""
+    planner, used, inside = Planner(), list[Course](), Course(drafters=True)
+    for _ in range(30):
+        used += follow(planner, inside, {ALONE: 1.0, inside: 0.98}, 150)
+        used += follow(planner, inside, {ALONE: 1.0, inside: 2.0}, 20)
+    assert used[1000:].count(inside) > 0.9 * len(used[1000:])
+
+
 def test_a_chain_is_tried_without_the_drafters_inside() -> None:
     """Guards a tier below whose guesses are better than those of drafters, which only make passes longer."""
     lonely = Course(("tiny",))

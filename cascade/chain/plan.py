@@ -193,7 +193,7 @@ class Plan:
             self._use(fastest)
         elif self._free(ALONE) and self.unchecked >= REST << min(4, self.records[ALONE].lost):
             self._use(ALONE)
-        elif self.passes >= rest and 2 * self.purse.seconds >= self._price(next_):
+        elif self.passes >= rest and (2 * self.purse.seconds >= self._price(next_) or self._owed(next_)):
             self._use(next_)
 
     def _next(self) -> tuple[Course, int]:
@@ -224,6 +224,10 @@ class Plan:
         those of the next, and what the others are held against, at no cost of what is promised, must be known.
         """
         return self.crowded and course == ALONE
+
+    def _owed(self, course: Course) -> bool:
+        """Whether it is tried whatever the purse holds, which other loads and texts may have emptied: drafters inside, once."""
+        return course == INSIDE and not self.crowded and not self.records[course].tried
 
     def _margin(self, course: Course) -> float:
         """Times the rate of the best course that make this one the best: clearly better, or alone and better at all."""

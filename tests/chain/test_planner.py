@@ -39,13 +39,21 @@ def play(planner: Planner, speed: dict[Chain, float], passes: int, sessions: int
 
 
 def follow(
-    planner: Planner, allowed: Course, speed: dict[Course, float], passes: int, sessions: int = 1, pass_s: float = PASS_S
+    planner: Planner,
+    allowed: Course,
+    speed: dict[Course, float],
+    passes: int,
+    sessions: int = 1,
+    pass_s: float = PASS_S,
+    *,
+    sampled: bool = False,
 ) -> list[Course]:
     """The course of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
     used = []
     for _ in range(passes):
-        used.append(planner.course(allowed, sessions))
-        planner.saw(allowed, used[-1], sessions, Seen(sessions, sessions, sessions * pass_s / speed[used[-1]]))
+        used.append(planner.course(allowed, sessions, sampled=sampled))
+        seen = Seen(sessions, sessions, sessions * pass_s / speed[used[-1]])
+        planner.saw(allowed, used[-1], sessions, seen, sampled=sampled)
     return used
 
 
@@ -137,6 +145,17 @@ def test_drafters_inside_are_kept_through_silence() -> None:
         used += follow(planner, inside, {ALONE: 1.0, inside: 0.98}, 150)
         used += follow(planner, inside, {ALONE: 1.0, inside: 2.0}, 20)
     assert used[1000:].count(inside) > 0.9 * len(used[1000:])
+
+
+def test_drafters_inside_are_asked_once_whatever_the_purse_holds() -> None:
+    """Guards the first sampled text behind greedy ones, whose trials had emptied the purse: it was written alone to its end."""
+    planner, both, inside = Planner(), Course(ALLOWED, drafters=True), Course(drafters=True)
+    courses = {ALONE: 1.0, inside: 1.2} | {Course(chain, drafters=True): 0.05 for chain in CHAINS[1:]}
+    used = follow(planner, both, courses, 30)
+    assert len(set(used)) > 2, "a dear chain was tried"
+    used = follow(planner, both, courses, 2 * REST, sampled=True)
+    assert used[: GLANCE + 1] == [*[ALONE] * GLANCE, inside]
+    assert used[GLANCE:].count(inside) == len(used) - GLANCE
 
 
 def test_a_chain_is_tried_without_the_drafters_inside() -> None:

@@ -15,7 +15,8 @@ CONTEXT = 512  # positions before those of a pass, where time is taken a second 
 BUDGET_S = 0.6  # for all of it
 ROUNDS = 5
 GLANCE_TOKENS, GLANCE_S = 64, 0.15  # of a program that has just been started, and is waited for
-RATE = 0.05  # weight of the latest pass in the grid
+RATE = 0.05  # weight of the latest pass in the points of the grid beside it
+SHARED = 0.01  # its weight in all of them: what slows one pass slows those of other sizes
 SMOOTHING = 0.1  # weight of the latest pass in mean costs
 CHUNK = 32  # positions to catch up with that make a session one that reads
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
@@ -56,6 +57,7 @@ class Profile:
         self.context_s = context_s
         self.pass_s = self.predict(1)  # mean of late passes that read nothing but the latest tokens
         self.token_s = 0.0  # what each token of a text that is read adds to such a pass; 0 until one was read
+        self.between_s = 0.0  # from the end of a pass to the start of the next, where nobody waits for anything
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -70,6 +72,15 @@ class Profile:
         """Seconds of a pass."""
         return _between(self._tokens, self._seconds, num_tokens) + self.context_s * context
 
+    def turn(self, num_tokens: int, context: int = 0) -> float:
+        """Seconds from the end of a pass to the end of the next one."""
+        return self.between_s + self.predict(num_tokens, context)
+
+    def rested(self, seconds: float) -> None:
+        """A pass began so long after the one before it, for which nobody waited."""
+        least = min(seconds, OUTLIER * self.between_s) if self.between_s else seconds
+        self.between_s += SMOOTHING * (least - self.between_s) if self.between_s else seconds
+
     def saw(self, works: Sequence[Work], seconds: float) -> None:
         """A pass with these rows took so long."""
         read = sum(len(work.tokens) - work.num_own for work in works)
@@ -81,15 +92,15 @@ class Profile:
         self._correct(sum(map(len, works)), sum(work.start for work in works), seconds)
 
     def _correct(self, num_tokens: int, context: int, seconds: float) -> None:
-        """Move the points beside a number of tokens towards what a pass of so many took."""
+        """Move the points beside a number of tokens towards what a pass of so many took, and all others a little with them."""
         expected = self.predict(num_tokens, context)
         ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
         after = bisect_right(self._tokens, num_tokens)
         beside = [place for place in (after - 1, after) if 0 <= place < len(self._tokens)]
         if after and self._tokens[after - 1] == num_tokens:
             beside = [after - 1]
-        for place in beside:
-            self._seconds[place] *= 1 + RATE * (ratio - 1)
+        for place in range(len(self._seconds)):
+            self._seconds[place] *= 1 + (RATE if place in beside else SHARED) * (ratio - 1)
 
 
 def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
@@ -140,6 +151,7 @@ def _time(model: Scorer, num_tokens: int, context: int) -> float:
     try:
         model.run([Row(cache, 0, tokens[:context], 0, PARAMS)])
         row = Row(cache, context, tokens[context:], min(num_tokens, SCORED), PARAMS)
+        model.run([row])  # the first pass behind a long one finds weights in no cache
         begin = time.perf_counter()
         model.run([row])
         return time.perf_counter() - begin

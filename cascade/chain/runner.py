@@ -48,6 +48,7 @@ class Runner:
         self._model = model
         self._most_tokens = max_tokens
         self._profile = profile
+        self._ended: float | None = None  # when the last pass did, while nobody has waited since
         self.watchdog = Watchdog()
         self._broken = 0  # failures one after another
 
@@ -58,6 +59,8 @@ class Runner:
 
     def run(self, batch: Batch[Any]) -> list[Result]:
         """What a pass says of each row, or why it says nothing."""
+        if self._ended is not None:
+            self._profile.rested(time.monotonic() - self._ended)
         results = self._score(batch)
         if results is None:
             # a row that breaks its pass must not harm the others; scoring a row twice gives the same
@@ -65,7 +68,12 @@ class Runner:
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
             if len(batch) > 1 and all(isinstance(one, Scored) for one in results):  # no row is bad: together they were too many
                 self._shrink(sum(len(work) for _, work in batch) // 2)
+        self._ended = time.monotonic()
         return results
+
+    def rest(self) -> None:
+        """There is nothing to run: what passes until the next pass is waited."""
+        self._ended = None
 
     def _rescue(self, slot: Slot[Any], work: Work) -> Result:
         """Scores a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""

@@ -5,6 +5,7 @@ beside them, of a size that stretches the pass only so far. What is scored beyon
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from cascade.chain.branches import Branch
@@ -83,7 +84,9 @@ def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, 
     found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
     sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in found]
     certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
-    size = max(affordable(sizes, own, budget - left, budget, profile.predict), min(certain, left))
+    context = sum(slot.session.kv_len for slot in texts)
+    cost = partial(profile.turn, context=context)
+    size = max(affordable(sizes, own, budget - left, budget, cost), min(certain, left))
     nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
     branches: Batch[U] = []
     for _, slot, candidate in found[:size]:

@@ -163,6 +163,8 @@ class Tier:
                     loop.advance(batch, results, time.monotonic())
                     self._flush()
                     wake_at = 0.0
+                else:
+                    runner.rest()
                 watchdog.rest()
         finally:
             watchdog.rest()

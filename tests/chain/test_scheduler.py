@@ -146,6 +146,18 @@ def test_rounds_are_whole_whatever_they_cost() -> None:
     assert picked([waiting], 5, costs=dear) == [5]
 
 
+def test_guesses_are_judged_by_all_that_a_pass_takes() -> None:
+    """Guards choices of guesses: where most of a pass is positions held, or what lies between passes, guesses are cheap."""
+    costs = ((1, 0.001), (9, 0.009))
+    writing, held = slot(1, 4), slot(1000, 4)
+    held.session.kv_len = 999
+    assert picked([writing], costs=Profile(costs, context_s=1e-5)) == [1]
+    assert picked([held], costs=Profile(costs, context_s=1e-5)) == [5]
+    slowed = Profile(costs)
+    slowed.rested(0.01)
+    assert picked([writing], costs=slowed) == [5]
+
+
 def test_priority_is_a_head_start() -> None:
     """Guards priorities: lower goes first, and is no licence to starve others."""
     plain, urgent = slot(1, since=0.1), slot(1, since=0.9, priority=-1)

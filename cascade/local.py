@@ -1,10 +1,9 @@
 """A whole cascade in one program: tiers in threads of one process, or in processes of their own."""
 
 import asyncio
-import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias, overload
@@ -22,11 +21,11 @@ from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from cascade.messages import Message
+from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.placement import TIER_NAMES, Checkpoints, check_models, each
 from cascade.processes.lower_tiers import LowerTiers
-from cascade.requests import Deliver, Requests
+from cascade.requests import Deliver, Mailbox, Requests
 from cascade.scorer import Drafter, Scorer
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -79,6 +78,7 @@ class Cascade:
         self.names = (*kinds, *elsewhere, *here)  # bottom to top
         self.tokenizer = tokenizer
         self.lower = lower
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
         everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
         self.context_len = min(model.context_len for model in everywhere)
         grammars = Grammars(tokenizer)
@@ -203,7 +203,7 @@ class Cascade:
     ) -> Iterator[Chunk]:
         """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        answers = self._admit(prompt, params, speculation, handling, inbox.put)
+        answers = self._admit(prompt, params, speculation, handling, Deliver(inbox.put))
         return answers.run(inbox.get)
 
     async def agenerate(
@@ -226,20 +226,19 @@ class Cascade:
     ) -> AsyncIterator[Chunk]:
         """`stream` for an event loop; leaving the loop early ends the request."""
         loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Message] = asyncio.Queue()
-
-        def deliver(message: Message) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: its reader is gone
-                loop.call_soon_threadsafe(inbox.put_nowait, message)
-
-        answers = self._admit(prompt, params, speculation, handling, deliver)
+        mailbox = self._mailboxes.get(loop) or Mailbox(loop)
+        answers = self._admit(prompt, params, speculation, handling, mailbox)
+        self._mailboxes[loop] = mailbox
         try:
-            answers.open()
-            while not answers.finished:
-                for chunk in answers.take(await inbox.get()):
-                    yield chunk
+            with mailbox.reading(answers.sessions) as inbox:
+                answers.open()
+                while not answers.finished:
+                    for chunk in answers.take(await inbox.get()):
+                        yield chunk
         finally:
             answers.close()
+            if mailbox.idle:
+                self._mailboxes.pop(loop, None)
 
     def close(self) -> None:
         """End all requests and free everything."""
@@ -260,7 +259,7 @@ class Cascade:
         params: SamplingParams | None,
         speculation: Speculation | None,
         handling: Handling | None,
-        deliver: Callable[[Message], object],
+        link: Link,
     ) -> Requests:
         asked = (params or SamplingParams(), speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
@@ -268,7 +267,7 @@ class Cascade:
             opening = self._capabilities.admit(self._encode(one), *asked)
             decoder = self.tokenizer.decoder(opening.tokens)
             answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
-        return Requests(self.tiers[-1], answers, Deliver(deliver))
+        return Requests(self.tiers[-1], answers, link)
 
     def _encode(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -1,5 +1,7 @@
 """The requests of one call of the library, between the answers that it collects and the full tier."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from cascade.answer import Answer, Chunk
@@ -19,6 +21,11 @@ class Requests:
     @property
     def finished(self) -> bool:
         return not self._answers
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Those that have not finished."""
+        return tuple(self._answers)
 
     def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
         try:
@@ -62,3 +69,40 @@ class Deliver(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             self._deliver(message)
+
+
+class Mailbox(Link):
+    """Takes the messages for all requests of an event loop, those of a pass at once.
+
+    To wake a loop takes longer than all else that an answer asks of the tier's thread, for both want the interpreter then.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._inboxes: dict[str, asyncio.Queue[Message]] = {}  # by session
+
+    def send(self, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: its readers are gone
+            self._loop.call_soon_threadsafe(self._sort, messages)
+
+    @contextlib.contextmanager
+    def reading(self, sessions: Sequence[str]) -> Iterator[asyncio.Queue[Message]]:
+        """Where messages of these sessions come, as long as it is open."""
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._inboxes |= dict.fromkeys(sessions, inbox)
+        try:
+            yield inbox
+        finally:
+            for session in sessions:
+                del self._inboxes[session]
+
+    @property
+    def idle(self) -> bool:
+        """Nobody reads."""
+        return not self._inboxes
+
+    def _sort(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            assert isinstance(message, Proposal | Failed)
+            if (inbox := self._inboxes.get(message.session)) is not None:
+                inbox.put_nowait(message)

@@ -30,7 +30,8 @@ from cascade.engine.contiguous_cache import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Edge, origin_level
+from cascade.messages import Edge, Failed, Message, origin_level
+from cascade.requests import Mailbox
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -275,6 +276,50 @@ def test_left_streams_free_everything(cascade: Cascade) -> None:
 
     asyncio.run(leave())
     complete(cascade, PROMPT, SamplingParams(max_tokens=5))
+
+
+def test_many_answers_on_one_loop(cascade: Cascade) -> None:
+    """Guards messages that come for all requests of a loop at once: each finds its reader, and nothing stays behind."""
+    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=seed) for seed in range(6)]
+
+    async def leave() -> None:
+        async for _ in cascade.astream(PROMPT, SamplingParams(max_tokens=500, temperature=1.0)):
+            return
+
+    async def together() -> list[Completion | list[Completion]]:
+        batch = cascade.agenerate([PROMPT, PROMPTS[1]], params[0])
+        found, _ = await asyncio.gather(asyncio.gather(batch, *(cascade.agenerate(PROMPT, one) for one in params)), leave())
+        return found
+
+    with pytest.raises(InvalidRequest):
+        asyncio.run(cascade.agenerate("", params[0]))
+    [both, *singles] = asyncio.run(together())
+    alone = [complete(cascade, PROMPT, one).token_ids for one in params]
+    assert isinstance(both, list)
+    assert [one.token_ids for one in singles if isinstance(one, Completion)] == alone
+    assert both[0].token_ids == alone[0]
+    assert not cascade._mailboxes
+
+
+def test_a_loop_is_woken_once_for_a_pass() -> None:
+    """Guards the tier's thread: a wake for each of sixteen answers took longer than all else that a pass asks of it."""
+    woken = 0
+
+    class Counting(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *given: Any, **named: Any) -> asyncio.Handle:
+            nonlocal woken
+            woken += 1
+            return super().call_soon_threadsafe(*given, **named)
+
+    async def both() -> tuple[Message, Message, bool]:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        with mailbox.reading(["a"]) as first, mailbox.reading(["b"]) as second:
+            mailbox.send([Failed("b", "", "full"), Failed("a", "", "full"), Failed("gone", "", "full")])
+            return await first.get(), await second.get(), mailbox.idle
+
+    with asyncio.Runner(loop_factory=Counting) as runner:
+        first, second, idle = runner.run(both())
+    assert (first, second, idle, woken) == (Failed("a", "", "full"), Failed("b", "", "full"), False, 1)
 
 
 def test_seed_is_reported_and_reproduces(cascade: Cascade) -> None:

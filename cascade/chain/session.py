@@ -103,7 +103,7 @@ class Session:
     def window(self) -> int:
         """Tokens it runs ahead of what is committed: in rounds as many as it may, else no more than are of use."""
         allowed, useful = self.opening.window, self.run_ahead.tokens
-        return allowed if self.opening.in_rounds or useful >= allowed else max(MIN_RUN_AHEAD, math.ceil(useful))
+        return allowed if useful >= allowed or self.opening.in_rounds else max(MIN_RUN_AHEAD, math.ceil(useful))
 
     @property
     def prefilling(self) -> bool:

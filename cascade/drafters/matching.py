@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
-from cascade.native.matches import GRAM, LONGEST, Ints, Matches
+from cascade.native.matches import GRAM, Matches
 from cascade.scorer import UNREAD, Scored
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
@@ -79,10 +79,9 @@ class Matcher:
         own.extend(list(text[len(own) :]))
         if most <= 0:
             return NO_DRAFT
-        query = own.tokens[-LONGEST:]
-        found = self._found(own, query, most)
+        found = self._found(own, most)
         if self._others is not None:
-            found += self._found(self._others, query, most)
+            found += self._found(self._others, most)
         found.sort(key=lambda one: -one[0])  # of equals the text's own goes first
         return self._draft(found)
 
@@ -93,9 +92,9 @@ class Matcher:
         if self._keeps and self._others is not None:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    def _found(self, texts: Matches, query: Ints, most: int) -> list[tuple[int, list[int]]]:
+    def _found(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
         """Lengths of matches, and what came behind them."""
-        place, same, other, other_same = texts.find(query)
+        place, same, other, other_same = texts.find_end(self.own)
         found = []
         if place >= 0:
             found.append((same, self._behind(texts, place, most)))

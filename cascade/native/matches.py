@@ -15,6 +15,7 @@ GRAM = 2  # tokens that are hashed
 TRIES = 64  # places that are looked at, the latest first
 LONGEST = 64  # tokens that are compared
 FOUND = 4  # numbers that `find` gives
+TOKEN_BYTES = 4
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -86,6 +87,7 @@ class Matches:
         self._before: Ints = np.empty(0, np.int32)
         self._heads: Ints = np.empty(0, np.int32)
         self._found = np.empty(FOUND, np.int64)
+        self._found_at = self._found.ctypes.data
         self._reserve(256)
 
     def __len__(self) -> int:
@@ -129,10 +131,18 @@ class Matches:
         place is -1 where there is none. At most `LONGEST` tokens are compared, and `GRAM` must be the same.
         """
         query = query[-LONGEST:]
-        if len(query) < GRAM or not self._size:
+        return self._find(query.ctypes.data, len(query))
+
+    def find_end(self, text: "Matches") -> tuple[int, int, int, int]:
+        """`find` with the end of ``text``, which may be this one."""
+        size = min(LONGEST, text._size)
+        return self._find(text._addresses[0] + TOKEN_BYTES * (text._size - size), size)
+
+    def _find(self, query: int, size: int) -> tuple[int, int, int, int]:
+        """`find` with ``size`` tokens at the address ``query``."""
+        if size < GRAM or not self._size:
             return (-1, 0, -1, 0)
-        given = arguments(*self._addresses, self._size, query.ctypes.data, len(query), self._found.ctypes.data)
-        _find.brief(given)
+        _find.brief(arguments(*self._addresses, self._size, query, size, self._found_at))
         best, best_size, other, other_size = self._found.tolist()
         return best, best_size, other, other_size
 

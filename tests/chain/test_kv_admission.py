@@ -211,7 +211,7 @@ def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Cal
         logits, known = _score(model, pool, tokens, 5)
         assert known == expected_known
         fresh = model.new_cache()
-        model.run([Row(fresh, 0, text[:50], 1, GREEDY)])  # in the same pieces: the same sums in the same order
+        model.logits([Row(fresh, 0, text[:50], 1, GREEDY)])  # in the same pieces: the same sums in the same order
         again = model.logits([Row(fresh, known, tokens[known:], 5, GREEDY)])
         assert torch.equal(logits, again)
         whole = model.logits([Row(model.new_cache(), 0, tokens, 5, GREEDY)])

@@ -109,7 +109,9 @@ class Plan:
     num_trials: int = 0
     passes: int = 0  # settled ones since the course is in use
     rows: int = 0
-    unchecked: int = 0  # passes since it is known what the tier gives alone
+    unchecked: dict[Course, int] = field(
+        default_factory=dict
+    )  # passes since it is known what those give that cost nothing to try
     cost_s: float = 0.0  # of the trial
     trial: Record = field(default_factory=Record)
     lent: float = 0.0  # rate without drafts of the load whose records these are, until it is known here
@@ -121,6 +123,8 @@ class Plan:
         chains = [chain[::-1] for size in sizes for chain in itertools.combinations(tiers[::-1], size)]
         self.records = {ALONE: Record()}
         self.records |= {Course(chain, branches and bool(chain), drafters): Record() for chain in chains}
+        if self.crowded:
+            self.unchecked = {course: 0 for course in (ALONE, INSIDE) if course in self.records}
 
     def borrow(self, near: "Plan") -> None:
         """Begin with what is known at another load; of what paid there only the best is asked for at once."""
@@ -139,7 +143,8 @@ class Plan:
             return  # they have yet to follow
         tokens, seconds = seen.tokens / num_sessions, seen.seconds / num_sessions
         trying = used != self.best
-        self.unchecked = self.unchecked + 1 if used != ALONE else 0
+        for course in self.unchecked:
+            self.unchecked[course] = self.unchecked[course] + 1 if used != course else 0
         if seen.settled:
             (self.trial if trying else self.records[used]).add(tokens, seconds, seen.rows)
             self.passes += 1
@@ -191,8 +196,10 @@ class Plan:
         self.purse.hold(self._price(next_))
         if (fastest := self._fastest()) != self.best:
             self._use(fastest)
-        elif self._free(ALONE) and self.unchecked >= REST << min(4, self.records[ALONE].lost):
-            self._use(ALONE)
+        elif due := [
+            course for course, passes in self.unchecked.items() if passes >= REST << min(4, self.records[course].lost)
+        ]:
+            self._use(due[0])
         elif self.passes >= rest and (2 * self.purse.seconds >= self._price(next_) or self._owed(next_)):
             self._use(next_)
 
@@ -221,9 +228,10 @@ class Plan:
 
     def _free(self, course: Course) -> bool:
         """Whether to try it takes nothing from the purse: where answers begin and end all the time, rates of one moment are not
-        those of the next, and what the others are held against, at no cost of what is promised, must be known.
+        those of the next, and what the others are held against must be known: at no cost of what is promised alone, and at next
+        to none with drafters inside the tier.
         """
-        return self.crowded and course == ALONE
+        return course in self.unchecked
 
     def _owed(self, course: Course) -> bool:
         """Whether it is tried whatever the purse holds, which other loads and texts may have emptied: drafters inside, once."""

@@ -64,10 +64,8 @@ class RunAhead:
     @property
     def tokens(self) -> float:
         """As far as at least `LEAST_KEPT` of all texts are kept; without bound before the first cut."""
-        if not self.cut:
-            return math.inf
         share = self.cut / (self.kept + self.cut)
-        return math.log(LEAST_KEPT) / math.log1p(-share) if share < 1 else 0.0
+        return math.log(LEAST_KEPT) / math.log1p(-share) if 0 < share < 1 else (0.0 if share else math.inf)
 
     def judged(self, num_kept: int, *, cut: bool) -> None:
         """The tier above has kept so many own tokens, and then cut the text or not; old verdicts fade."""

@@ -56,8 +56,8 @@ class Audit(Session):
     def advance(self, work: Work, scored: Scored) -> None:
         """Compare. Where own tokens end before the piece does, it was not known what the grammar allows."""
         assert self.kv_len == work.start
-        self.kv_len += len(work.tokens) - work.num_own + len(scored.own)
-        position = work.start + len(work.tokens) - work.num_own + 1
+        self.kv_len += work.num_read + len(scored.own)
+        position = work.start + work.num_read + 1
         beside = scored.runner_ups or ((),) * len(scored.own)
         for own, others in zip(scored.own, beside, strict=True):
             if own != self.text[position] and position < self._end:

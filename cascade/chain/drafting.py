@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, Literal
 
 from cascade.chain.calibration import Calibrations
 from cascade.chain.plan import ALONE, Chain, Course, Seen
-from cascade.chain.planner import Planner
+from cascade.chain.planner import Planner, Spared
 from cascade.chain.profile import CHUNK
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.messages import Commit, Failed, Message, Proposal
 
 SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it
+
+MOST_READING = 0.75  # of the time from token to token may be reading of others: how long it takes is an estimate
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
@@ -59,7 +61,7 @@ class Drafting(Generic[U]):
         """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
         opening = slot.session.opening
         slot.allowed = Course(opening.chain, bool(opening.chain and opening.draft_branches), bool(slot.guessers))
-        self._plan(slot, num_sessions)
+        self._plan((slot,), num_sessions)
         self.draft(slot, now)
         slot.settling = 0
 
@@ -121,27 +123,42 @@ class Drafting(Generic[U]):
         self.draft(slot, now)
         return drafter, message.reason
 
-    def passed(self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], now: float) -> None:
-        """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions."""
+    def passed(
+        self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], reading_s: float, now: float
+    ) -> None:
+        """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions.
+
+        For about ``reading_s`` seconds the pass read texts. Who drafts has no part in that, and it is most of one pass and
+        nothing of the next: rates leave it out.
+        """
         totals: dict[tuple[Course, bool, Course, bool], Seen] = {}
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
-            if slot.planned and len(work.tokens) - work.num_own < CHUNK:
+            if slot.planned and work.num_read < CHUNK:
                 seen = totals.setdefault((slot.allowed, slot.sampled, slot.course, settled), Seen(settled=settled))
                 seen.rows += 1
                 seen.tokens += num_new
-                seen.seconds += seconds
+                seen.seconds += seconds - min(reading_s, MOST_READING * seconds)
         for (allowed, sampled, course, _), seen in totals.items():
             self._planner.saw(allowed, course, len(slots), seen, sampled=sampled)
+        self._plan(slots, len(slots))
         for slot in slots:
-            self._plan(slot, len(slots))
             self.draft(slot, now)
 
-    def _plan(self, slot: Slot[U], num_sessions: int) -> None:
-        if not slot.planned:
-            slot.course = slot.allowed
-            return
-        allowed, sampled, planner = slot.allowed, slot.sampled, self._planner
-        slot.course = planner.course(allowed, num_sessions, sampled=sampled)
-        slot.session.spared = planner.spared(allowed, num_sessions, sampled=sampled) if slot.course == ALONE else ""
+    def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
+        """What each shall use; those that may use the same and are sampled alike are told the same."""
+        told: dict[tuple[Course, bool], tuple[Course, Spared | Literal[""]]] = {}
+        for slot in slots:
+            if not slot.planned:
+                slot.course = slot.allowed
+                continue
+            kind = slot.allowed, slot.sampled
+            if kind not in told:
+                told[kind] = self._told(*kind, num_sessions)
+            slot.course, slot.session.spared = told[kind]
+
+    def _told(self, allowed: Course, sampled: bool, num_sessions: int) -> tuple[Course, Spared | Literal[""]]:
+        """What to use, and why nobody drafts if nobody shall."""
+        course = self._planner.course(allowed, num_sessions, sampled=sampled)
+        return course, self._planner.spared(allowed, num_sessions, sampled=sampled) if course == ALONE else ""

@@ -255,7 +255,8 @@ class Loop(Generic[U]):
         for slot in {id(slot): slot for slot, _ in batch}.values():
             if self.slots.get(slot.session.opening.session) is slot:
                 self._propose(slot)
-        self._drafting.passed(self.slots.values(), rows, now)
+        reading_s = self._profile.token_s * sum(work.num_read for _, work in batch)
+        self._drafting.passed(self.slots.values(), rows, reading_s, now)
 
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess behind a text that is another one now."""

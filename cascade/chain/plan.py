@@ -182,8 +182,9 @@ class Plan:
         if self._fastest() == self.course:
             self.records[self.best].tried = self.num_trials
             self.best = self.course
-            for other in self.records.values():  # against this one
-                other.lost = 0
+            for course, other in self.records.items():  # against this one
+                if not (course.tiers and self._free(self.course)):  # alone and drafters inside often take turns
+                    other.lost = 0
         self._use(self.best)
 
     def _seek(self) -> None:

@@ -83,7 +83,7 @@ class Profile:
 
     def saw(self, works: Sequence[Work], seconds: float) -> None:
         """A pass with these rows took so long."""
-        read = sum(len(work.tokens) - work.num_own for work in works)
+        read = sum(work.num_read for work in works)
         if not read:
             self.pass_s += SMOOTHING * (seconds - self.pass_s)
         elif read >= CHUNK:

@@ -79,7 +79,7 @@ class Runner:
         """Scores a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
         results = self._score([(slot, work)])
         size = len(work) // 2 if work.branch is None else 0
-        while results is None and size >= SMALL_PASS and len(work.tokens) > work.num_own:
+        while results is None and size >= SMALL_PASS and work.num_read:
             for piece in work.pieces(size):
                 results = self._score([(slot, piece)])
                 if results is None:

@@ -22,13 +22,18 @@ class Work:
         return len(self.tokens) + len(self.draft)
 
     @property
+    def num_read(self) -> int:
+        """Tokens of the text that are only read: no own token is wanted behind them."""
+        return len(self.tokens) - self.num_own
+
+    @property
     def num_scored(self) -> int:
         """Own tokens that the pass gives."""
         return self.num_own + len(self.draft)
 
     def pieces(self, size: int) -> "list[Work]":
         """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
-        read = len(self.tokens) - self.num_own
+        read = self.num_read
         parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
         last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft, whose=self.whose)
         return [*parts, last] if self.num_own else parts

@@ -7,17 +7,23 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.drafting import SETTLING, Drafting
+from cascade.chain.drafting import MOST_READING, SETTLING, Drafting
+from cascade.chain.kv_admission import KVAdmission
+from cascade.chain.loop import Limits, Loop
 from cascade.chain.plan import ALONE, GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Course, Seen
 from cascade.chain.planner import Planner
-from cascade.chain.profile import PassCost
+from cascade.chain.policy import Policy
+from cascade.chain.profile import CHUNK, PassCost, Profile
+from cascade.chain.runner import Runner
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
+from cascade.chain.work import Work
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import ToyModel
 from cascade.simulation.trace import Acceptance, Trace, TraceModel
 from tests.cases import rare
 from tests.chain.test_tier import opening
@@ -175,6 +181,19 @@ def test_a_crowd_is_held_against_what_the_tier_gives_alone_now() -> None:
     assert used[-REST:].count(()) > REST // 2
 
 
+def test_chains_that_lose_stay_rare_while_others_take_turns() -> None:
+    """Guards a crowd whose drafters inside pay now and then: each time all chains were tried anew, at 200 ms a trial."""
+    planner, used, inside = Planner(), list[Course](), Course(drafters=True)
+    chains = {Course(chain, drafters=True): 0.5 for chain in CHAINS[1:]}
+    for turn in range(24):
+        rates = {ALONE: 1.0, inside: (0.7, 1.4)[turn % 2]} | chains
+        used += follow(planner, Course(ALLOWED, drafters=True), rates, 8 * REST, sessions=64)
+    turns = sum(before != after for before, after in itertools.pairwise(course for course in used if not course.tiers))
+    assert turns > 12, "they take turns"
+    half = used[len(used) // 2 :]
+    assert sum(bool(course.tiers) for course in half) < len(half) // 100
+
+
 def test_greedy_and_sampled_texts_are_told_apart() -> None:
     """Guards sampled requests from what greedy ones gained: each kind has a plan of its own, from alone on."""
     planner, inside = Planner(), Course(drafters=True)
@@ -314,6 +333,11 @@ def test_gains_are_kept(branches: int, share: float) -> None:
     assert bench.outcome((0, 1, 2), adaptive=True, branches=branches).tokens_per_s > share * fastest
 
 
+def allowed_to_draft() -> Slot[None]:
+    """A session of the full tier that may use both of the tiers below."""
+    return Slot(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32), None, 0.0, 0.0)
+
+
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     """Guards degradation: the planner has chosen tiny alone, tiny dies, and medium, which is well, must not stand idle."""
     planner, sent = Planner(), list[Message]()
@@ -321,7 +345,7 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     play(planner, rates, 200)
     names = (f"s{number}" for number in itertools.count())
     drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
-    slot = Slot(Session(replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True), "full", 2, 32), None, 0.0, 0.0)
+    slot = allowed_to_draft()
     drafting.begin(slot, 1, 0.0)
     assert slot.using.tiers == ("tiny",)
     assert drafting.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
@@ -331,3 +355,42 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     assert drafting.draft(slot, retry_at) is None
     assert slot.using.tiers == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]
+
+
+@pytest.mark.parametrize("prompt_len", [CHUNK + 1, 3 * CHUNK])
+def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> None:
+    """Guards the loop's part of it: what a pass reads, at the price that passes showed, does not count for who drafts."""
+    model, planner, profile, now = ToyModel(), Planner(), Profile([(1, PASS_S)]), 0.0
+    limits, admission = Limits(model.vocab_size, model.context_len, Policy()), KVAdmission(model.new_cache, 1 << 20)
+    loop = Loop[int](
+        "full", 2, limits, admission, profile,
+        send_up=lambda up, message: None, send_down=lambda tier, message: None, mint=lambda: "below", planner=planner,
+    )  # fmt: skip
+    runner = Runner("full", model, 512, Profile())
+    writes = replace(opening(1, 0.0, 50), adaptive=True)
+    reads = replace(opening(2, 0.0, 50), tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
+    loop.take(writes, 0, now)
+    for number in range(GLANCE):
+        if number == 1:
+            loop.take(reads, 0, now)
+        batch, _ = loop.schedule(512, now)
+        works = [work for _, work in batch]
+        seconds = PASS_S + 2 * PASS_S / prompt_len * sum(work.num_read for work in works)
+        profile.saw(works, seconds)
+        now += seconds
+        loop.advance(batch, runner.run(batch), now)
+    both = next(measured for measured in planner.measured() if measured.num_sessions == 2)
+    assert both.rates == {ALONE: pytest.approx(1 / PASS_S, rel=0.05)}
+
+
+@pytest.mark.parametrize("reading_s", [0.0, 0.02, 9.0])
+def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None:
+    """Guards a crowd from how it began: passes that read 64 prompts made slow what was in use then, and only that."""
+    planner = Planner()
+    drafting: Drafting[None] = Drafting(lambda tier, message: None, lambda: "below", planner)
+    slot = allowed_to_draft()
+    drafting.begin(slot, 1, 0.0)
+    drafting.passed([slot], [(slot, Work(5, [1], 1), 1, PASS_S + reading_s)], reading_s, 1.0)
+    (measured,) = planner.measured()
+    left_s = max(PASS_S, (1 - MOST_READING) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
+    assert measured.rates == {ALONE: pytest.approx(1 / left_s)}

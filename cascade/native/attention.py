@@ -17,6 +17,7 @@ import torch
 from numba import float32, int32
 from torch import Tensor
 
+from cascade.native.fold import largest, total
 from cascade.native.jit import (
     BRIEF,
     Step,
@@ -39,6 +40,7 @@ from cascade.native.tile import LANES, ROWS, onward, tile
 # counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
 FIELDS = 11
 LEAST = -87.0  # whose exponential is still a number that is held with all its digits
+LOWEST = -3.4028235e38
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
@@ -92,36 +94,30 @@ def _write(given: int, span: int, head: int) -> None:
 
 
 @inlined
-def _soften(given: int, scores: int, sums: int, length: int, first: int, last: int, head: int) -> Any:
+def _soften(given: int, scores: int, length: int, first: int, last: int, head: int) -> Any:
     """Make weights of scores at ``scores``: those from ``first`` to ``last`` count; returns what all are to be divided by."""
-    held, lanes, scale, cap = floats(scores), floats(sums), real(integer(given, 15)), real(integer(given, 16))
-    sinks = integer(given, 17)
-    most = float32(-3.4028235e38)
-    for place in range(first, last):
-        score = held[place] * scale
-        if cap > 0:
-            score = _tanh(score / cap) * cap
-        held[place] = score
-        most = max(most, score)
-    if sinks:
-        most = max(most, floats(sinks)[head])
-    for lane in range(LANES):
-        lanes[lane] = float32(0.0)
+    held, scale, cap, sinks = floats(scores), real(integer(given, 15)), real(integer(given, 16)), integer(given, 17)
+    if cap > 0:
+        for place in range(first, last):
+            held[place] = _tanh(held[place] * scale / cap) * cap
+    else:
+        for place in range(first, last):
+            held[place] *= scale
     for place in range(first):
-        held[place] = float32(0.0)
+        held[place] = float32(LOWEST)
+    for place in range(last, length):
+        held[place] = float32(LOWEST)
+    most = largest(scores, length, floats(sinks)[head] if sinks else float32(LOWEST))
     for place in range(first, last):
         held[place] = exponential(max(held[place] - most, float32(LEAST)))
+    for place in range(first):
+        held[place] = float32(0.0)
     for place in range(last, length):
         held[place] = float32(0.0)
-    for block in range(0, length, LANES):
-        for lane in range(LANES):
-            lanes[lane] += held[block + lane]
-    total = float32(0.0)
-    for lane in range(LANES):
-        total += lanes[lane]
+    sum = total(scores, length, float32(0.0))
     if sinks:
-        total += exponential(max(floats(sinks)[head] - most, float32(LEAST)))
-    return total
+        sum += exponential(max(floats(sinks)[head] - most, float32(LEAST)))
+    return sum
 
 
 @inlined
@@ -170,8 +166,8 @@ def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -
     length = (farthest // LANES + 1) * LANES - begin
     blocks = (value_size + LANES - 1) // LANES
     wide = max(length, blocks * LANES)
-    asked, sums = scratch, scratch + rows * key_size * 4
-    scores = sums + LANES * 4
+    asked = scratch
+    scores = asked + max(rows * key_size, LANES) * 4
     weights = scores + rows * wide * 4
     queries, held, turned = floats(integer(given, 1)), floats(asked), floats(weights)
     for one in range(rows):
@@ -184,10 +180,10 @@ def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -
         position, at = start + (row + one) // group, scores + one * length * 4
         first = max(0, position - window + 1 - begin) if window else 0
         share = floats(at)
-        total = _soften(given, at, sums, length, first, position + 1 - begin, head * group + (row + one) % group)
+        sum = _soften(given, at, length, first, position + 1 - begin, head * group + (row + one) % group)
         for place in range(length):
             turned[place * rows + one] = share[place]
-        floats(asked)[one] = total
+        floats(asked)[one] = sum
     _weigh(given, span, head, rows, begin, length, weights, scores)
     out, said = floats(integer(given, 13)), floats(scores)
     for one in range(rows):
@@ -309,7 +305,7 @@ def heads_of(part: Tensor) -> Heads:
 def scratch_of(spans: Spans, sizes: Sizes) -> int:
     """Numbers that each thread needs for itself."""
     wide = max(spans.longest + LANES, blocks_of(sizes.value_size) * LANES)
-    return ROWS * (sizes.key_size + 2 * wide) + 2 * LANES
+    return ROWS * (sizes.key_size + 2 * wide) + LANES
 
 
 OF_PASS = (0, 14, 18, 21, 22)  # which numbers of an `attend_step` are `of_pass`

@@ -1,7 +1,9 @@
-"""The tile: a few rows times a block of sixteen columns, the one inner loop of products and of attention.
+"""The tile: a few rows times one or several blocks of sixteen columns, the one inner loop of products and of attention.
 
 Each number of the outcome is a chain of fused multiply-adds over the depth, in order: nothing else is in it, so its bits do not
-depend on how many rows there are, on how many threads, or on the width of the processor's registers.
+depend on how many rows there are, on how many blocks are computed side by side, on how many threads, or on the width of the
+processor's registers. A link of a chain waits for the one before, four cycles on most processors, so a tile should have eight
+chains and more: few rows take several blocks side by side.
 """
 
 from typing import Any
@@ -14,7 +16,9 @@ from numba.extending import intrinsic
 from cascade.native.jit import F32, I16, I32, I64, function_of, inlined
 
 LANES = 16  # columns of a block
-ROWS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 6  # of a tile at most: their sums stay in registers
+_MANY_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+ROWS = 12 if _MANY_REGISTERS else 6  # of a tile at most: their sums stay in registers
+WIDE = {1: 4, 2: 4 if _MANY_REGISTERS else 2, 3: 2}  # blocks side by side, by rows
 
 VECTOR = ir.VectorType(F32, LANES)
 HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
@@ -22,35 +26,39 @@ UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
 class _Loop:
-    """Builds a tile of so many rows, its blocks of weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
+    """Builds a tile of so many rows and blocks, their weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
 
-    def __init__(self, b: Any, rows: int, width: int, onward: bool) -> None:
-        self._b, self._rows, self._width, self._onward = b, rows, width, onward
+    def __init__(self, b: Any, rows: int, blocks: int, width: int, onward: bool) -> None:
+        self._b, self._rows, self._blocks, self._width, self._onward = b, rows, blocks, width, onward
+        self._chains = [(row, block) for row in range(rows) for block in range(blocks)]
 
-    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> None:
-        """Chains are as long as a chunk; chunks are added up."""
+    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any = None) -> None:
+        """Chains are as long as a chunk; chunks are added up. Blocks are as many numbers apart."""
         b, begin, zero, nil = self._b, self._b.block, ir.Constant(VECTOR, [0.0] * LANES), ir.Constant(I64, 0)
         outer, inner, after, done = (b.append_basic_block(name) for name in ("outer", "inner", "after", "done"))
         x, out = (b.inttoptr(address, F32.as_pointer()) for address in (x, out))
         w = b.inttoptr(w, (F32 if self._width == 32 else I16).as_pointer())
         b.branch(outer)
         b.position_at_end(outer)
-        first, sums = b.phi(I64), [b.phi(VECTOR) for _ in range(self._rows)]
+        first, sums = b.phi(I64), [b.phi(VECTOR) for _ in self._chains]
         limit = b.add(first, chunk)
         last = b.select(b.icmp_unsigned("<", limit, depth), limit, depth)
         places = [
-            b.bitcast(b.gep(out, [b.mul(stride, ir.Constant(I64, row))]), VECTOR.as_pointer()) for row in range(self._rows)
+            b.bitcast(
+                b.gep(out, [b.add(b.mul(stride, ir.Constant(I64, row)), ir.Constant(I64, block * LANES))]), VECTOR.as_pointer()
+            )
+            for row, block in self._chains
         ]
-        starts = [b.load(at, align=4) for at in places] if self._onward else [zero] * self._rows
+        starts = [b.load(at, align=4) for at in places] if self._onward else [zero] * len(self._chains)
         b.branch(inner)
         b.position_at_end(inner)
-        place, chains = b.phi(I64), [b.phi(VECTOR) for _ in range(self._rows)]
-        longer, following = self._step(x, w, place, chains), b.add(place, ir.Constant(I64, 1))
+        place, chains = b.phi(I64), [b.phi(VECTOR) for _ in self._chains]
+        longer, following = self._step(x, w, apart, place, chains), b.add(place, ir.Constant(I64, 1))
         b.cbranch(b.icmp_unsigned("<", following, last), inner, after)
         b.position_at_end(after)
         added = [b.fadd(total, chain) for total, chain in zip(sums, longer, strict=True)]
         b.cbranch(b.icmp_unsigned("<", last, depth), outer, done)
-        for phi, start, step in ((first, nil, last), *zip(sums, [zero] * self._rows, added, strict=True)):
+        for phi, start, step in ((first, nil, last), *zip(sums, [zero] * len(sums), added, strict=True)):
             phi.add_incoming(start, begin)
             phi.add_incoming(step, after)
         for phi, start, step in ((place, first, following), *zip(chains, starts, longer, strict=True)):
@@ -60,17 +68,21 @@ class _Loop:
         for at, total in zip(places, added, strict=True):
             b.store(total, at, align=4)
 
-    def _step(self, x: Any, w: Any, place: Any, chains: list[Any]) -> list[Any]:
-        """One place of the depth: a vector of weights, times one number of each row."""
+    def _step(self, x: Any, w: Any, apart: Any, place: Any, chains: list[Any]) -> list[Any]:
+        """One place of the depth: a vector of weights of each block, times one number of each row."""
         b, fma = self._b, function_of(self._b, "llvm.fma.v16f32", ir.FunctionType(VECTOR, [VECTOR] * 3))
-        weights = self._weights(b.gep(w, [b.mul(place, ir.Constant(I64, LANES))]))
-        here, longer = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))]), []
-        for row, chain in enumerate(chains):
-            number = b.load(b.gep(here, [ir.Constant(I64, row)]))
-            first = b.insert_element(UNDEFINED, number, ir.Constant(I32, 0))
-            everywhere = b.shuffle_vector(first, UNDEFINED, ir.Constant(WORDS, [0] * LANES))
-            longer.append(b.call(fma, [everywhere, weights, chain]))
-        return longer
+        here = b.mul(place, ir.Constant(I64, LANES))
+        starts = [here, *(b.add(here, b.mul(apart, ir.Constant(I64, block))) for block in range(1, self._blocks))]
+        weights = [self._weights(b.gep(w, [start])) for start in starts]
+        given = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))])
+        numbers = [self._everywhere(b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
+        return [
+            b.call(fma, [numbers[row], weights[block], chain]) for (row, block), chain in zip(self._chains, chains, strict=True)
+        ]
+
+    def _everywhere(self, number: Any) -> Any:
+        first = self._b.insert_element(UNDEFINED, number, ir.Constant(I32, 0))
+        return self._b.shuffle_vector(first, UNDEFINED, ir.Constant(WORDS, [0] * LANES))
 
     def _weights(self, at: Any) -> Any:
         b = self._b
@@ -80,11 +92,11 @@ class _Loop:
         return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def _tile(rows: int, width: int, onward: bool) -> Any:
+def _tile(rows: int, width: int, onward: bool = False) -> Any:
     @intrinsic
     def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-            _Loop(b, rows, width, onward).build(*given)
+            _Loop(b, rows, 1, width, onward).build(*given)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), build
@@ -92,8 +104,23 @@ def _tile(rows: int, width: int, onward: bool) -> Any:
     return tile
 
 
+def _wide(rows: int, width: int) -> Any:
+    @intrinsic
+    def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any) -> Any:
+        def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+            _Loop(b, rows, WIDE[rows], width, onward=False).build(*given)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), build
+
+    return tile
+
+
 def _tiles(width: int, onward: bool = False) -> Any:
-    one, two, three, four, five, six, seven, eight = (_tile(rows, width, onward) for rows in range(1, 9))
+    """A tile of any number of rows up to `ROWS`; there are no others."""
+    tiles = [_tile(rows, width, onward) for rows in range(1, ROWS + 1)]
+    one, two, three, four, five, six = tiles[:6]
+    seven, eight, nine, ten, eleven, twelve = (tiles * 2)[6:12]
 
     @inlined
     def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int) -> None:
@@ -111,8 +138,31 @@ def _tiles(width: int, onward: bool = False) -> Any:
             six(x, w, out, stride, depth, chunk)
         elif rows == 7:
             seven(x, w, out, stride, depth, chunk)
-        else:
+        elif rows == 8:
             eight(x, w, out, stride, depth, chunk)
+        elif rows == 9:
+            nine(x, w, out, stride, depth, chunk)
+        elif rows == 10:
+            ten(x, w, out, stride, depth, chunk)
+        elif rows == 11:
+            eleven(x, w, out, stride, depth, chunk)
+        else:
+            twelve(x, w, out, stride, depth, chunk)
+
+    return tile
+
+
+def _wide_tiles(width: int) -> Any:
+    one, two, three = (_wide(rows, width) for rows in WIDE)
+
+    @inlined
+    def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, apart: int) -> None:
+        if rows == 1:
+            one(x, w, out, stride, depth, chunk, apart)
+        elif rows == 2:
+            two(x, w, out, stride, depth, chunk, apart)
+        else:
+            three(x, w, out, stride, depth, chunk, apart)
 
     return tile
 
@@ -126,3 +176,7 @@ onward = _tiles(32, onward=True)
 """The same in one chain that goes on from what is at ``out``: two tiles of a part of the depth each are one of all of it."""
 tile_of_halves = _tiles(16)
 """`tile` for weights in bfloat16, which are widened on the way."""
+wide_tile = _wide_tiles(32)
+"""`tile` for ``WIDE[rows]`` blocks side by side, whose weights are ``apart`` numbers apart; for few rows alone."""
+wide_tile_of_halves = _wide_tiles(16)
+"""`wide_tile` for weights in bfloat16."""

@@ -290,10 +290,12 @@ def whole_network(network: Any) -> WholeNetwork | None:
     if any("forward" in vars(one) for one in (network, backbone)) or network._forward_hooks or network._forward_pre_hooks:
         return None
     layers = [vars(layer).get("forward") for layer in backbone.layers[: backbone.config.num_hidden_layers]]
-    norm = vars(backbone.norm).get("forward")
+    norm, product = vars(backbone.norm).get("forward"), product_of((network.lm_head,))
     if getattr(norm, "func", None) is not _norm or not all(isinstance(layer, WholeLayer) for layer in layers):
         return None
-    return WholeNetwork(backbone, layers, Norm(*norm.args[1:]), network.lm_head)
+    if product is None or type(backbone.embed_tokens) is not nn.Embedding:
+        return None
+    return WholeNetwork(backbone, layers, Norm(*norm.args[1:]), network.lm_head, product.whole)
 
 
 _MODELS = (LlamaForCausalLM.forward, MistralForCausalLM.forward, Qwen2ForCausalLM.forward, Qwen3ForCausalLM.forward)

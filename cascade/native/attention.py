@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from numba import float32, int32
 from torch import Tensor
@@ -233,9 +235,10 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Spans:
-    """Rows of a pass, as the kernel wants them: ``[rows, FIELDS]`` int64, addresses those of one layer."""
+    """Rows of a pass, as the kernel wants them: ``[rows, FIELDS]``, addresses those of one layer."""
 
-    table: Tensor
+    table: npt.NDArray[np.int64]
+    address: int  # of the table
     longest: int  # position of a row's last token, at most, and one more
 
 
@@ -248,13 +251,13 @@ def store(key: Tensor, value: Tensor, spans: Spans) -> None:
     """Write keys and values ``[kv_heads, total_tokens, ...]`` float32 that no query looks at yet; strides as of `attend`."""
     kv_heads, tokens, value_size = value.shape
     given = arguments(
-        *(spans.table.shape[0], 0, 0, 0),
+        *(len(spans.table), 0, 0, 0),
         key.data_ptr(),
         *key.stride()[:2],
         value.data_ptr(),
         *value.stride()[:2],
         *(0, key.shape[2], value_size, 0, 0, 0, 0, 0),
-        spans.table.data_ptr(),
+        spans.address,
         *(0, kv_heads, 0, 0),
     )
     run(_store, given, tokens * kv_heads * (key.shape[2] + value_size))
@@ -311,9 +314,9 @@ def scratch_of(spans: Spans, sizes: Sizes) -> int:
 OF_PASS = (0, 14, 18, 21, 22)  # which numbers of an `attend_step` are `of_pass`
 
 
-def of_pass(spans: Spans, window: int | None, scratch: int, sizes: Sizes) -> tuple[int, ...]:
-    """What passes with as many tokens may have others of: rows, a layer's window, where spans and scratch are, its size."""
-    return spans.table.shape[0], window or 0, spans.table.data_ptr(), scratch, 4 * scratch_of(spans, sizes)
+def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[int, ...]:
+    """What passes with as many tokens may have others of: rows, a layer's window, where both are told, scratch of a thread."""
+    return len(spans.table), window or 0, spans.address, scratch, 4 * size
 
 
 def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:
@@ -335,7 +338,7 @@ def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, si
         sinks,
     )
     rest = (heads * value_size, kv_heads, scratch, 4 * scratch_of(spans, sizes))
-    return Step(_attend, (spans.table.shape[0], *queries, *keys, *values, *shape, spans.table.data_ptr(), *rest))
+    return Step(_attend, (len(spans.table), *queries, *keys, *values, *shape, spans.address, *rest))
 
 
 def store_step(step: Step) -> Step:

@@ -1,9 +1,11 @@
 """Keys and values of sessions in the blocks that the kernel for attention reads; see `cascade.native.attention`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,7 +38,7 @@ class BlockedCache:
         self.capacity = 0  # positions
         self._keys: list[Tensor] = []  # by layer [kv_heads, capacity / 16, key_size, 16]
         self._values: list[Tensor] = []  # by layer [kv_heads, blocks, capacity, 16]
-        self.addresses = torch.zeros(len(shapes), 2, dtype=torch.int64)  # of both
+        self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # of both
 
     def prepare(self, positions: int) -> None:
         """Make room for ``positions``, and for some more if there is none."""
@@ -57,7 +59,7 @@ class BlockedCache:
             if held:
                 self._keys[layer][:, : held // LANES] = keys[layer]
                 self._values[layer][:, :, :held] = values[layer]
-        self.addresses = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self._keys, self._values, strict=True)])
+        self.addresses = np.array([[k.data_ptr(), v.data_ptr()] for k, v in zip(self._keys, self._values, strict=True)])
 
     def put(self, layer: int, start: int, states: Tensor) -> None:
         """Keep ``[n, width]`` from ``start`` on as the values of a layer that nobody attends to; there is room."""
@@ -122,7 +124,7 @@ class BlockedFork:
         self.origin = position // LANES * LANES  # of its first block
         self.capacity = 0  # positions from there on
         self._memory = torch.zeros(0)  # of all layers: forks come and go with every pass
-        self.addresses = torch.zeros_like(base.addresses)
+        self.addresses = np.zeros_like(base.addresses)
 
     def prepare(self, positions: int) -> None:
         """Make room for a text of ``positions``, which it holds after the pass."""
@@ -135,7 +137,7 @@ class BlockedFork:
         before, self.capacity = self.layers(), capacity
         *begins, size = accumulate(self._sizes(), initial=0)
         self._memory = torch.zeros(size, dtype=torch.float32)
-        self.addresses = self._memory.data_ptr() + 4 * torch.tensor(begins).view(-1, 2)
+        self.addresses = self._memory.data_ptr() + 4 * np.array(begins).reshape(-1, 2)
         for old, new in zip(before, self.layers() if before else (), strict=True):
             new[0][:, : old[0].shape[1]] = old[0]
             new[1][:, :, : old[1].shape[2]] = old[1]
@@ -203,11 +205,12 @@ def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], sha
     """What the kernel is told of the rows of a pass, by layer: each row's cache, first token, tokens and first position."""
     for cache, _, tokens, start in rows:  # before any address is taken: forks have those of others, too
         cache.prepare(start + tokens)
-    table = torch.empty(len(shapes), len(rows), FIELDS, dtype=torch.int64)
-    table[:, :, :7] = torch.tensor([(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows])
-    table[:, :, 7:9] = torch.stack([cache.addresses for cache, *_ in rows], dim=1)
+    table = np.empty((len(shapes), len(rows), FIELDS), dtype=np.int64)
+    table[:, :, :7] = [(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows]
     for number, (cache, *_) in enumerate(rows):
+        table[:, number, 7:9] = cache.addresses
         if isinstance(cache, BlockedFork):
             table[:, number, 9:] = cache.base.addresses
     longest = max(start + tokens for _, _, tokens, start in rows)
-    return {layer: Spans(part, longest) for layer, part in zip(shapes, table, strict=True)}
+    addresses = count(table.ctypes.data, table.strides[0])
+    return {layer: Spans(part, address, longest) for layer, part, address in zip(shapes, table, addresses, strict=False)}

@@ -51,8 +51,8 @@ class Program:
         begins = [begin for worker, begin in zip(self._workers, self._begins, strict=False) if worker in workers]
         return np.array(begins, dtype=np.int64)[:, None] + np.array(fields, dtype=np.int64)
 
-    def put(self, places: npt.NDArray[np.int64], numbers: Sequence[Sequence[int]]) -> None:
-        """Change the numbers at `places`."""
+    def put(self, places: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> None:
+        """Change the numbers at `places`, as many."""
         self._numbers[places] = numbers
 
     def run(self) -> None:

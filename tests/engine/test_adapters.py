@@ -149,7 +149,7 @@ def test_quantised_middle_tier_of_the_full_model(method: str) -> None:
     source = family.paths()[-1]
     full = Model.from_pretrained(source, dtype="float32", device="cpu")
     small = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
-    assert small.weight_bytes < 0.4 * full.weight_bytes
+    assert small.weight_bytes < 0.45 * full.weight_bytes  # embeddings stay
     told = anatomy(source, dtype="float32", quantization=method).weight_bytes
     assert abs(told - small.weight_bytes) < 0.05 * small.weight_bytes
     assert (small.vocab_size, small.num_parameters) == (full.vocab_size, full.num_parameters)

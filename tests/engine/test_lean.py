@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from cascade.engine import lean
 from cascade.engine.lean import fatten
 from cascade.engine.model import Model
-from cascade.engine.whole_layer import WholeLayer
+from cascade.engine.whole_layer import Angles, WholeLayer
+from cascade.engine.whole_network import Turns
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import build
@@ -98,7 +99,8 @@ def test_lean_layers_that_say_something_else_are_taken_back(monkeypatch: pytest.
     torch.testing.assert_close(logits(model), logits(Model(build("llama"), cache_tokens=1024)), rtol=1e-4, atol=1e-4)
 
 
-WHOLE = ("llama", "qwen2-sliding", "qwen3", "gemma")  # of norms with and without offset or heads of their own, biases, windows
+# of norms with and without offset or heads of their own, biases, windows, angles that do not depend on positions alone
+WHOLE = ("llama", "llama-dynamic", "qwen2-sliding", "qwen3", "gemma")
 ROWS = ((0, 1), (1, 2), (2, 11), (11, 30), (30, 31), (31, 48))  # positions of passes
 
 
@@ -155,11 +157,30 @@ def test_a_network_that_is_listened_to_goes_layer_by_layer() -> None:
     model = Model(build("llama"), cache_tokens=1024)
     together, heard = logits(model), list[str]()
     backbone = model._network.model
-    for name, module in (("layer", backbone.layers[1]), ("norm", backbone.norm), ("backbone", backbone)):
+    listened = {
+        "embedding": backbone.embed_tokens,
+        "layer": backbone.layers[1],
+        "norm": backbone.norm,
+        "backbone": backbone,
+        "head": model._network.lm_head,
+    }
+    for name, module in listened.items():
         hook = module.register_forward_hook(lambda *_, name=name: heard.append(name))
         assert torch.equal(logits(model), together)
         hook.remove()
-    assert heard == ["layer", "norm", "backbone"]
+    assert heard == list(listened)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-dynamic", "phi3-longrope"])
+def test_angles_are_those_of_the_network(name: str) -> None:
+    """Guards long texts: angles that are kept must grow with the positions, and those that change be asked for."""
+    rotary = build(name).model.rotary_emb
+    turns = Turns(rotary)
+    for positions in ([0], [3, 4], [90, 2, 63], [200, 5], [1]):
+        wanted = rotary(torch.empty(0), position_ids=torch.tensor([positions]))
+        found = Angles(torch.empty(len(positions), turns.size), torch.empty(len(positions), turns.size))
+        turns.put(torch.tensor(positions), max(positions) + 1, found)
+        assert all(torch.equal(mine, told[0]) for mine, told in zip(found, wanted, strict=True))
 
 
 def test_passes_of_a_network_in_one_call_do_not_meddle_with_each_other() -> None:

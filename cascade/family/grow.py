@@ -3,12 +3,13 @@
 New residual channels start at zero; new heads, neurons and layers write zero. So the grown model computes what the old one
 did (Net2Net, Chen, Goodfellow, Shlens, arXiv 1511.05641) at the cost of its new size. This has two uses: the full model is
 trained from a smaller one, and benchmarks get models of any cost that behave like a trained family.
+
+New weights that read are as large as the old ones. Muon makes the update of a matrix equally large in all directions, so the
+small gradient of a neuron that reads little is lost beside those of the others, and it never learns.
 """
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-NEW_WEIGHT_STD = 0.02
 
 
 def grow(
@@ -64,8 +65,8 @@ def _fill(name: str, weight: torch.Tensor, source: torch.Tensor | None, norm_sca
     if writes_residual:
         weight.zero_()
     else:
-        noise = torch.randn(weight.shape, generator=generator) * NEW_WEIGHT_STD
-        weight.copy_(noise)
+        scale = source.std() if source is not None else weight.shape[1] ** -0.5
+        weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
     if source is None:
         return
     rows, columns = source.shape

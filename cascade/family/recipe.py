@@ -1,10 +1,10 @@
 """The recipe of the embedded family, stage by stage; a stage whose result exists is skipped.
 
-A model of medium's shape is trained first and *grown* into the full model, which is trained further: most of its training
-costs a third. What is shipped of it is a mean of late checkpoints, which predicts better than each of them (model soups,
-Wortsman et al., arXiv 2203.05482). Medium and tiny are then distilled from the models above them, on the training text and on
-text that the full model wrote, because that is the text they will have to guess. Tiny begins as a piece of medium: trained from
-nothing, it does not learn in affordable time to copy what a text has said before.
+A small model is trained first and *grown* into the full model, which is trained further: most of its training costs a third.
+What is shipped of it is a mean of late checkpoints, which predicts better than each of them (model soups, Wortsman et al.,
+arXiv 2203.05482). Medium and tiny are then distilled from the models above them, on the training text and on text that the
+full model wrote, because that is the text they will have to guess. Both begin as pieces, medium of the full model and tiny of
+the small one: trained from nothing, they do not learn in affordable time to copy what a text has said before.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cascade.family import NAMES, corpus
+from cascade.family import corpus
 from cascade.family.export import export
 from cascade.family.grow import grow
 from cascade.family.prune import prune
@@ -58,21 +58,24 @@ class Shape:
 
 
 SHAPES = {
+    "seed": Shape(192, 512, 6, 6, 2),  # which the full model grows from
     "tiny": Shape(192, 384, 3, 6, 2),
-    "medium": Shape(192, 512, 6, 6, 2),
-    "full": Shape(384, 1024, 6, 12, 4),
+    "medium": Shape(384, 320, 4, 12, 4),
+    "full": Shape(384, 512, 6, 12, 4),
 }
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 FURTHER = Schedule(steps=4000, batch_size=8, context=512, decay_share=0.6, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 POLISH = Schedule(steps=160, batch_size=4, context=CONTEXT, warmup_steps=10, decay_share=0.9, muon_lr=0.002, adam_lr=2.5e-4)
 MEAN = {"polish": 0.45, "polish.stable": 0.45, "further.stable": 0.1}  # checkpoints of the full model, and their shares
-MEDIUM = Schedule(steps=1120, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
+MEDIUM = Schedule(
+    steps=2500, batch_size=8, context=512, warmup_steps=20, decay_share=0.4, muon_lr=0.02, adam_lr=2e-3, final_context=CONTEXT
+)
+MEDIUM_LAYERS = (0, 1, 3, 5)  # of full: the four that agree most with it before any training
 TINY = Schedule(steps=3900, batch_size=4, context=CONTEXT, decay_share=0.4, muon_lr=0.01, adam_lr=2e-3)
-TINY_LAYERS = (0, 1, 5)  # of medium: the triple that agrees most with it before any training
-SAMPLED_TOKENS = 400_000
-MIXED_TOKENS = 3_000_000
-TINY_ROUNDS = 4  # times that tiny reads the full model's text while it reads the training text once
+TINY_LAYERS = (0, 1, 5)  # of the seed
+SAMPLED_TOKENS = 430_000
+ROUNDS = 4  # times that students read the full model's text while they read the training text once
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,16 @@ class Recipe:
     def stream(self, split: corpus.Split) -> Stream:
         return self._cached(split, lambda: corpus.encode(self.tokenizer(), corpus.source_files(split)))
 
+    def seed(self) -> LlamaForCausalLM:
+        torch.manual_seed(1)
+        tokenizer = self.tokenizer()
+        seed = SHAPES["seed"].build(len(tokenizer), tokenizer.eos_token_id)
+        return self._train("seed", seed, self.stream("train"), SEED)
+
     def full(self) -> LlamaForCausalLM:
-        seed = self._train("seed", self._new("medium"), self.stream("train"), SEED)
         shape = SHAPES["full"]
         grown = grow(
-            seed,
+            self.seed(),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_layers=shape.num_layers,
@@ -117,18 +125,16 @@ class Recipe:
         return full
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
-        medium = self._new("medium")
-        medium.load_state_dict(self._weights("seed"))
-        return self._train("medium", medium, self.mixture(full), MEDIUM, teacher=full)
+        student = prune(full, layers=MEDIUM_LAYERS, intermediate_size=SHAPES["medium"].intermediate_size)
+        return self._train("medium", student, self.mixture(full), MEDIUM, teacher=full)
 
     def tiny(self, medium: LlamaForCausalLM, full: LlamaForCausalLM) -> LlamaForCausalLM:
-        student = prune(medium, layers=TINY_LAYERS, intermediate_size=SHAPES["tiny"].intermediate_size)
-        stream = np.concatenate([self.stream("train"), *[self.sampled(full)] * TINY_ROUNDS])
-        return self._train("tiny", student, stream, TINY, teacher=medium)
+        student = prune(self.seed(), layers=TINY_LAYERS, intermediate_size=SHAPES["tiny"].intermediate_size)
+        return self._train("tiny", student, self.mixture(full), TINY, teacher=medium)
 
     def mixture(self, full: LlamaForCausalLM) -> Stream:
-        """Training text and the full model's own text, interleaved in blocks: ``[num_tokens]``."""
-        return self._cached("mixture", lambda: interleave(self.stream("train"), self.sampled(full), MIXED_TOKENS))
+        """What students read, ``[num_tokens]``: the training text, and several times what the full model wrote."""
+        return np.concatenate([self.stream("train"), *[self.sampled(full)] * ROUNDS])
 
     def sampled(self, full: LlamaForCausalLM) -> Stream:
         """About ``SAMPLED_TOKENS`` tokens that the full model wrote, each row behind 32 tokens of the training text."""
@@ -160,11 +166,6 @@ class Recipe:
         """Of the checkpoint ``name``."""
         weights: Weights = torch.load(self.work / f"{name}.pt", map_location="cpu", weights_only=True)["model"]
         return weights
-
-    def _new(self, name: str) -> LlamaForCausalLM:
-        torch.manual_seed(NAMES.index(name))
-        tokenizer = self.tokenizer()
-        return SHAPES[name].build(len(tokenizer), tokenizer.eos_token_id)
 
     def _cached(self, name: str, make: Callable[[], Stream]) -> Stream:
         path = self.work / f"{name}.npy"
@@ -207,15 +208,3 @@ def sample_text(model: LlamaForCausalLM, stream: Stream, num_tokens: int, *, row
         out = continuations(model, prompts, length - 32, temperature=(0.0, 0.7, 1.0)[index % 3], seed=index)
         written.append(out.numpy().astype(np.uint16).reshape(-1))
     return np.concatenate(written)
-
-
-def interleave(first: Stream, second: Stream, num_tokens: int, *, block: int = 2048) -> Stream:
-    """Equal shares of both streams ``[num_tokens]`` in alternating blocks, in random order, all before any twice."""
-    rng = np.random.default_rng(0)
-    num_pairs = num_tokens // (2 * block)
-    shares = []
-    for stream in (first, second):
-        blocks = stream[: len(stream) // block * block].reshape(-1, block)
-        rounds = [rng.permutation(len(blocks)) for _ in range(-(-num_pairs // len(blocks)))]
-        shares.append(blocks[np.concatenate(rounds)[:num_pairs]])
-    return np.stack(shares, axis=1).reshape(-1)

@@ -109,6 +109,8 @@ SERVED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
     "gpt2": GPT,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "codegen": {**GPT, "rotary_dim": 4},
     "gpt2-scaled": {**GPT, "scale_attn_by_inverse_layer_idx": True},
     "gpt_oss": {
         "head_dim": 8,
@@ -217,7 +219,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
-    "gptj": {**GPT, "rotary_dim": 4},
     "mamba": {},
     "qwen3_next": {
         **EXPERTS,
@@ -237,7 +238,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 48,
     },
     "bert": {},
-    "codegen": {**GPT, "rotary_dim": 4},
     "cpmant": {},
     "deepseek_v32": {**LATENT, **ROUTED},
     "diffllama": {},

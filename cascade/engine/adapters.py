@@ -25,6 +25,7 @@ class AdaptedModel(Model):
         """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
         super().__init__(network, **options)
         self.adapters = tuple(adapters)
+        self._adapted: list[Any] = []
         for name, source in adapters.items():
             self._load(name, source)
         self._active: str | None = None
@@ -48,12 +49,15 @@ class AdaptedModel(Model):
             return
         if name and name not in self.adapters:
             raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self.adapters)}")
-        if name:
-            self._network.enable_adapters()
-            self._network.set_adapter(name)
-        else:
-            self._network.disable_adapters()
+        self._activate(name)
         self._active = name
+
+    def _activate(self, name: str) -> None:
+        """Without Transformers' own ``set_adapter``, which since 5.24 asks for a PEFT that is not published yet."""
+        for layer in self._adapted:
+            layer.enable_adapters(enabled=bool(name))
+            if name:
+                layer.set_adapter(name)
 
     def _load(self, name: str, source: str) -> None:
         try:
@@ -65,8 +69,17 @@ class AdaptedModel(Model):
         absent = {key for key in report.missing_keys if f".{name}." in key}  # those of other adapters are reported, too
         if odd := absent | {*report.unexpected_keys, *map(str, report.mismatched_keys)}:
             raise ModelError(f"The adapter {name!r} of {source!r} was made for another model: {len(odd)} weights do not fit")
+        self._adapted = _adapted(self._network)
         try:
-            self._network.set_adapter(name)
+            self._activate(name)
             self._take_path()
         except ModelError as error:
             raise ModelError(f"The adapter {name!r} of {source!r} cannot be served: {error}") from error.__cause__
+
+
+def _adapted(network: PreTrainedModel) -> list[Any]:
+    """Modules of a network that adapters are attached to."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # only those who serve adapters have it installed
+    from peft.utils import ModulesToSaveWrapper
+
+    return [module for module in network.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]

@@ -202,18 +202,19 @@ def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: st
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
     """Numbers that all layers keep for a token; raises `ModelError` if some layer does not take our attention."""
     sizes: dict[int, int] = {}
+    layers = int(text.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
         network.set_attn_implementation(MEASURE)
-        with torch.inference_mode():
-            network(input_ids=ids, use_cache=False, cascade_sizes=sizes)
+        if network.config.get_text_config()._attn_implementation == MEASURE:  # else it has ways of its own, and stays with them
+            with torch.inference_mode():
+                network(input_ids=ids, use_cache=False, cascade_sizes=sizes)
     except (RuntimeError, NotImplementedError):  # some read numbers that are not there: of dynamic RoPE, of routers
-        return sum(sizes.values()) * int(text.num_hidden_layers) // len(sizes) if sizes else _nominal_size(text)
+        return sum(sizes.values()) * layers // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ModelError(
             f"{type(network).__name__} cannot be served: it does not take packed rows ({reason(error)})"
         ) from error
-    layers = int(text.num_hidden_layers)
     if len(sizes) != layers:
         raise ModelError(
             f"{type(network).__name__} cannot be served: {len(sizes)} of its {layers} layers "

@@ -11,6 +11,7 @@ kernels of Triton on a GPU.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
@@ -131,8 +132,7 @@ def _same(function: object, *others: object) -> bool:
 
 
 def _code(function: object) -> tuple[Any, ...]:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    function = unwrap(function) if callable(function) else function
     if not isinstance(function, FunctionType):
         return (function,)
     return _instructions(function.__code__, function.__doc__)
@@ -147,10 +147,12 @@ def _instructions(code: CodeType, doc: str | None = None) -> tuple[Any, ...]:
 
 def _calls(module: Any, name: str, expected: object) -> bool:
     """Whether what a module's code calls by a global name is what is expected."""
-    forward = type(module).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return _same(getattr(forward, "__globals__", {}).get(name), expected)
+    return _same(_called(type(module).forward, name), expected)
+
+
+def _called(function: Callable[..., Any], name: str) -> object:
+    """What a function's code, below its decorators, finds under a global name; None if nothing."""
+    return getattr(unwrap(function), "__globals__", {}).get(name)
 
 
 # norms
@@ -220,10 +222,8 @@ def _rotates_halves(module: Any) -> bool:
     rotation = modeling_llama.apply_rotary_pos_emb
     if not _calls(module, "apply_rotary_pos_emb", rotation):
         return False
-    its = type(module).forward.__globals__["apply_rotary_pos_emb"]
-    while hasattr(its, "__wrapped__"):
-        its = its.__wrapped__
-    return _same(its.__globals__["rotate_half"], modeling_llama.rotate_half)
+    its = _called(type(module).forward, "apply_rotary_pos_emb")
+    return callable(its) and _same(_called(its, "rotate_half"), modeling_llama.rotate_half)
 
 
 def _attention(
@@ -236,7 +236,8 @@ def _attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: object = None,
+    cache: object = None,
+    past_key_values: object = None,  # the name of ``cache`` before Transformers 5.24
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Queries, keys and values are one product ``[tokens, heads * size]``; queries and keys are turned at once."""

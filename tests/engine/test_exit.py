@@ -68,13 +68,13 @@ class WithoutLayers:
     @torch.no_grad()
     def guesses(self, text: Sequence[int], number: int, params: SamplingParams) -> list[int]:
         owner, layers = decoder(self.network)
-        held, text = DynamicCache(config=self.network.config), list(text)
-        self.network(torch.tensor([text[:-1]]), past_key_values=held)
+        held, text = DynamicCache(config=self.network.config), list(text)  # given by place: its name depends on Transformers
+        self.network(torch.tensor([text[:-1]]), None, None, held)
         name = next(name for name, module in owner.named_children() if module is layers)
         setattr(owner, name, nn.ModuleList(layer for at, layer in enumerate(layers) if at not in self.skipped))
         for _ in range(number):
             ids, where = torch.tensor([text[-1:]]), torch.tensor([[len(text) - 1]])
-            logits = self.network(ids, position_ids=where, past_key_values=held).logits[0, -1:]
+            logits = self.network(ids, None, where, held).logits[0, -1:]
             text.append(int(own_tokens(logits, [(params, len(text), 1)])[0]))
         setattr(owner, name, layers)
         return text[len(text) - number :]

@@ -157,14 +157,14 @@ def demo(**changes: Any) -> dict[str, Any]:
 def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
     """Guards the figures, which people buy machines by."""
     full = needs(CascadeConfig.demo())[-1]
-    assert full.anatomy.parameters == 11_015_040
-    assert full.weight_bytes == 4 * 11_015_040
+    assert full.anatomy.parameters == 7_476_096
+    assert full.weight_bytes == 4 * 7_476_096
     assert full.anatomy.cache_bytes_per_token == 6 * 4 * 32 * 2 * 4
     assert full.cache_tokens > 10**5
     code, output = checked(tmp_path / "demo.yaml", demo())
     assert code == 0
     assert "LlamaForCausalLM" in output
-    assert "11.0 M" in output
+    assert "7.5 M" in output
     assert output.endswith("The tiers fit together.\n")
 
 

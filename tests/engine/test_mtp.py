@@ -210,13 +210,18 @@ def test_architectures_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_parts_that_need_32_bits_keep_them(tmp_path: Path) -> None:
-    """Guards routers: DeepSeek's correction of scores is rounded away in bfloat16."""
+    """Guards routers: DeepSeek's correction of scores is rounded away in bfloat16. Others keep what Transformers gave them."""
     whole(tmp_path, "mtp-deepseek")
     network: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     head = load_head("", network, kind="mtp")
-    dtypes = {name: tensor.dtype for name, tensor in (*head.named_parameters(), *head.named_buffers())}
-    assert dtypes.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
-    assert set(dtypes.values()) == {torch.bfloat16}
+    told, its = _dtypes(head), _dtypes(network.model.layers[-1])
+    assert told["block.mlp.gate.e_score_correction_bias"] is torch.float32
+    assert {name: told.pop(f"block.{name}") for name in its} == its
+    assert set(told.values()) == {torch.bfloat16}
+
+
+def _dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def test_of_several_layers_the_first_is_used(tmp_path: Path) -> None:

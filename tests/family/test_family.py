@@ -281,7 +281,7 @@ def test_shipped_folders_hold_what_is_needed_and_no_more() -> None:
     assert set(files) == {f"{name}/{part}" for name in NAMES for part in parts} | head | {"README.md", "results.json"}
     sizes = {name: path.stat().st_size for name, path in files.items() if name.endswith(".safetensors")}
     assert sizes[f"{HEAD}/model.safetensors"] <= 6e6
-    assert sum(sizes.values()) <= 38e6
+    assert sum(sizes.values()) <= 40e6
 
 
 def test_shipped_models_share_one_tokenizer() -> None:
@@ -302,5 +302,5 @@ def test_shipped_models_agree(family: dict[str, LlamaForCausalLM], held_out: tor
     with torch.inference_mode():
         tiny, medium, full = (m(held_out).logits[:, :-1].flatten(0, 1) for m in family.values())
     assert loss(family["full"], held_out) < 2.7
-    assert compare(medium, full)["agreement"] > 0.65
-    assert compare(tiny, medium)["agreement"] > 0.74
+    assert compare(medium, full)["agreement"] > 0.75
+    assert compare(tiny, medium)["agreement"] > 0.64

@@ -1,13 +1,13 @@
 """The recipe of the embedded family, stage by stage; a stage whose result exists is skipped.
 
 A small model is trained first and *grown* into the full model, which is trained further: most of its training costs a third.
-What is shipped of it is a mean of late checkpoints, which predicts better than each of them (model soups, Wortsman et al.,
-arXiv 2203.05482). Medium and tiny are then distilled from the models above them, on the training text and on text that the
-full model wrote, because that is the text they will have to guess. Both begin as pieces, medium of the full model and tiny of
-the small one: trained from nothing, they do not learn in affordable time to copy what a text has said before.
+What is shipped of it, and of medium, is a mean of late checkpoints, which predicts better than each of them (model soups,
+Wortsman et al., arXiv 2203.05482). Medium and tiny are then distilled from the models above them, on the training text and on
+text that the full model wrote, because that is the text they will have to guess. Both begin as pieces, medium of the full model
+and tiny of the small one: trained from nothing, they do not learn in affordable time to copy what a text has said before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,18 +60,22 @@ class Shape:
 SHAPES = {
     "seed": Shape(192, 512, 6, 6, 2),  # which the full model grows from
     "tiny": Shape(192, 384, 3, 6, 2),
-    "medium": Shape(384, 320, 4, 12, 4),
+    "medium": Shape(384, 320, 5, 12, 4),
     "full": Shape(384, 512, 6, 12, 4),
 }
 SEED = Schedule(steps=1500, decay_share=0.0, muon_lr=0.02)
 FULL = Schedule(steps=1300, decay_share=0.4, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 FURTHER = Schedule(steps=4000, batch_size=8, context=512, decay_share=0.6, muon_lr=0.015, adam_lr=2e-3, final_context=CONTEXT)
 POLISH = Schedule(steps=160, batch_size=4, context=CONTEXT, warmup_steps=10, decay_share=0.9, muon_lr=0.002, adam_lr=2.5e-4)
-MEAN = {"polish": 0.45, "polish.stable": 0.45, "further.stable": 0.1}  # checkpoints of the full model, and their shares
+FULL_MEAN = {"polish": 0.45, "polish.stable": 0.45, "further.stable": 0.1}  # checkpoints of the full model, and their shares
 MEDIUM = Schedule(
-    steps=2500, batch_size=8, context=512, warmup_steps=20, decay_share=0.4, muon_lr=0.02, adam_lr=2e-3, final_context=CONTEXT
+    steps=4000, batch_size=8, context=512, warmup_steps=20, decay_share=0.4, muon_lr=0.02, adam_lr=2e-3, final_context=CONTEXT
 )
-MEDIUM_LAYERS = (0, 1, 3, 5)  # of full: the four that agree most with it before any training
+MEDIUM_POLISH = Schedule(
+    steps=320, batch_size=4, context=CONTEXT, warmup_steps=10, decay_share=0.9, muon_lr=0.008, adam_lr=8e-4
+)
+MEDIUM_MEAN = {"medium_polish": 0.48, "medium": 0.48, "medium.stable": 0.04}
+MEDIUM_LAYERS = (0, 1, 2, 3, 5)  # of full: the five that agree most with it before any training
 TINY = Schedule(steps=3900, batch_size=4, context=CONTEXT, decay_share=0.4, muon_lr=0.01, adam_lr=2e-3)
 TINY_LAYERS = (0, 1, 5)  # of the seed
 SAMPLED_TOKENS = 430_000
@@ -121,12 +125,16 @@ class Recipe:
         full = self._train("full", grown, self.stream("train"), FULL, skip=SEED.steps)
         full = self._train("further", full, self.stream("train"), FURTHER, skip=SEED.steps + FULL.steps)
         full = self._train("polish", full, self.stream("train"), POLISH, skip=SEED.steps + FULL.steps + FURTHER.steps)
-        full.load_state_dict(mean([(self._weights(name), share) for name, share in MEAN.items()]))
+        full.load_state_dict(self._mean(FULL_MEAN))
         return full
 
     def medium(self, full: LlamaForCausalLM) -> LlamaForCausalLM:
         student = prune(full, layers=MEDIUM_LAYERS, intermediate_size=SHAPES["medium"].intermediate_size)
-        return self._train("medium", student, self.mixture(full), MEDIUM, teacher=full)
+        text = self.mixture(full)
+        student = self._train("medium", student, text, MEDIUM, teacher=full)
+        student = self._train("medium_polish", student, text, MEDIUM_POLISH, teacher=full, skip=MEDIUM.steps)
+        student.load_state_dict(self._mean(MEDIUM_MEAN))
+        return student
 
     def tiny(self, medium: LlamaForCausalLM, full: LlamaForCausalLM) -> LlamaForCausalLM:
         student = prune(self.seed(), layers=TINY_LAYERS, intermediate_size=SHAPES["tiny"].intermediate_size)
@@ -162,10 +170,10 @@ class Recipe:
             compiled=self.compiled,
         )
 
-    def _weights(self, name: str) -> Weights:
-        """Of the checkpoint ``name``."""
-        weights: Weights = torch.load(self.work / f"{name}.pt", map_location="cpu", weights_only=True)["model"]
-        return weights
+    def _mean(self, shares: Mapping[str, float]) -> Weights:
+        """Of checkpoints by name, each times its share."""
+        loaded = {name: torch.load(self.work / f"{name}.pt", map_location="cpu", weights_only=True) for name in shares}
+        return mean([(loaded[name]["model"], share) for name, share in shares.items()])
 
     def _cached(self, name: str, make: Callable[[], Stream]) -> Stream:
         path = self.work / f"{name}.npy"

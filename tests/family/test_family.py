@@ -14,7 +14,7 @@ from cascade.family import HEAD, NAMES, WEIGHTS, corpus, paths
 from cascade.family.evaluate import as_rows, compare, coupled_acceptance, load, loss
 from cascade.family.grow import grow
 from cascade.family.prune import prune
-from cascade.family.recipe import MEAN, SHAPES, mean
+from cascade.family.recipe import FULL_MEAN, MEDIUM_MEAN, SHAPES, mean
 from cascade.family.train import Schedule, batches, train
 
 SMALL = LlamaConfig(
@@ -131,7 +131,7 @@ def test_growth_refuses_what_cannot_keep_the_function(wrong: dict[str, int], mes
 
 def test_mean_of_models_takes_their_shares() -> None:
     """Guards the shipped full model: shares that do not add up to one shrink every weight, and it says something else."""
-    assert sum(MEAN.values()) == pytest.approx(1)
+    assert sum(FULL_MEAN.values()) == sum(MEDIUM_MEAN.values()) == pytest.approx(1)
     one, other = small(0).state_dict(), small(1).state_dict()
     mixed = mean([(one, 0.25), (other, 0.75)])
     assert mixed.keys() == one.keys()

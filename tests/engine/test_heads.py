@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import Cascade, SamplingParams, Speculation, Structured, family
+from cascade.chain.profile import Profile
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
@@ -408,9 +409,10 @@ SHAPED: dict[str, dict[str, Any]] = {  # by what was written before, guesses inc
 
 
 @pytest.mark.parametrize("name", SHAPED)
-def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str) -> None:
+def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the way of guesses from the pass into the next one: a head that says what its model says saves passes, at any
     temperature and with any parameters, for both have the same noise; and the text is the same."""
+    monkeypatch.setattr(Profile, "turn", lambda *_, **__: 1.0)  # all guesses pay, whatever else the machine does
     made = medusa(tmp_path)
     network = constant(made)
     source, tokenizer = made.write(), Tokenizer.from_pretrained(family.paths()[-1])
@@ -423,6 +425,6 @@ def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str) -> None:
         completion = cascade.generate([5, 6, 7], params, Speculation(tiers=("medusa",)))
         passes = cascade.tiers[0].snapshot().passes
     assert completion.token_ids == expected.token_ids
-    assert passes <= 0.8 * len(completion.token_ids), "up to four tokens a pass; how many are guessed depends on the clock"
+    assert passes <= len(completion.token_ids) / 2, "four tokens a pass, where all guesses pay"
     [edge] = [edge for edge in completion.stats.edges if edge.drafter]
     assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0, "all that the head says is right"

@@ -53,7 +53,10 @@ class AdaptedModel(Model):
         self._active = name
 
     def _activate(self, name: str) -> None:
-        """Without Transformers' own ``set_adapter``, which since 5.24 asks for a PEFT that is not published yet."""
+        """Let all adapted modules follow an adapter, or none if it is "".
+
+        Transformers' own ``set_adapter`` is not used: since 5.24 it asks for a PEFT that is not published yet.
+        """
         for layer in self._adapted:
             layer.enable_adapters(enabled=bool(name))
             if name:

@@ -7,6 +7,7 @@ import click
 from cascade.cli.bench import bench
 from cascade.cli.check import check
 from cascade.cli.demo import demo
+from cascade.cli.distill import distill
 from cascade.cli.drafter import drafter
 from cascade.cli.family import family
 from cascade.cli.generate import generate
@@ -42,7 +43,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, generate, bench, top, simulate, drafter, family):
+for command in (demo, serve, check, generate, bench, top, simulate, distill, drafter, family):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""Trains a student on scored texts, for a given time; goes on where it was interrupted."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from cascade.training.loss import top_cross_entropy
+from cascade.training.text import Shard, batches, held_out, padded
+
+# Rows are filled up behind their ends only, so the kernel's own causal mode suffices: no mask is built.
+CAUSAL = "cascade_causal"
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rates of learning over a run that ends at a given time."""
+
+    muon_lr: float = 0.01  # of hidden matrices
+    adam_lr: float = 5e-4  # of embeddings and norms
+    warmup_steps: int = 20
+    decay_share: float = 0.4  # of the time, over which the rates fall to 0
+    tokens: int = 4096  # of a step, padding included
+
+    def factor(self, step: int, progress: float) -> float:
+        """Of both rates; ``progress`` is the share of the run's time that has passed."""
+        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, 1 - progress) / self.decay_share)
+
+
+@dataclass(slots=True)
+class Run:
+    """A student in training: what a checkpoint holds."""
+
+    student: LlamaForCausalLM
+    schedule: Schedule = field(default_factory=Schedule)
+    step: int = 0
+    tokens: int = 0  # learnt, padding excluded
+    seconds: float = 0.0  # spent
+    loss: float = 0.0  # mean of late steps, nats a token
+    optimizers: list[torch.optim.Optimizer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.student.set_attn_implementation(CAUSAL)
+        names = ("embed", "lm_head", "norm")
+        hidden = [p for name, p in self.student.named_parameters() if p.ndim == 2 and not any(part in name for part in names)]
+        rest = [p for p in self.student.parameters() if all(p is not one for one in hidden)]
+        self.optimizers = [
+            torch.optim.Muon(hidden, lr=self.schedule.muon_lr, weight_decay=0.0, adjust_lr_fn="original"),
+            torch.optim.AdamW(rest, lr=self.schedule.adam_lr, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.0),
+        ]
+
+    def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
+        """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
+        ids, positions = padded(shard, texts).to(self.student.device), _learnt(shard, texts, opening)
+        states = self._states(ids)
+        chosen = torch.from_numpy(positions.where).to(self.student.device)
+        loss = top_cross_entropy(
+            states.flatten(0, 1)[chosen],
+            self.student.lm_head.weight,
+            torch.from_numpy(positions.ids).to(self.student.device),
+            torch.from_numpy(positions.wanted).to(self.student.device),
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        factor = self.schedule.factor(self.step, progress)
+        for optimizer, rate in zip(self.optimizers, (self.schedule.muon_lr, self.schedule.adam_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.tokens += len(chosen)
+        value = loss.item()
+        self.loss = value if self.step == 1 else 0.97 * self.loss + 0.03 * value
+        return value
+
+    @torch.no_grad()
+    def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
+        """By temperature of the text, the share of held-out answers' positions at which student and teacher say the same."""
+        equal: dict[float, list[float]] = {}
+        for shard in shards:
+            for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
+                said = self._states(padded(shard, rows).to(self.student.device))
+                assert shard.ids is not None
+                for row, text in enumerate(rows):
+                    span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
+                    logits = said[row, first : span.stop - span.start - 1].float() @ self.student.lm_head.weight.T
+                    best = shard.ids[span][first:-1, 0]
+                    temperature = round(float(shard.temperatures[text]), 2)
+                    equal.setdefault(temperature, []).extend((logits.argmax(-1).cpu().numpy() == best).tolist())
+        return {temperature: float(np.mean(found)) for temperature, found in sorted(equal.items())}
+
+    def save(self, path: Path) -> None:
+        """Everything that is needed to go on; a kill meanwhile leaves the checkpoint before."""
+        partial = path.with_suffix(".partial")
+        numbers = {name: getattr(self, name) for name in ("step", "tokens", "seconds", "loss")}
+        state = {
+            "numbers": numbers,
+            "student": self.student.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, map_location=self.student.device, weights_only=True)
+        self.student.load_state_dict(state["student"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, value in state["numbers"].items():
+            setattr(self, name, value)
+
+    def _states(self, ids: Tensor) -> Tensor:
+        """Last hidden states ``[rows, n, width]`` behind ``ids`` ``[rows, n]``."""
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            states: Tensor = self.student.model(ids, use_cache=False).last_hidden_state
+        return states.float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """What is learnt of a batch: where it stands in the padded batch, flattened, and the teacher's distribution there."""
+
+    where: np.ndarray
+    ids: np.ndarray
+    wanted: np.ndarray
+
+
+def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> _Positions:
+    assert shard.ids is not None
+    assert shard.logprobs is not None
+    spans = [shard.span(text) for text in texts]
+    longest = max(span.stop - span.start for span in spans)
+    inside = [np.arange(min(opening - 1, span.stop - span.start - 1), span.stop - span.start) for span in spans]
+    where = np.concatenate([row * longest + place for row, place in enumerate(inside)])
+    rows = np.concatenate([span.start + place for span, place in zip(spans, inside, strict=True)])
+    wanted = np.exp(shard.logprobs[rows].astype(np.float32))
+    wanted /= wanted.sum(-1, keepdims=True)
+    return _Positions(where, shard.ids[rows].astype(np.int64), wanted)
+
+
+def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Shard, list[int]]]:
+    """Batches without end: all texts that may be learnt from once an epoch, in random order."""
+    rng = np.random.default_rng(seed)
+    while True:
+        found = [
+            (shard, rows)
+            for shard in shards
+            for rows in batches(shard, [t for t in range(shard.num_texts) if not held_out(t)], tokens)
+        ]
+        for index in rng.permutation(len(found)):
+            yield found[index]
+
+
+def distil(
+    run: Run,
+    shards: Sequence[Shard],
+    opening: int,
+    seconds: float,
+    checkpoint: Path,
+    *,
+    whole: float | None = None,
+    tell: Callable[[Run], object] = lambda run: None,
+    save_every_s: float = 120.0,
+) -> None:
+    """Train until ``run.seconds`` reaches ``seconds``. The rates fall to 0 by ``whole`` seconds, or by the end.
+
+    ``tell`` hears of every step.
+    """
+    saved = time.monotonic()
+    for shard, texts in epochs(shards, run.schedule.tokens, run.step):
+        if run.seconds >= seconds:
+            break
+        begin = time.monotonic()
+        run.learn(shard, texts, opening, run.seconds / (whole or seconds))
+        run.seconds += time.monotonic() - begin
+        tell(run)
+        if time.monotonic() - saved > save_every_s:
+            run.save(checkpoint)
+            saved = time.monotonic()
+    run.save(checkpoint)

@@ -1,0 +1,185 @@
+"""A student cut out of its teacher: fewer layers, a narrower residual stream, fewer neurons, the same tokens.
+
+What a model of the Llama architecture computes does not change if its residual stream is rotated, once the weights of its norms
+are folded into the projections behind them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to the
+principal components of what flows through it, and the weak ones are cut off. Of each layer the neurons that say most are kept.
+A student that begins so keeps what is hardest to learn anew, such as heads that copy from far back (Minitron, Muralidharan et
+al., arXiv 2407.14679).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cascade.errors import ConfigError
+
+ALIGNED = 8  # widths are multiples of it
+STEP = 64  # numbers of neurons are multiples of it: whole tiles of the processors' matrix units
+LEAST_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of a student; its heads and tokens are its teacher's."""
+
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[int, ...]  # of the teacher, increasing
+
+    @classmethod
+    def costing(cls, teacher: PreTrainedConfig, cost: float) -> "Shape":
+        """The shape whose pass costs at most the share ``cost`` of the teacher's: as many weights are read for a token.
+
+        Width and neurons shrink with about the square root of the share, since the output embedding, which grows with the width
+        alone, is a large part of a small model; layers fill up what is left. Raises `ConfigError` if no shape costs so little.
+        """
+        total = _weights_read(teacher, _whole(teacher))
+        unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers wants widths that heads divide
+        wanted, neurons = 1.25 * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
+        neurons = min(teacher.intermediate_size, max(1, round(neurons / STEP)) * STEP)
+        for width in sorted(range(unit, teacher.hidden_size + 1, unit), key=lambda width: abs(width - wanted)):
+            none, one = (_weights_read(teacher, Shape(width, neurons, layers)) for layers in ((), (0,)))
+            layers = int((cost * total - none) / (one - none))
+            if layers >= LEAST_LAYERS:
+                return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)))
+        raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone is dearer")
+
+
+def cost(teacher: PreTrainedConfig, shape: Shape) -> float:
+    """The share of the teacher's weights that a pass of the student reads for a token."""
+    return _weights_read(teacher, shape) / _weights_read(teacher, _whole(teacher))
+
+
+def _whole(teacher: PreTrainedConfig) -> Shape:
+    return Shape(teacher.hidden_size, teacher.intermediate_size, tuple(range(teacher.num_hidden_layers)))
+
+
+def spread(num_layers: int, kept: int) -> tuple[int, ...]:
+    """``kept`` layers of ``num_layers``, evenly spread; the first two and the last are among them where that is possible.
+
+    The first layers turn embeddings into what the others read: without them nothing that follows makes sense.
+    """
+    if kept >= num_layers:
+        return tuple(range(num_layers))
+    if kept < 3:
+        return (0, num_layers - 1)[:kept]
+    inner = [1 + round(i * (num_layers - 3) / max(1, kept - 3)) for i in range(kept - 2)]
+    return (0, *inner, num_layers - 1)
+
+
+def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM:
+    """The student before its training, in float32 on the teacher's device.
+
+    ``ids`` ``[rows, n]`` is text by which principal components and neurons are chosen; some 10,000 tokens are enough.
+    Raises `ConfigError` for an architecture other than Llama's.
+    """
+    _check(teacher.config)
+    seen = _observe(teacher, shape, ids)
+    with torch.no_grad():
+        return _build(teacher, shape, seen)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What flows through the teacher."""
+
+    basis: Tensor  # [hidden_size, width], orthonormal columns: the strongest principal components
+    strength: list[Tensor]  # of each kept layer, [intermediate_size]: what its neurons add to the stream
+
+
+def _check(config: PreTrainedConfig) -> None:
+    if (
+        config.model_type not in ("llama", "mistral")
+        or getattr(config, "attention_bias", False)
+        or getattr(config, "mlp_bias", False)
+    ):
+        raise ConfigError(
+            f"Students are cut out of models of the Llama architecture without biases, not of {config.model_type}"
+        )
+
+
+@torch.inference_mode()
+def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> _Seen:
+    strength = [torch.zeros(teacher.config.intermediate_size) for _ in shape.layers]
+    hooks = []
+    for place, index in enumerate(shape.layers):
+        down = teacher.model.layers[index].mlp.down_proj
+
+        def note(module: nn.Module, inputs: tuple[Tensor, ...], place: int = place, down: Any = down) -> None:
+            strength[place] += (inputs[0].float().abs().flatten(0, -2).mean(0) * down.weight.float().norm(dim=0)).cpu()
+
+        hooks.append(down.register_forward_pre_hook(note))
+    moment = torch.zeros(teacher.config.hidden_size, teacher.config.hidden_size, dtype=torch.float64)
+    try:
+        for part in ids.split(4):
+            states = teacher(part, use_cache=False, output_hidden_states=True).hidden_states
+            # the last state is behind the final norm, and counts most: the student is to say what it says
+            for state, weight in ((states[0], 2.0), *((s, 1.0) for s in states[1:-1]), (states[-1], len(states))):
+                x = state.flatten(0, 1).float()
+                x = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+                moment += weight * (x.T @ x).double().cpu()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    vectors = torch.linalg.eigh(moment).eigenvectors.flip(1)
+    return _Seen(vectors[:, : shape.hidden_size].float().to(teacher.device), strength)
+
+
+def _build(teacher: PreTrainedModel, shape: Shape, seen: _Seen) -> LlamaForCausalLM:
+    old, q = teacher.config, seen.basis
+    config = LlamaConfig(
+        **{
+            **{
+                k: v
+                for k, v in old.to_dict().items()
+                if k not in ("architectures", "model_type", "_name_or_path", "sliding_window")
+            },
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": len(shape.layers),
+            "head_dim": getattr(old, "head_dim", None) or old.hidden_size // old.num_attention_heads,
+            "layer_types": None,
+            "tie_word_embeddings": True,
+            "dtype": torch.float32,
+        }
+    )
+    student = LlamaForCausalLM(config).to(teacher.device)
+    gain = math.sqrt(old.hidden_size / shape.hidden_size)  # the norm divides by the root of the mean over fewer channels
+    body = teacher.model
+    final = body.norm.weight.float()
+    # Tied embeddings: rows have the final norm folded in for the output. The first layer undoes that where it reads, and its
+    # attention writes likewise; what its neurons write is far larger than the embedding, and is as in the other layers.
+    student.model.embed_tokens.weight.copy_(teacher.get_output_embeddings().weight.float() * final @ q)
+    student.model.norm.weight.fill_(gain)
+    rows = teacher.get_input_embeddings().weight.float()
+    stretch = float(((rows * final).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-6)).mean())  # which the first norms take away
+    undo = q / torch.where(final.abs() < 0.05, 0.05, final)[:, None]
+    for place, (new, index) in enumerate(zip(student.model.layers, shape.layers, strict=True)):
+        layer = body.layers[index]
+        read = undo if place == 0 else q
+        kept = seen.strength[place].topk(shape.intermediate_size).indices.sort().values.to(q.device)
+        before, after = layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight.float()
+            getattr(new.self_attn, name).weight.copy_((weight * before) @ read)
+        write = (final[:, None] * q if place == 0 else q).T
+        new.self_attn.o_proj.weight.copy_(write @ layer.self_attn.o_proj.weight.float())
+        for name in ("gate_proj", "up_proj"):
+            getattr(new.mlp, name).weight.copy_((getattr(layer.mlp, name).weight.float() * after)[kept] @ read)
+        new.mlp.down_proj.weight.copy_(q.T @ layer.mlp.down_proj.weight.float()[:, kept])
+        for norm in (new.input_layernorm, new.post_attention_layernorm):
+            norm.weight.fill_(gain * stretch if place == 0 else gain)
+    student.tie_weights()
+    return student
+
+
+def _weights_read(config: PreTrainedConfig, shape: Shape) -> int:
+    """Weights that a pass reads for one token: all but the input embedding."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention: int = 2 * (config.num_attention_heads + config.num_key_value_heads) * head_dim
+    vocab_size: int = config.vocab_size
+    return shape.hidden_size * (vocab_size + len(shape.layers) * (attention + 3 * shape.intermediate_size))

@@ -1,0 +1,84 @@
+"""Students cut out of a teacher."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cascade.errors import ConfigError
+from cascade.training.student import Shape, cost, cut, spread
+from cascade.training.writing import Turns
+from tests.training.teacher import CONFIG, teacher
+
+IDS = torch.randint(0, CONFIG.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
+
+
+def whole() -> Shape:
+    return Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.num_hidden_layers)))
+
+
+def likeness(shape: Shape) -> float:
+    """Mean cosine of the student's and the teacher's logits."""
+    with torch.inference_mode():
+        student, said = cut(teacher(), shape, IDS)(IDS).logits, teacher()(IDS).logits
+        return float(torch.nn.functional.cosine_similarity(student, said, dim=-1).mean())
+
+
+def test_uncut_student_says_what_its_teacher_says() -> None:
+    """Rotation and folded norms keep the function, but for the scale of single rows before the first norm."""
+    assert likeness(whole()) > 0.9
+
+
+def test_less_of_the_teacher_is_less_like_it() -> None:
+    narrow = Shape(CONFIG.hidden_size // 4, CONFIG.intermediate_size, whole().layers)
+    assert likeness(narrow) < likeness(whole())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.33, 0.5, 0.9])
+def test_a_pass_costs_no_more_than_asked_for(share: float) -> None:
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, head_dim=64
+    )
+    shape = Shape.costing(config, share)
+    assert 0.6 * share < cost(config, shape) <= share
+    assert shape.hidden_size % config.num_attention_heads == 0  # or Transformers refuses the result
+    assert list(shape.layers) == sorted({*shape.layers})
+
+
+def test_too_cheap_a_student_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cost is 1e-05"):
+        Shape.costing(CONFIG, 1e-5)
+
+
+def test_another_architecture_is_refused() -> None:
+    other = teacher()
+    other.config.model_type = "gpt2"
+    with pytest.raises(ConfigError, match="gpt2"):
+        cut(other, whole(), IDS)
+
+
+@pytest.mark.parametrize("kept", range(1, 31))
+def test_kept_layers_are_different_ones(kept: int) -> None:
+    layers = spread(30, kept)
+    assert len({*layers}) == kept
+    assert layers[0] == 0
+    assert kept == 1 or layers[-1] == 29
+
+
+def test_result_has_the_teachers_tokens() -> None:
+    student = cut(teacher(), Shape(32, 64, (0, 1)), IDS)
+    assert isinstance(student, LlamaForCausalLM)
+    assert student(IDS).logits.shape == (*IDS.shape, CONFIG.vocab_size)
+
+
+def test_turns_of_a_chat_template() -> None:
+    """What stands around the user's text is exactly what the template says."""
+    from tests.small import paths
+
+    tokenizer = AutoTokenizer.from_pretrained(paths()[-1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    turns = Turns.of(tokenizer, [0])
+    assert tokenizer.decode([*turns.opening, *turns.answering]) == "<|user|>\n<|a|>"
+    tokenizer.chat_template = None
+    assert Turns.of(tokenizer, [0]).answering == ()

@@ -1,0 +1,140 @@
+"""Texts, the loss and the loop of distillation."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cascade.training.distillation import Run, Schedule, distil, epochs
+from cascade.training.loss import top_cross_entropy
+from cascade.training.student import Shape, cut
+from cascade.training.text import HELD_OUT, Shard, batches, held_out, padded, score
+from cascade.training.writing import Turns, Written, given_prompts, own_prompts, write
+from tests.training.teacher import CONFIG, teacher
+
+TURNS = Turns(opening=(1, 7), answering=(2, 9, 9), ends=frozenset({2}))
+
+
+def shard(texts: int = 2 * HELD_OUT, length: int = 24) -> Shard:
+    tokens = torch.randint(3, CONFIG.vocab_size, (texts, length), generator=torch.Generator().manual_seed(1))
+    return Shard.of(
+        [row[: length - n % 7].tolist() for n, row in enumerate(tokens)],
+        [4] * texts,
+        [(0.0, 0.7, 1.0)[n % 3] for n in range(texts)],
+    )
+
+
+def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
+    """Computed part by part in bfloat16: equal to the formula up to that."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(1300, 32, requires_grad=True), torch.randn(257, 32, requires_grad=True)
+    ids = torch.stack([torch.randperm(257)[:8] for _ in range(1300)])
+    wanted = torch.rand(1300, 8).softmax(-1) * 0.9
+    top_cross_entropy(states, weight, ids, wanted).backward()
+    found = states.grad, weight.grad
+    states.grad = weight.grad = None
+    plain = -(wanted * (states @ weight.T).log_softmax(-1).gather(1, ids)).sum(-1).mean()
+    plain.backward()
+    for one, other in zip(found, (states.grad, weight.grad), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
+
+
+def test_scores_are_the_teachers_whatever_shares_a_batch() -> None:
+    """Filling up behind shorter texts must not reach what is said of them."""
+    scored, model = score(teacher(), shard()), teacher()
+    assert scored.ids is not None
+    assert scored.logprobs is not None
+    for text in (0, 5, 13):
+        span = scored.span(text)
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(scored.tokens[span].astype(np.int64))[None]).logits[0]
+        top = logits.log_softmax(-1).topk(4, -1)
+        assert (scored.ids[span][:, :1] == top.indices[:, :1].numpy()).mean() > 0.95
+        assert np.allclose(scored.logprobs[span][:, :4], top.values.numpy(), atol=0.02)
+
+
+def test_shards_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+    written = score(teacher(), shard())
+    written.save(tmp_path / "0.npz")
+    read = Shard.load(tmp_path / "0.npz")
+    for name in Shard.__slots__:
+        assert np.array_equal(getattr(read, name), getattr(written, name))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.npz"]
+
+
+def test_held_out_texts_are_never_learnt() -> None:
+    scored = score(teacher(), shard())
+    seen = {text for _, rows in islice(epochs([scored], 128, seed=0), 200) for text in rows}
+    assert seen == {text for text in range(scored.num_texts) if not held_out(text)}
+
+
+def test_batches_hold_every_text_once_within_the_limit() -> None:
+    one = shard()
+    found = list(batches(one, range(one.num_texts), 100))
+    assert sorted(text for rows in found for text in rows) == list(range(one.num_texts))
+    assert all(padded(one, rows).numel() <= 100 for rows in found)
+
+
+def test_student_learns_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Agreement on texts that it learnt from rises, and a resumed run has every number of the one that was stopped."""
+    scored, ids = score(teacher(), shard()), torch.randint(3, CONFIG.vocab_size, (4, 32))
+
+    def begin() -> Run:
+        return Run(cut(teacher(), Shape(32, 64, (0, 3)), ids).train(), Schedule(tokens=256, warmup_steps=1))
+
+    run = begin()
+    distil(run, [scored], 2, 3.0, tmp_path / "c.pt")
+    losses = []
+    again = begin()
+    distil(again, [scored], 2, 0.5, tmp_path / "other.pt", tell=lambda now: losses.append(now.loss))
+    assert run.loss < losses[0]
+    resumed = begin()
+    resumed.resume(tmp_path / "c.pt")
+    assert (resumed.step, resumed.tokens, resumed.seconds, resumed.loss) == (run.step, run.tokens, run.seconds, run.loss)
+    for one, other in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert {0.0, 0.7} == set(run.agreement([scored], 2))
+
+
+def test_writing_is_what_the_model_would_say(tmp_path: Path) -> None:
+    """Answers at temperature 0 are greedy text, whichever rows share the batch and whenever a row began."""
+    model = teacher()
+    prompts = [[1, 7, 30 + n, *range(40, 40 + n % 5)] for n in range(30)]
+    answers = list(write(model, TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
+    greedy = [text for text in answers if text.temperature == 0.0]
+    assert len(greedy) == 10
+    for text in greedy:
+        ids = torch.tensor([text.tokens])
+        with torch.inference_mode():
+            own = model(ids).logits[0].argmax(-1)
+        same = (own[text.prompt_len - 1 : -1] == ids[0, text.prompt_len :]).float().mean()
+        assert same > 0.9  # ties of random weights aside
+
+
+def test_conversations_follow_the_template() -> None:
+    texts = list(islice(write(teacher(), TURNS, own_prompts(TURNS), rows=8, max_len=200), 12))
+    for text in texts:
+        assert tuple(text.tokens[:2]) == TURNS.opening
+        assert tuple(text.tokens[text.prompt_len - 3 : text.prompt_len]) == TURNS.answering
+        assert text.answered
+        assert len(text.tokens) <= 200
+
+
+def test_base_models_write_on_from_their_start_token() -> None:
+    turns = Turns((1,), (), frozenset({2}))
+    texts: Iterator[Written] = write(teacher(), turns, own_prompts(turns), rows=4, max_len=32)
+    assert all(text.tokens[0] == 1 and text.prompt_len == 1 for text in islice(texts, 6))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, -1.0])
+def test_wrong_cost_is_refused(wrong: float) -> None:
+    from cascade.errors import ConfigError
+    from cascade.training.recipe import Plan
+
+    with pytest.raises(ConfigError, match="cost is"):
+        Plan(wrong)

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
@@ -307,7 +307,8 @@ def test_stop_frees_every_tier(page: Page) -> None:
     first = said(page)
     with page.expect_request(f"**{CHAT}") as request:
         send(page, SECOND, 3500)
-    assert [turn["content"] for turn in request.value.post_data_json["messages"]] == [FIRST, first, SECOND]
+    body: Any = request.value.post_data_json
+    assert [turn["content"] for turn in body["messages"]] == [FIRST, first, SECOND]
     page.press("#prompt", "Escape")
     settled(page)
 
@@ -327,7 +328,7 @@ def test_refusals_are_shown(browser: Browser, served: House) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_readable(browser: Browser, served: House, scheme: str) -> None:
+def test_text_is_readable(browser: Browser, served: House, scheme: Literal["light", "dark"]) -> None:
     """Guards contrast in both schemes: every text at least 4.5 to 1 against what is behind it; nothing overflows a phone."""
     page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
     page.goto(served.url)

@@ -383,10 +383,7 @@ def test_picture(browser: Browser) -> None:
     page.goto(os.environ["CASCADE_URL"])
     choose(page, max="200", temperature=os.environ.get("CASCADE_TEMPERATURE", "0"))
     page.click("form summary")
-    for question in (
-        "What is the capital of France?",
-        os.environ.get("CASCADE_QUESTION", "Why is the sky blue?"),
-    ):  # warm first
+    for question in ("What is a lease?", os.environ.get("CASCADE_QUESTION", "Why is the sky blue?")):  # the first warms it
         page.click("#new")
         page.fill("#prompt", question)
         page.click("#go")

@@ -79,7 +79,7 @@ def say(page: Page, text: str = FIRST, tokens: int = 60) -> None:
 
 
 def settled(page: Page) -> None:
-    expect(page.locator("#go")).to_have_text("Send", timeout=60_000)
+    expect(page.locator("#go")).to_have_text("Send", timeout=120_000)
 
 
 def said(page: Page) -> str:

@@ -290,7 +290,8 @@ class Api:
         """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
         backend, account = self._backend, request.state.account
         key = {"name": account.name, **account.limits.model_dump()}
-        ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "key": key}
+        chat = backend.tokenizer.backend.chat_template is not None
+        ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
         return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **ours}
 
     # errors

@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from cascade.family.grow import grow
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cascade import family
 from cascade.engine.model import Model
-from cascade.family.grow import grow
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Store
 

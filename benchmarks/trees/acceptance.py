@@ -11,7 +11,6 @@ from itertools import combinations
 from typing import TypeAlias
 
 import torch
-from cascade.family.evaluate import JUDGED_ROWS, PROMPT, WRITTEN, Text, as_rows, load
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -21,6 +20,7 @@ from cascade import family
 from cascade.answer import Completion
 from cascade.engine.sampling import own_tokens_and_next
 from cascade.family import corpus
+from cascade.family.evaluate import JUDGED_ROWS, PROMPT, WRITTEN, Text, as_rows, load
 from cascade.local import Cascade
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams

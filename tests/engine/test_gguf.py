@@ -114,8 +114,8 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
 def test_processes_convert_a_file_together(tmp_path: Path, cache: Path) -> None:
     """Guards tiers that start at once: all get the same whole folder, and nothing else is left."""
     source = gguf_files.write(tmp_path / "tiny.gguf")
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        folders = pool.map(converted, [source] * 3)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = pool.map(converted, [source] * 2)
     assert len(set(folders)) == 1
     assert load(source, device="cpu").num_parameters() == load(folders[0], device="cpu").num_parameters()
     assert not list(cache.rglob("partial-*"))

@@ -88,7 +88,7 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple
         assert said in " ".join(output.split())
 
 
-def test_generate_prints_the_text() -> None:
+def test_generate_prints_the_text(small_demo: None) -> None:
     """Guards the text on standard output, from an argument and from standard input."""
     with small.cascade() as cascade:
         expected = cascade.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0)).text

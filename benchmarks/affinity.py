@@ -65,7 +65,7 @@ def values(load: Load, affinity: bool) -> dict[str, Any]:
     device = {"pass_ms": {1: 10, 64: 15, 512: 80}, "agreement": []}
     full = {
         "name": "full",
-        "model_loading_config": {"model_id": "toy-full", "model_source": "embedded:full"},
+        "model_loading_config": {"model_id": "toy-full", "model_source": "embedded:tiny"},
         "engine_kwargs": {"drafter": [], "num_threads": 1, "emulated": device, "cache_tokens": load.cache_tokens},
         "deployment_config": {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "num_gpus": 1}},
     }

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-POSITIONS = 2048  # of context: the embedded models have 1,024, and rotary ones can be asked for more
+POSITIONS = 2048  # of context, enough for every request
 _held: list[PreTrainedModel] = []
 
 

@@ -32,7 +32,7 @@ from deployments.launch.server import APPLICATION, Server
 from deployments.links.uplink import LinkServer
 
 RESULT = Path(__file__).parent / "results" / "door.json"
-VOCAB = 4096  # of the embedded family's tokenizer
+VOCAB = 4096  # of the toy: the first token ids of SmolLM2's tokenizer
 PASS_S = (0.003, 0.0)
 PROMPT = "def read_config(path):\n"
 PARAMS = SamplingParams(max_tokens=128, temperature=0, seed=1, ignore_eos=True)
@@ -66,7 +66,7 @@ class ToyReplica:
 
 def config() -> dict[str, Any]:
     """One tier; of its model only the tokenizer is read."""
-    source = {"model_id": "toy", "model_source": family.paths()[-1]}
+    source = {"model_id": "toy", "model_source": family.path("tiny")}
     return {"tiers": [{"name": "full", "model_loading_config": source}], "verify": False}
 
 
@@ -140,7 +140,7 @@ def lease_ms() -> float:
 def measure(pass_s: float) -> dict[str, Any]:
     """Start a server whose passes take so long, and compare the ways to it."""
     app.TierReplica = type("Toy", (ToyReplica,), {"pass_s": pass_s})  # type: ignore[attr-defined]
-    cascade = Cascade([ToyModel(VOCAB, pass_s=pass_s)], Tokenizer.from_pretrained(family.paths()[-1]), drafter=None)
+    cascade = Cascade([ToyModel(VOCAB, pass_s=pass_s)], Tokenizer.from_pretrained(family.path("tiny")), drafter=None)
     with cascade, Server.start(config(), port=0) as server, Client(server.address) as client:
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
         ways: dict[str, Stream] = {

@@ -3,7 +3,7 @@
     make soak                                            # half an hour
     python -m benchmarks.endurance --minutes 10 --kills  # a process of each kind in turn, again and again
 
-The embedded family with two full replicas and two routers. Each client streams, asks for whole answers, or leaves in
+The demonstration family with two full replicas and two routers. Each client streams, asks for whole answers, or leaves in
 mid-answer; every text is held against what the full model writes alone. Behind the last answer no tier may have a session or a
 lease left. The last line is one JSON document.
 """
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def config() -> CascadeConfig:
-    """The embedded family with caches that are full within minutes: what grows later is a leak."""
+    """The demonstration family with caches that are full within minutes: what grows later is a leak."""
     values = CascadeConfig.demo().model_dump(mode="json")
     for tier in values["tiers"]:
         tier["engine_kwargs"]["cache_tokens"] = CACHE_TOKENS

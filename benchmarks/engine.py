@@ -2,11 +2,11 @@
 
     make bench-engine
 
-The embedded full model and one grown from it to 200 M parameters, each in float32 and, where the processor has instructions for
-it, in bfloat16: one request against ``generate``; passes of a few tokens; two batches of 16 requests of different lengths
-against Transformers' continuous batching and against a padded ``generate``; the time to the first token behind a prefix that is
-known. What is compared takes turns, and of each the best run counts: a busy machine only ever adds. Then what keys and values
-hold, and what 10,000 short requests leave behind. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+SmolLM2-135M-Instruct in float32 and, where the processor has instructions for it, in bfloat16: one request against
+``generate``; passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching
+and against a padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and
+of each the best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave
+behind. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import asyncio
@@ -35,7 +35,6 @@ from cascade.local import Cascade
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 
-WORK = Path(__file__).parent / ".work"
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16") if has_bfloat16() else ("float32",)  # where it is slow nobody would serve it
 REPEATS = 3
@@ -204,8 +203,8 @@ def resident() -> float:
 
 
 def endurance() -> dict[str, Any]:
-    """What short requests of the embedded tiny model leave behind, after a fifth of them has warmed it up."""
-    source = family.paths()[0]
+    """What short requests of the tiny model leave behind, after a fifth of them has warmed it up."""
+    source = family.path("tiny")
     size, after = 100, {}
     with Cascade(
         [Model.from_pretrained(source, cache_tokens=4096)], Tokenizer.from_pretrained(source), drafter=None
@@ -221,17 +220,15 @@ def endurance() -> dict[str, Any]:
 
 def main() -> None:
     quiet()
-    grown = WORK / "full-200m"
-    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.engine.threads.apart`
+    source = apart(family.full)  # this thread must not compute, see `cascade.engine.threads.apart`
     models: dict[str, dict[str, Any]] = {}
-    for name, source in (("embedded", family.paths()[-1]), ("grown", str(grown))):
-        for dtype in DTYPES:
-            begin = time.perf_counter()
-            found = apart(lambda source=source, dtype=dtype: passes(Model(load(source, dtype))))  # type: ignore[misc]
-            found |= compare(source, dtype)
-            models[f"{name} {dtype}"] = found
-            gc.collect()
-            console.print(f"[bold]{name} {dtype}[/] {time.perf_counter() - begin:.0f} s", found)
+    for dtype in DTYPES:
+        begin = time.perf_counter()
+        found = apart(lambda dtype=dtype: passes(Model(load(source, dtype))))  # type: ignore[misc]
+        found |= compare(source, dtype)
+        models[dtype] = found
+        gc.collect()
+        console.print(f"[bold]{dtype}[/] {time.perf_counter() - begin:.0f} s", found)
     report(models, endurance())
 
 
@@ -243,6 +240,7 @@ def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
         "ratios": {name: min(found[name] for found in models.values()) for name in low}
         | {name: max(found[name] for found in models.values()) for name in high},
         "taken_by_others": max(found["taken_by_others"] for found in models.values()),  # of all processors
+        "family": family.MODEL,
         "models": models,
         "short_requests": short,
         "prefix_tokens": PREFIX,

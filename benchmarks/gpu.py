@@ -30,7 +30,8 @@ from benchmarks.device_metrics import decode, differing, gaps, passes, same_text
 from benchmarks.scale import SMALL, Scale, bandwidth, params, tokens
 from benchmarks.shapes import SHAPES, Shape, build, copied, words
 from benchmarks.vs_transformers import batching, single
-from cascade.engine.devices import GIB, free_bytes, processor
+from cascade.engine.devices import free_bytes, processor
+from cascade.engine.memory import GIB
 from cascade.engine.model import Model
 from cascade.local import Cascade
 

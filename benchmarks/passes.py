@@ -4,9 +4,8 @@
 
 Ways take turns, and of each the best run counts: a busy machine only ever adds. Matrices are together far larger than the
 caches, as those of a model are. Gigabytes are those of the weights as they are held, so ours of weights in bfloat16 has half of
-them to read. Beside them, in the same run: what one sweep over a large tensor reads, passes of the embedded model and of one
-grown from it to 200 M, and what a tier adds when its model needs nothing. OMP_NUM_THREADS is honoured. The last line is
-one JSON document.
+them to read. Beside them, in the same run: what one sweep over a large tensor reads, passes of SmolLM2-135M-Instruct, and what
+a tier adds when its model needs nothing. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import json
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import reference
 from benchmarks.baseline import load, quiet
 from cascade import family
 from cascade.chain.tier import Tier
@@ -36,8 +34,8 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel
 
-WORK, RESULTS = Path(__file__).parent / ".work", Path(__file__).parent / "results"
-SHAPES = {"embedded": (384, 2048), "200 M": (1024, 2816), "8 B": (4096, 4096)}  # in and out features
+RESULTS = Path(__file__).parent / "results"
+SHAPES = {family.MODEL: (576, 1536), "8 B": (4096, 4096)}  # in and out features
 ROWS = (1, 2, 4, 8, 16)
 NBYTES = 150 * 2**20  # of one way's matrices
 SWEEP = 64 * 2**20  # numbers of the large tensor
@@ -151,25 +149,24 @@ class _Hear(Link):
 
 def main() -> None:
     quiet()
-    grown = WORK / "full-200m"
-    apart(lambda: reference.grow_full(grown))  # this thread must not compute, see `cascade.engine.threads.apart`
+    source = apart(family.full)  # this thread must not compute, see `cascade.engine.threads.apart`
     speeds, times = {}, {}
     for name, (depth, width) in SHAPES.items():
         with torch.inference_mode():
             speeds[name] = apart(lambda depth=depth, width=width: products(depth, width))  # type: ignore[misc]
         console.print(f"[bold]{name}[/] {depth} x {width}, GB/s by rows", speeds[name])
-    for name, source in (("embedded", str(family.paths()[-1])), ("200 M", str(grown))):
-        for dtype in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
-            times[f"{name} {dtype}"] = apart(lambda source=source, dtype=dtype: passes(source, dtype))  # type: ignore[misc]
-            console.print(f"[bold]{name} {dtype}[/], ms by tokens", times[f"{name} {dtype}"])
+    for dtype in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
+        times[dtype] = apart(lambda dtype=dtype: passes(source, dtype))  # type: ignore[misc]
+        console.print(f"[bold]{family.MODEL} {dtype}[/], ms by tokens", times[dtype])
     report(speeds, times, overhead_us())
 
 
 def report(speeds: dict[str, Any], times: dict[str, dict[str, float]], overhead: float) -> None:
     """The JSON document, to a file named by the threads and to the last line of standard output."""
     sweep = max(speed["sweep"]["1"] for speed in speeds.values())
-    reads = {name: 1000 * one["parameters"] * (4 if "float32" in name else 2) / sweep / 1e9 for name, one in times.items()}
+    reads = {name: 1000 * one["parameters"] * (4 if name == "float32" else 2) / sweep / 1e9 for name, one in times.items()}
     document = {
+        "family": family.MODEL,
         "gigabytes_per_second": speeds,
         "pass_ms": times,
         "pass_vs_reading": {name: round(one["1"] / reads[name], 2) for name, one in times.items()},

@@ -2,7 +2,7 @@
 
     python -m benchmarks.processes [rounds]
 
-Both cascades of the embedded family are there all the time and take turns, request by request. The last line is JSON.
+Both cascades of the demonstration family are there all the time and take turns, request by request. The last line is JSON.
 """
 
 import json

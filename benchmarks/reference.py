@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from cascade import family
 from cascade.engine.model import Model
-from cascade.family.grow import grow
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Store
 
@@ -30,16 +28,6 @@ def pin(cores: list[int]) -> None:
     """Bind this process to ``cores``, one thread a core."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
-
-
-def grow_full(folder: Path) -> int:
-    """Write the embedded full model, grown to about 200 M parameters in bf16, to ``folder``; the number of parameters."""
-    if not (folder / "config.json").exists():
-        full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
-        grown = grow(full, hidden_size=960, intermediate_size=2560, num_layers=20, num_heads=30, num_kv_heads=10)
-        grown.to(torch.bfloat16).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(family.paths()[-1]).save_pretrained(folder)
-    return Model.from_pretrained(str(folder)).num_parameters
 
 
 @lru_cache

@@ -2,8 +2,8 @@
 
     python -m benchmarks.structured
 
-The embedded family on this machine's CPU. Every kind of text is asked for by the same prompts and seeds, the full model alone
-and the cascade with a fixed drafter in turns. The last line is one JSON document.
+The demonstration family on this machine's CPU. Every kind of text is asked for by the same prompts and seeds, the full model
+alone and the cascade with a fixed drafter in turns. The last line is one JSON document.
 """
 
 import json

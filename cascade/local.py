@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias, overload
 
+from cascade import family
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities
 from cascade.chain.local_links import join
@@ -150,14 +151,15 @@ class Cascade:
     def demo(
         cls,
         *,
-        dtype: str | None = "float32",
+        dtype: str | None = family.dtype(),
         device: str | None = None,
         drafter: Drafters = AUTO,
         processes: bool | None = None,
     ) -> Self:
-        """The embedded family: three small models that complete Python code."""
-        from cascade import family
+        """The demonstration family: SmolLM2-135M-Instruct, and two models that this package ships below it.
 
+        Raises `ModelError` if the full one is nowhere, see `cascade.family.full`.
+        """
         return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafter=drafter, processes=processes)
 
     # requests

@@ -47,7 +47,7 @@ PREFERRING = {"request_router_config": {"request_router_class": "deployments.lin
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
-    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; the embedded family if empty.
+    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; the demonstration family if empty.
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -41,6 +42,16 @@ def _turn(item: pytest.Item) -> int:
     group = "" if marker is None else marker.args[0]
     order = ("ray", *LONGEST)
     return order.index(group) if group in order else len(order)
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models in place of the demonstration family, in this process."""
+    from cascade import family  # not every process of tests needs them
+    from tests import small
+
+    monkeypatch.setattr(family, "WEIGHTS", Path(small.head()).parent)
+    monkeypatch.setenv(family.VARIABLE, small.paths()[-1])
 
 
 @dataclass(frozen=True)

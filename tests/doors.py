@@ -18,12 +18,13 @@ from deployments.launch.server import free_port
 from deployments.links import replica_status
 from deployments.router import Router
 from deployments.tracing.export import Tracing
+from tests import small
 from tests.chain.test_tier import NAMES, CountingModel
 from tests.links.net import Net, Node
 from tests.router.test_router import Handle, Stoppable
 
 T = TypeVar("T")
-VOCAB = 4096  # of the embedded family's tokenizer
+VOCAB = 4096  # of the small models's tokenizer
 AGREEMENT = {"tiny": 0.6, "medium": 0.8, "full": 1.0}
 
 
@@ -135,7 +136,7 @@ async def _build(
     options: dict[str, Any],
     tracing: Callable[[str], Tracing | None],
 ) -> House:
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     for section, changes in full.items():
         values["tiers"][-1][section] |= changes
     tokenizer = Tokenizer.from_pretrained(CascadeConfig.parse(values).tiers[-1].model_loading_config.source)

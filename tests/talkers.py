@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import AddedToken
 
 from cascade.engine.tokenizer import Tokenizer
-from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import fold
+from tests import small
 from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 
@@ -48,7 +48,7 @@ def template(format: str | None) -> str:
 
 def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
     """Save a tokenizer whose template writes calls in this format; its marks are tokens as in the families, or spelled."""
-    backend = Tokenizer.from_pretrained(CascadeConfig.demo().tiers[-1].model_loading_config.source).backend
+    backend = Tokenizer.from_pretrained(small.config().tiers[-1].model_loading_config.source).backend
     backend.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
     if marks:
         backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])

@@ -1,4 +1,4 @@
-"""The library in one process, on real models: the embedded family, against Transformers' own generate."""
+"""The library in one process, on real models: the small models, against Transformers' own generate."""
 
 import asyncio
 import random
@@ -22,7 +22,6 @@ from cascade import (
     SamplingParams,
     Speculation,
     Structured,
-    family,
     placement,
 )
 from cascade.drafters import DrafterSpec
@@ -34,7 +33,7 @@ from cascade.messages import Edge, Failed, Message, origin_level
 from cascade.requests import Mailbox
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
-from cascade.settings.config import CascadeConfig
+from tests import small
 from tests.architectures import build
 from tests.cases import crossed, rare
 
@@ -54,7 +53,7 @@ ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
 @pytest.fixture(scope="module")
 def cascade() -> Iterator[Cascade]:
-    with Cascade.demo(processes=False) as cascade:
+    with small.cascade() as cascade:
         yield cascade
         deadline = time.monotonic() + 30  # the last one's tiers hear of its end a moment later
         while any(tier.num_sessions for tier in cascade.tiers) and time.monotonic() < deadline:
@@ -69,8 +68,8 @@ def complete(cascade: Cascade, prompt: str, params: SamplingParams, speculation:
 
 def test_greedy_text_equals_transformers(cascade: Cascade) -> None:
     """Guards the whole path against the reference: prompt to text, through three models, token by token."""
-    full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(family.paths()[-1])
+    full = AutoModelForCausalLM.from_pretrained(small.paths()[-1], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(small.paths()[-1])
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
         expected = full.generate(**ids, max_new_tokens=60, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
@@ -125,7 +124,7 @@ def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float
     """Guards the promise against drafters that are broken outright: below a babbling medium tier, and below a tiny one."""
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=6)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in family.paths())
+    tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in small.paths())
     for models in ([tiny, Babbler(medium), full], [Babbler(tiny), medium, full]):
         with Cascade(models, cascade.tokenizer) as babbling:
             assert complete(babbling, PROMPT, params).token_ids == expected
@@ -168,13 +167,13 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
             super().__init__(*args, **options)
 
     monkeypatch.setattr(placement, "Model", Watched)
-    Cascade.from_pretrained(family.paths(), dtype="float32", device="cpu", processes=False).close()
+    Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu", processes=False).close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
-    room = common_room(family.paths(), gpu, dtype="float32", trust_remote_code=False)
-    sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(CascadeConfig.demo())]
+    room = common_room(small.paths(), gpu, dtype="float32", trust_remote_code=False)
+    sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(small.config())]
     assert room == 1_800_000_000 // sum(sizes)
-    assert common_room(family.paths(), cpu) is None
+    assert common_room(small.paths(), cpu) is None
 
 
 def test_companions_do_not_change_a_text(cascade: Cascade) -> None:
@@ -196,7 +195,7 @@ def test_lower_tiers_work(cascade: Cascade) -> None:
 @pytest.fixture(scope="module")
 def identical(cascade: Cascade) -> Iterator[Cascade]:  # which counts threads at its end, and so must be the last to go
     """The full model as every tier."""
-    full = family.paths()[-1]
+    full = small.paths()[-1]
     models = [Model.from_pretrained(full, dtype="float32") for _ in range(3)]
     with Cascade(models, Tokenizer.from_pretrained(full), drafter=None) as cascade:
         yield cascade
@@ -350,12 +349,12 @@ def test_bad_prompts_are_refused(cascade: Cascade, prompt: object, params: Sampl
 
 def test_models_that_do_not_belong_together_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Guards against drafts in another language: the same ids must mean the same text in all tiers."""
-    tokenizer = AutoTokenizer.from_pretrained(family.paths()[0])
+    tokenizer = AutoTokenizer.from_pretrained(small.paths()[0])
     tokenizer.add_tokens(["surprise"])
     tokenizer.save_pretrained(tmp_path)
-    AutoModelForCausalLM.from_pretrained(family.paths()[0]).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(small.paths()[0]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="different tokenizers"):
-        Cascade.from_pretrained([str(tmp_path), family.paths()[-1]])
+        Cascade.from_pretrained([str(tmp_path), small.paths()[-1]])
     with pytest.raises(ModelError, match="no-such-model"):
         Cascade.from_pretrained(["./no-such-model"])
 
@@ -383,7 +382,7 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
     kinds = ["suffix", "recycling", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
-    with Cascade.demo(drafter=kinds, processes=False) as looking:
+    with small.cascade(drafter=kinds) as looking:
         assert looking.names == ("suffix", "recycling", "lookup", "corpus", "tiny", "medium", "full")
         for tiers in (("suffix",), ("recycling", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
             for schedule in SCHEDULES:
@@ -432,7 +431,7 @@ def test_typical_acceptance_is_named(cascade: Cascade) -> None:
     speculation = Speculation(tiers=("tiny",), rule="typical")
     with pytest.raises(InvalidRequest, match="lossy: true"):
         complete(cascade, PROMPT, SamplingParams(max_tokens=8), speculation)
-    models = [Model.from_pretrained(path, dtype="float32") for path in (family.paths()[0], family.paths()[-1])]
+    models = [Model.from_pretrained(path, dtype="float32") for path in (small.paths()[0], small.paths()[-1])]
     with Cascade(models, cascade.tokenizer, names=("tiny", "full"), lossy=True) as lossy:
         params = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
         completion = complete(lossy, PROMPT, params, speculation)
@@ -444,7 +443,7 @@ def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
     """Guards one tier alone: guesses need no tier below."""
     params = SamplingParams(max_tokens=100, temperature=0)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    with Cascade.from_pretrained([family.paths()[-1]], dtype="float32", drafter="lookup") as one:
+    with Cascade.from_pretrained([small.paths()[-1]], dtype="float32", drafter="lookup") as one:
         completion = one.generate(PROMPT, params)
         assert completion.token_ids == expected
         assert completion.stats.tokens_per_full_pass > 1.2
@@ -456,7 +455,7 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
     """Guards drafters that read the model, from their files to the answer: the text is the model's, in half of the passes."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, ignore_eos=True)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    with Cascade.demo(drafter=["lookup", DrafterSpec("head", family.head())], processes=False) as reading:
+    with small.cascade(drafter=["lookup", DrafterSpec("head", small.head())], processes=False) as reading:
         assert reading.names == ("lookup", "eagle3", "tiny", "medium", "full"), "its files say what it is"
         for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
             assert complete(reading, PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
@@ -478,10 +477,10 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
 def test_wrong_drafters_are_refused(drafter: Any, words: str) -> None:
     """Guards the start: one sentence that names the value, instead of a cascade that silently drafts nothing."""
     with pytest.raises(ConfigError, match=words):
-        Cascade.demo(drafter=drafter, processes=False)
+        small.cascade(drafter=drafter)
 
 
 def test_no_tier_is_named_like_its_drafter() -> None:
     """Guards `Speculation.tiers`, which has both by name."""
     with pytest.raises(ConfigError, match="'suffix', as one of its drafters is: give it another name"):
-        Cascade.from_pretrained(family.paths()[:2], names=("suffix", "full"))
+        Cascade.from_pretrained(small.paths()[:2], names=("suffix", "full"))

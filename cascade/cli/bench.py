@@ -49,7 +49,7 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 @click.command()
-@click.option("--address", help="Of a server, such as 127.0.0.1:9000. Without one the embedded family runs here.")
+@click.option("--address", help="Of a server, such as 127.0.0.1:9000. Without one the demonstration family runs here.")
 @click.option("--concurrency", default="1", show_default=True, callback=_counts, help="Requests at once; such as 1,4,16.")
 @click.option(
     "--prompts",
@@ -156,7 +156,7 @@ async def _measure(address: str | None, workload_for: Callable[[tuple[str, ...]]
 
 @asynccontextmanager
 async def _connected(address: str | None) -> AsyncIterator[tuple[AsyncStream, tuple[str, ...]]]:
-    """A stream function and the names of the tiers: of a server, or of the embedded family here."""
+    """A stream function and the names of the tiers: of a server, or of the demonstration family here."""
     if address is not None:
         from cascade.client import AsyncClient
 
@@ -164,7 +164,7 @@ async def _connected(address: str | None) -> AsyncIterator[tuple[AsyncStream, tu
             served = await client.describe()
             yield client.stream, (*served.drafters, *(tier.name for tier in served.tiers))
         return
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # these models load in no time
     from cascade.local import Cascade
 
     with Cascade.demo() as cascade:

@@ -1,4 +1,4 @@
-"""`cascade demo`: the embedded models, served, and compared with the full one alone."""
+"""`cascade demo`: the demonstration family, served, and compared with the full one alone."""
 
 import secrets
 from dataclasses import replace
@@ -22,7 +22,7 @@ SAMPLED = 0.7  # temperature of text that does not repeat itself as greedy text 
 @click.option("--temperature", "-t", type=float, help="Of all answers; 0.7 for the first, then 0 and 0.7 if not given.")
 @click.option("--port", type=int, help="gRPC port. Any free one unless given.")
 def demo(prompt: str, max_tokens: int, temperature: float | None, port: int | None) -> None:
-    """Start three embedded models on this machine, stream one answer, compare with the full model alone, shut down."""
+    """Start the demonstration family on this machine, stream one answer, compare with the full model alone, shut down."""
     from cascade.client import Client
 
     params = SamplingParams(max_tokens=max_tokens, temperature=SAMPLED if temperature is None else temperature, seed=1)

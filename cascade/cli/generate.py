@@ -18,7 +18,12 @@ DEFAULT_ADDRESS = "127.0.0.1:9000"
 @click.command()
 @click.argument("prompt")
 @click.option("--address", help=f"Of a server. Without one the models run here. Example: {DEFAULT_ADDRESS}")
-@click.option("--model", "models", multiple=True, help="A path or hub id, bottom to top; repeat. The embedded family if none.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
+)
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
 def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:
@@ -72,11 +77,11 @@ class connected:
             served = self._open.describe()
             return self._open.stream, (*served.drafters, *(tier.name for tier in served.tiers))
         if not self._models:
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the embedded models load in no time
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # these models load in no time
         from cascade.local import Cascade
 
         with console.status("Loading models"):
-            # one answer of the embedded family is there before processes for its tiers are
+            # one answer of the demonstration family is there before processes for its tiers are
             self._open = Cascade.from_pretrained(self._models) if self._models else Cascade.demo(processes=False)
         return self._open.stream, self._open.names
 

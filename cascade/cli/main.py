@@ -9,7 +9,6 @@ from cascade.cli.check import check
 from cascade.cli.demo import demo
 from cascade.cli.distill import distill
 from cascade.cli.drafter import drafter
-from cascade.cli.family import family
 from cascade.cli.generate import generate
 from cascade.cli.serve import serve
 from cascade.cli.simulate import simulate
@@ -33,7 +32,7 @@ def main() -> None:
     """Serve a large language model several times faster, without changing a token of what it says.
 
     \b
-    cascade demo                        see it work: three embedded models, one prompt, a comparison
+    cascade demo                        see it work: a small chat model, one prompt, a comparison
     cascade serve                       the same models as a server for gRPC clients
     cascade serve my.yaml               your own models
     cascade check my.yaml               what they will need, and whether they fit together
@@ -43,7 +42,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, generate, bench, top, simulate, distill, drafter, family):
+for command in (demo, serve, check, generate, bench, top, simulate, distill, drafter):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
 @click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster that is joined.")
 def serve(config: Path | None, host: str | None, port: int | None, http_port: int | None, name: str) -> None:
-    """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the embedded family without one."""
+    """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the demonstration family without one."""
     with started(config, host=host, port=port, http_port=http_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")

@@ -2,7 +2,8 @@
 
 import torch
 
-from cascade.engine.devices import GIB, free_bytes, host_memory
+from cascade.engine.devices import free_bytes
+from cascade.engine.memory import GIB, host_memory
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cascade.engine.devices import wider_dtype
+from cascade.engine.gguf import described
 from cascade.engine.packed_linear import keeps_bits
 from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
@@ -42,10 +43,11 @@ class Anatomy:
 
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a path or hub id; raises `ModelError`."""
-    check_source(source)
+    """The configuration of a folder, a GGUF file or a hub id; raises `ModelError`."""
+    folder = described(source)
+    check_source(folder)
     try:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any library or downloaded code
         raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
 
@@ -64,8 +66,9 @@ def anatomy(
     Without a ``dtype`` it is the checkpoint's, or a wider one if ``device`` is faster with it, see `wider_dtype`.
     """
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    if Path(source).is_dir():
-        check_files(Path(source))
+    folder = Path(described(source))
+    if folder.is_dir():
+        check_files(folder)
     text = config.get_text_config()
     saved = _saved_dtype(text)
     chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device)

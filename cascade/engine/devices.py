@@ -1,13 +1,13 @@
 """What devices are like: how much memory they have, and what processors do with 16 bits."""
 
 import contextlib
-import os
 import platform
 from pathlib import Path
 
 import torch
 
-GIB = 2**30
+from cascade.engine.memory import host_memory
+
 # GiB of one accelerator by Ray's names for them, as far as these say it
 ACCELERATORS = {
     "T4": 15,
@@ -80,20 +80,3 @@ def add_exactly(device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def host_memory() -> int:
-    """Memory that this process may still take, by the system and its control group."""
-    limits = [_available()]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(limits))
-
-
-def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

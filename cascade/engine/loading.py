@@ -10,7 +10,9 @@ from transformers.distributed import DistributedConfig
 
 from cascade.engine import budget
 from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy, reason
-from cascade.engine.devices import GIB, default_device, free_bytes, processor
+from cascade.engine.devices import default_device, free_bytes, processor
+from cascade.engine.gguf import converted
+from cascade.engine.memory import GIB
 from cascade.engine.quantization import quantize_shares, quantizer
 from cascade.errors import ModelError
 
@@ -27,7 +29,7 @@ def load(
     quantization: str | None = None,
     ranks: int = 1,
 ) -> PreTrainedModel:
-    """Load weights shard by shard to the device, with a progress bar.
+    """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
 
     ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
     GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
@@ -48,7 +50,7 @@ def load(
         options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
     else:
         options["device_map"] = {"": place}
-    network = _loaded(source, place, dtype=chosen or "auto", **known, **options)
+    network = _loaded(converted(source), place, dtype=chosen or "auto", **known, **options)
     if quantization and ranks > 1:
         quantize_shares(network, quantization)
     return network

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from cascade.engine.devices import host_memory
 from cascade.engine.huge_pages import collapse
+from cascade.engine.memory import host_memory
 from cascade.native.product import Blocks
 
 MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from cascade.engine.gguf import described
 from cascade.errors import ModelError
 
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
@@ -24,14 +25,15 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "Tokenizer":
         """Load from a local path or the Hugging Face hub; raises `ModelError`."""
-        check_source(source)
+        folder = described(source)
+        check_source(folder)
         try:
-            backend = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+            backend = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"No tokenizer can be loaded from {source!r}: {_first_line(error)}") from error
         if not backend.is_fast:
             raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
-        return cls(backend, _end_ids(source, revision, backend))
+        return cls(backend, _end_ids(folder, revision, backend))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""

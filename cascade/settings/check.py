@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 
 from cascade.drafters import EXIT, head_of
 from cascade.engine.checkpoint import Anatomy, anatomy, context_len, rank_problem, read_config
-from cascade.engine.devices import ACCELERATORS, GIB, default_device, free_bytes
+from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.heads.formats import num_weights
 from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.memory import GIB
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
@@ -144,7 +145,7 @@ def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
     """
     found = {}
     for tier in config.tiers:
-        if not (config.verify or Path(tier.model_loading_config.source).is_dir()):
+        if not (config.verify or Path(tier.model_loading_config.source).exists()):
             continue
         with contextlib.suppress(ConfigError):
             read = _config(tier)

@@ -145,15 +145,15 @@ class CascadeConfig(Section):
 
     @classmethod
     def demo(cls) -> Self:
-        """The embedded family on CPU, one thread each."""
+        """The demonstration family on CPU, the lower tiers with one thread each."""
         tiers = [
             {
                 "name": name,
-                "model_loading_config": {"model_id": f"cascade-{name}", "model_source": EMBEDDED + name},
-                "engine_kwargs": {"dtype": "float32", "num_threads": 1},
+                "model_loading_config": {"model_id": model_id, "model_source": EMBEDDED + name},
+                "engine_kwargs": {"dtype": family.dtype(), "num_threads": 2 if model_id == family.MODEL else 1},
                 "deployment_config": {"ray_actor_options": {"num_cpus": 0.5}},
             }
-            for name in family.NAMES
+            for name, model_id in zip(family.NAMES, ("cascade-tiny", "cascade-medium", family.MODEL), strict=True)
         ]
         return cls.parse({"tiers": tiers})
 

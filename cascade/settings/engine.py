@@ -13,7 +13,7 @@ from cascade.params import MAX_WINDOW
 from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 
-EMBEDDED = "embedded:"  # begins sources of the embedded family, such as embedded:tiny
+EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
 RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
 OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
@@ -23,12 +23,12 @@ class ModelLoadingConfig(Section):
 
     model_id: Annotated[str, Field(min_length=1)]  # its name, and its source unless one is given
     model_source: Annotated[str, Field(min_length=1)] | None = (
-        None  # local path, hub id, or embedded:tiny, embedded:medium, embedded:full
+        None  # path of a folder or a GGUF file, hub id, or embedded:tiny, embedded:medium, embedded:full
     )
 
     @property
     def source(self) -> str:
-        """What `from_pretrained` takes."""
+        """What `from_pretrained` takes; raises `ModelError` if the demonstration family is meant and not there."""
         source = self.model_source or self.model_id
         return resolved(source)
 
@@ -41,8 +41,8 @@ class ModelLoadingConfig(Section):
 
 
 def resolved(source: str) -> str:
-    """A path or hub id; that of the embedded family if it is meant."""
-    return str(family.WEIGHTS / source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+    """A path or hub id; that of the demonstration family if it is meant."""
+    return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
 
 class DrafterConfig(Section):

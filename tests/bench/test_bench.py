@@ -168,8 +168,8 @@ def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> Non
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_without_a_server(tmp_path: Path) -> None:
-    """Guards the embedded family in this process: the same text with every chain."""
+def test_bench_without_a_server(small_demo: None, tmp_path: Path) -> None:
+    """Guards the small models in this process: the same text with every chain."""
     written = tmp_path / "bench.json"
     code, output = run("--pairs", "--max-tokens", "8", "--category", "code", "--json", str(written))
     assert code == 0, output

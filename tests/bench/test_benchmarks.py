@@ -19,11 +19,11 @@ from benchmarks.drafters import cost, report
 from benchmarks.drafters.modes import MODES
 from benchmarks.trees import __main__ as trees
 from benchmarks.trees import acceptance, cells, crowd, served, simulated
-from cascade import family
 from cascade.answer import Completion, Stats
 from cascade.bench.load import Cell
 from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
+from tests import small
 
 
 def test_hops_can_be_measured() -> None:
@@ -37,7 +37,7 @@ def test_passes_and_messages_have_prices(monkeypatch: pytest.MonkeyPatch) -> Non
     """Guards what the simulator is told of served tiers against links and tiers that have changed."""
     monkeypatch.setattr(price, "NUM_TOKENS", 48)
     monkeypatch.setattr(price, "NUM_ROUNDS", 3)
-    tiny = family.paths()[0]
+    tiny = small.paths()[0]
     with ProcessPoolExecutor(1, get_context("spawn")) as worker:
         ticket = worker.submit(price.serve, tiny, "float32").result()
 

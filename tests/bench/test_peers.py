@@ -17,7 +17,7 @@ from benchmarks.peers import crew, environments, gguf_file, report
 from benchmarks.peers.contract import Said, Setup
 from benchmarks.peers.prompts import PROMPTS
 from benchmarks.peers.report import Cell
-from cascade import family
+from tests import small
 
 ONE, EIGHT = Cell(0.0, 1), Cell(0.8, 8)
 
@@ -84,7 +84,7 @@ def test_a_peer_that_cannot_be_installed_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(peers, "WORK", tmp_path)
     peers.interpreter.cache_clear()
     with ExitStack() as stack:
-        run = peers.Run(family.paths(), peers.Plan([[1]], 4, ["llama_cpp_python"]), stack)
+        run = peers.Run(small.paths(), peers.Plan([[1]], 4, ["llama_cpp_python"]), stack)
         assert run.measure(ONE) == {}
     assert set(run.missing) == {"llama_alone", "llama_draft"}
     assert "no C++ compiler" in run.missing["llama_alone"]
@@ -92,7 +92,7 @@ def test_a_peer_that_cannot_be_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
     """Guards against a peer whose reason is lost with its process."""
-    setup = Setup("nobody", ("nobody_alone",), tuple(family.paths()), str(tmp_path))
+    setup = Setup("nobody", ("nobody_alone",), tuple(small.paths()), str(tmp_path))
     with pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"):
         crew.Worker(setup, peers.interpreter(None), {})
 
@@ -103,7 +103,7 @@ def state(process: Path) -> str:
 
 def test_who_does_not_compute_is_stopped(tmp_path: Path) -> None:
     """Guards those who compute against threads that spin, and workers against being left behind stopped."""
-    tiny = family.paths()[0]
+    tiny = small.paths()[0]
     setup = Setup("huggingface", ("generate", "generate_assisted", "generate_lookup"), (tiny, tiny), str(tmp_path))
     with crew.Worker(setup, peers.interpreter(None), {"OMP_NUM_THREADS": "1"}) as worker:
         plan = peers.Plan([[50, 51, 52], [60, 61]], 4, ())
@@ -146,7 +146,7 @@ def test_projections_are_permuted_for_the_other_rotation() -> None:
 
 def test_weights_are_read_exactly(tmp_path: Path) -> None:
     """Guards `same weights`: bfloat16 is widened bit by bit, and every tensor has a name in GGUF."""
-    folder = Path(family.paths()[0])
+    folder = Path(small.paths()[0])
     found = gguf_file.tensors(folder)
     expected = load_file(folder / "model.safetensors")
     assert set(found) == set(expected)

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cascade.engine.tokenizer import Tokenizer
-from cascade.family.corpus import CHAT_TEMPLATE
 from deployments.chat.template import Style
+from tests import small
 from tests.talkers import CALLS, template
 
 TURN = "<{{ message.role }}>{{ message.content }}<end>"
@@ -101,8 +101,8 @@ class Family:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The embedded one with this template."""
-        tokenizer = Tokenizer.from_pretrained("cascade/family/weights/full")
+        """The small models' with this template."""
+        tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
         tokenizer.backend.chat_template = self.template
         return tokenizer
 
@@ -130,7 +130,7 @@ class Family:
 
 ALL = frozenset({"system", "developer", "user", "assistant", "tool"})
 FAMILIES = {
-    "embedded": Family(CHAT_TEMPLATE),
+    "plain": Family((small.PACKED / "tokenizer" / "chat_template.jinja").read_text()),
     "chatml": Family(loop(TURN, before="")),
     "qwen": Family(loop(QWEN)),
     "llama": Family(loop(LLAMA)),

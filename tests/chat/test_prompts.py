@@ -7,9 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from cascade.family.corpus import CHAT_TEMPLATE
 from deployments.chat.conversation import Conversation
 from deployments.chat.template import ChatTemplate, Style
 from tests.chat.templates import FAMILIES, TURN, Family, loop
@@ -106,7 +104,7 @@ SERVED: dict[str, list[str]] = {  # conversations that must not be refused, by t
     "gpt_oss": ["developer user call user thinks"],
     "first part": ["system user assistant"],
     "two by name": ["system developer user thinks"],
-    "embedded": ["system developer parts user calls thinks"],
+    "plain": ["system developer parts user calls thinks"],
     "chatml": ["user system developer thinks"],
     **{f"talker {name}": ["system user calls user"] for name in ("hermes", "mistral", "mistral11", "llama3", "json")},
 }
@@ -170,15 +168,6 @@ def test_models_without_a_template_hold_no_conversations() -> None:
     assert (template.shows_tools, template.thinks, template.written_call, template.variables) == (False, False, "", ())
     with pytest.raises(InvalidRequest, match=r"The model has no chat template: ask it to complete a text, or save"):
         template.encode([ASKED])
-
-
-def test_the_embedded_family_has_its_recipes_template() -> None:
-    """Guards the files against the recipe: contents with a blank line in between, calls as JSON."""
-    for tier in ("tiny", "medium", "full"):
-        tokenizer = Tokenizer.from_pretrained(f"cascade/family/weights/{tier}")
-        assert tokenizer.backend.chat_template == CHAT_TEMPLATE
-    ids = ChatTemplate(tokenizer).encode([ASKED, {"role": "assistant", "content": "A", "tool_calls": [call("1", "x")]}, ASKED])
-    assert tokenizer.decode(ids) == 'Q\n\nA\n{"arguments": {"n": "x"}, "name": "f_0"}\n\nQ'
 
 
 def test_variables_of_templates_are_for_clients() -> None:

@@ -23,6 +23,7 @@ from deployments.chat.formats import FORMATS
 from deployments.chat.reader import TurnReader
 from deployments.chat.template import ChatTemplate
 from deployments.chat.thoughts import CLOSE, OPEN, ThoughtSplitter
+from tests import small
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import params
 from tests.doors import House, house
@@ -357,6 +358,6 @@ def test_thoughts_come_before_strict_calls(served: House) -> None:
 )
 def test_only_templates_that_name_both_tags_think(template: Any, thinks: bool) -> None:
     """Guards all other models: a text with tags in it is a text there, and nothing is read."""
-    tokenizer = Tokenizer.from_pretrained("cascade/family/weights/full")
+    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
     tokenizer.backend.chat_template = template
     assert ChatTemplate(tokenizer).thinks == thinks

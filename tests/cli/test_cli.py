@@ -16,13 +16,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cascade import Cascade, SamplingParams, Speculation, Structured, family
+from cascade import SamplingParams, Speculation, Structured
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
 from cascade.engine.model import Model
-from cascade.settings.config import CascadeConfig
 from cascade.simulation import forecast
+from tests import small
 from tests.cases import rare
 from tests.conftest import LONG_S
 
@@ -47,8 +47,6 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
         ["top"],
         ["simulate"],
         ["drafter", "train"],
-        ["family", "train"],
-        ["family", "judge"],
     ],
 )
 def test_help_teaches(command: list[str]) -> None:
@@ -71,7 +69,7 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple
     """Guards a whole way: from a model and text to a drafter that the model loads, and what is said of wrong input."""
     text, out = tmp_path / "text.py", tmp_path / "drafter"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
-    tiny = family.paths()[0]
+    tiny = small.paths()[0]
     asked = {"--kind": kind, "--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3"}
     shape = {"--batch-size": "2", "--context": "24", size[0]: size[1]}
     code, output = run("drafter", "train", *(part for pair in {**asked, **shape}.items() for part in pair))
@@ -90,9 +88,9 @@ def test_a_drafter_is_trained_for_a_model(tmp_path: Path, kind: str, size: tuple
         assert said in " ".join(output.split())
 
 
-def test_generate_prints_the_text() -> None:
+def test_generate_prints_the_text(small_demo: None) -> None:
     """Guards the text on standard output, from an argument and from standard input."""
-    with Cascade.demo(processes=False) as cascade:
+    with small.cascade() as cascade:
         expected = cascade.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0)).text
     for arguments, given in (([PROMPT], None), (["-"], PROMPT)):
         code, output = run("generate", "--plain", "--max-tokens", "20", *arguments, input=given)
@@ -189,7 +187,7 @@ def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tiers", [1, rare(3)])
 def test_ctrl_c_stops_everything(tmp_path: Path, num_tiers: int) -> None:
     """Guards against Ray processes, tiers and ports left behind by `cascade serve`."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     path = tmp_path / "served.yaml"
     path.write_text(yaml.safe_dump(values | {"tiers": values["tiers"][:num_tiers]}))
     command = [sys.executable, "-m", "cascade.cli.main", "serve", str(path), "--port", "0"]

@@ -15,6 +15,7 @@ import pytest
 from cascade.settings.config import CascadeConfig
 from deployments.app import forked
 from deployments.launch.fork_server import ForkServer
+from tests import small
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 
@@ -82,7 +83,7 @@ def test_the_server_ends_with_its_owner() -> None:
 
 def test_forks_are_for_cpus() -> None:
     """Guards replicas on GPUs, where CUDA must not be touched before a fork, and a `runtime_env` that forks would ignore."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][0]["deployment_config"]["ray_actor_options"] = {"num_gpus": 0.5}
     values["tiers"][1]["deployment_config"]["ray_actor_options"] = {"runtime_env": {"env_vars": {"A": "b"}}}
     config = forked(CascadeConfig.parse(values), "fork")
@@ -90,14 +91,14 @@ def test_forks_are_for_cpus() -> None:
     assert options == [
         {"num_gpus": 0.5},
         {"runtime_env": {"env_vars": {"A": "b"}}},
-        {**CascadeConfig.demo().tiers[2].deployment_config.ray_actor_options, "runtime_env": {"py_executable": "fork"}},
+        {**small.config().tiers[2].deployment_config.ray_actor_options, "runtime_env": {"py_executable": "fork"}},
         {"runtime_env": {"py_executable": "fork"}},
     ]
 
 
 def test_emulated_devices_are_no_gpus() -> None:
     """Guards starts of emulated clusters: GPUs that are not there are no reason to import everything eight times."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     for tier in values["tiers"]:
         tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: 1.0}}
         tier["deployment_config"]["ray_actor_options"] = {"num_gpus": 1}

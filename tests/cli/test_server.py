@@ -15,6 +15,7 @@ from cascade.settings.config import CascadeConfig
 from deployments.app import shortage
 from deployments.launch import server as module
 from deployments.launch.server import Server
+from tests import small
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +109,8 @@ def test_demos_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(**full: Any) -> CascadeConfig:
-    """The embedded family, whose full tier asks for this."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    """The small models, whose full tier asks for this."""
+    values = small.config().model_dump(mode="json")
     for section, changes in full.items():
         values["tiers"][-1][section] = changes | (
             {"max_ongoing_requests": 256} if section == "deployment_config" else {"tensor_parallel_size": 2}
@@ -138,7 +139,7 @@ def test_what_is_not_there_is_said(config: CascadeConfig, words: str) -> None:
 
 def test_shares_add_up() -> None:
     """Guards shares of a GPU: 3 x 0.2 + 0.3 + 0.1 is a little more than 1 in floating point, and was refused."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     for tier, (share, replicas) in zip(values["tiers"], ((0.2, 3), (0.3, 1), (0.1, 1)), strict=True):
         tier["deployment_config"] |= {"ray_actor_options": {"num_cpus": 0, "num_gpus": share}, "num_replicas": replicas}
     assert shortage(CascadeConfig.parse(values), {"CPU": 1.0, "GPU": 1.0}) is None
@@ -146,7 +147,7 @@ def test_shares_add_up() -> None:
 
 def test_named_accelerators_are_looked_for() -> None:
     """Guards accelerator_type, which Ray takes for a resource that other GPUs do not have."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1]["accelerator_type"] = "H100"
     config = CascadeConfig.parse(values)
     assert "accelerator_type:H100 (full 0.001)" in str(shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:L4": 1.0}))

@@ -102,7 +102,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     """Guards images against a package without its weights, its page or the code of its protocol."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"cascade/family/weights/full/model.safetensors", "deployments/http/page.html", "cascade/v1/serving_pb2.py"} <= names
+    assert {"cascade/family/weights/tiny/model.safetensors", "deployments/http/page.html", "cascade/v1/serving_pb2.py"} <= names
     assert {file for file in tracked() if file.startswith(("cascade/", "deployments/"))} - names <= {
         "cascade/family/weights/README.md"
     }
@@ -119,7 +119,7 @@ def test_the_wheel_runs_where_nothing_else_is(wheel: Path, tmp_path: Path) -> No
     (tmp_path / "my.yaml").write_text(
         "tiers:\n"
         "  - {name: tiny, model_loading_config: {model_id: tiny, model_source: 'embedded:tiny'}}\n"
-        "  - {name: full, model_loading_config: {model_id: full, model_source: 'embedded:full'}}\n"
+        "  - {name: full, model_loading_config: {model_id: full, model_source: 'embedded:medium'}}\n"
     )
     run = (
         "import sys; from importlib.metadata import entry_points as all; import cascade\n"

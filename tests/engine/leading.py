@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascade import Cascade, SamplingParams, Unavailable, family
+from cascade import Cascade, SamplingParams, Unavailable
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.parallel import LeadingModel
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
+from tests import small
 
 PROMPTS = [[5, 9, 2, 44, 17], list(range(3, 60)), [*range(3, 58), 7, 7]]  # with beginnings in common
 
@@ -35,7 +36,7 @@ def write(source: str, ranks: int, quantization: str | None = None) -> dict[str,
     shared = launch(source, ranks, quantization=quantization)
     alone = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=quantization)
     drafter = Model.from_pretrained(source, dtype="bfloat16", device="cpu")
-    tokenizer, texts = Tokenizer.from_pretrained(family.paths()[0]), []
+    tokenizer, texts = Tokenizer.from_pretrained(small.paths()[0]), []
     with Cascade([drafter, shared], tokenizer) as cascade, Cascade([alone], tokenizer) as single:
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
@@ -65,7 +66,7 @@ def adapt(source: str, ranks: int, adapters: dict[str, str]) -> dict[str, Any]:
     """Texts with one adapter, with the other and with none, in shared passes."""
     shared = launch(source, ranks, adapters=adapters)
     alone = AdaptedModel(load(source, dtype="float32", device=str(shared.device)), adapters)
-    tokenizer, texts = Tokenizer.from_pretrained(family.paths()[0]), []
+    tokenizer, texts = Tokenizer.from_pretrained(small.paths()[0]), []
     asked = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, adapter=name) for name in ("", *adapters)]
 
     async def text(cascade: Cascade) -> list[list[list[int]]]:
@@ -82,7 +83,7 @@ def adapt(source: str, ranks: int, adapters: dict[str, str]) -> dict[str, Any]:
 def lose(source: str, ranks: int) -> dict[str, Any]:
     """What is said of a request when a rank was killed."""
     shared, said = launch(source, ranks), ""
-    with Cascade([shared], Tokenizer.from_pretrained(family.paths()[0])) as cascade:
+    with Cascade([shared], Tokenizer.from_pretrained(small.paths()[0])) as cascade:
         cascade.generate(PROMPTS[0], SamplingParams(max_tokens=4))
         os.kill(shared._followers[-1].pid, signal.SIGKILL)
         shared._followers[-1].wait()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade import family
 from cascade.chain import rounds
 from cascade.chain.rounds import offered
 from cascade.draft import Dist, Draft
@@ -22,6 +21,7 @@ from cascade.engine.sampling import GOLDEN, _mix, _signed, keyed_gumbel, keyed_u
 from cascade.messages import RUNNER_UPS
 from cascade.params import WEIGHED, SamplingParams
 from cascade.scorer import Draw, Row, Sibling
+from tests import small
 
 Text: TypeAlias = tuple[int, ...]
 Table: TypeAlias = dict[Text, Tensor]  # what is likely behind each text
@@ -511,7 +511,7 @@ def test_the_law_of_the_embedded_family(name: str) -> None:
 
 def embedded(params: SamplingParams) -> tuple[Table, Table]:
     """What full and medium say behind a prompt, and behind up to two of the tokens that either may say, as small token ids."""
-    models = [Model.from_pretrained(path, dtype="float32") for path in family.paths()[:0:-1]]
+    models = [Model.from_pretrained(path, dtype="float32") for path in small.paths()[:0:-1]]
     found: tuple[Table, Table] = ({}, {})
     ids: list[int] = []  # by small token id
     texts: list[Text] = [()]

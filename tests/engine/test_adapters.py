@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation, family
+from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation
 from cascade.client.exchange import encode_request
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.checkpoint import anatomy
@@ -22,6 +22,7 @@ from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from deployments.grpc.requests import parse_sampling
 from deployments.links.codec import decode, encode
+from tests import small
 from tests.architectures import VOCAB, build
 
 pytestmark = [
@@ -62,7 +63,7 @@ def expected(folder: Path, name: str) -> list[int]:
 
 
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(family.paths()[0])
+    return Tokenizer.from_pretrained(small.paths()[0])
 
 
 def test_every_request_gets_its_adapter(folder: Path) -> None:
@@ -123,7 +124,7 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
 
 def test_only_the_full_tier_has_adapters() -> None:
     """Guards the configuration: what a lower tier would ignore is refused."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1]["engine_kwargs"]["lora_modules"] = {"red": "x/y"}
     assert CascadeConfig.parse(values).tiers[-1].engine_kwargs.lora_modules == {"red": "x/y"}
     values["tiers"][0]["engine_kwargs"]["lora_modules"] = {"red": "x/y"}
@@ -146,16 +147,16 @@ def test_adapters_travel() -> None:
 @pytest.mark.parametrize("method", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantised_middle_tier_of_the_full_model(method: str) -> None:
     """Guards a middle tier made of the full model itself: smaller, nearly always right, and never heard in the text."""
-    source = family.paths()[-1]
+    source = small.paths()[-1]
     full = Model.from_pretrained(source, dtype="float32", device="cpu")
-    small = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
-    assert small.weight_bytes < 0.45 * full.weight_bytes  # embeddings stay
+    packed = Model.from_pretrained(source, dtype="float32", device="cpu", quantization=method)
+    assert packed.weight_bytes < 0.45 * full.weight_bytes  # embeddings stay
     told = anatomy(source, dtype="float32", quantization=method).weight_bytes
-    assert abs(told - small.weight_bytes) < 0.05 * small.weight_bytes
-    assert (small.vocab_size, small.num_parameters) == (full.vocab_size, full.num_parameters)
-    tiny = Model.from_pretrained(family.paths()[0], dtype="float32", device="cpu")
+    assert abs(told - packed.weight_bytes) < 0.05 * packed.weight_bytes
+    assert (packed.vocab_size, packed.num_parameters) == (full.vocab_size, full.num_parameters)
+    tiny = Model.from_pretrained(small.paths()[0], dtype="float32", device="cpu")
     params = SamplingParams(max_tokens=64, temperature=0.0)
-    with Cascade([tiny, small, full], tokenizer()) as cascade:
+    with Cascade([tiny, packed, full], tokenizer()) as cascade:
         alone = cascade.generate("def read(path):\n", params, Speculation("off"))
         drafted = cascade.generate("def read(path):\n", params, Speculation(tiers=("medium",), window=4, schedule="lockstep"))
         assert cascade.generate("def read(path):\n", params).token_ids == alone.token_ids
@@ -174,12 +175,12 @@ def test_quantised_middle_tier_of_the_full_model(method: str) -> None:
 def test_quantisations_that_cannot_be_are_named(method: str, words: str) -> None:
     """Guards the message at load."""
     with pytest.raises(ModelError, match=words):
-        Model.from_pretrained(family.paths()[0], device="cpu", quantization=method)
+        Model.from_pretrained(small.paths()[0], device="cpu", quantization=method)
 
 
 def test_library_quantises_each_model_or_all() -> None:
     """Guards `Cascade.from_pretrained`: the models that are meant and no others, and the full one's text."""
-    source = family.paths()[-1]
+    source = small.paths()[-1]
     params = SamplingParams(max_tokens=24, temperature=0.0)
     texts = {}
     for method in (None, "int8"):
@@ -197,7 +198,7 @@ def test_library_quantises_each_model_or_all() -> None:
 
 def test_unknown_quantisation_is_refused_in_the_configuration() -> None:
     """Guards the start: nothing is downloaded for a word that means nothing."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][1]["engine_kwargs"]["quantization"] = "int3"
     with pytest.raises(ConfigError, match=r"engine_kwargs\.quantization is 'int3': .*'int8', 'int4', 'fp8' or 'nf4'"):
         CascadeConfig.parse(values)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cascade import family
 from cascade.answer import Answer
 from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
@@ -18,6 +17,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Failed, Open, Proposal, mint
 from cascade.params import SamplingParams, Structured
 from deployments.auditor import audit_of
+from tests import small
 from tests.architectures import VOCAB, build
 from tests.chain.test_audit import verdict
 from tests.chain.test_tier import Inbox, Silent, finish, running, settle
@@ -44,12 +44,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(family.paths()[-1])
+    return Tokenizer.from_pretrained(small.paths()[-1])
 
 
 @pytest.fixture(scope="module")
 def tiers(tokenizer: Tokenizer) -> Iterator[list[Tier]]:
-    matcher, paths = Grammars(tokenizer).matcher, family.paths()
+    matcher, paths = Grammars(tokenizer).matcher, small.paths()
     models = [Model.from_pretrained(path, dtype="float32", device="cpu") for path in (paths[0], paths[-1])]
     yield from running(
         [

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cascade import Cascade, SamplingParams, Speculation, family
+from cascade import SamplingParams, Speculation
 from cascade.engine import packed_linear
 from cascade.engine.model import Model
 from cascade.engine.packed_linear import keeps_bits
 from cascade.scorer import TILE, Row
+from tests import small
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
 from tests.forks import Piece, check_forks, tokens
 
@@ -171,7 +172,7 @@ def test_a_model_without_the_promise_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 @cache
 def embedded(dtype: str) -> Model:
-    return Model.from_pretrained(family.paths()[-1], dtype=dtype, device="cpu", cache_tokens=4096)
+    return Model.from_pretrained(small.paths()[-1], dtype=dtype, device="cpu", cache_tokens=4096)
 
 
 def check_any_pieces(rng: random.Random, dtype: str) -> None:
@@ -202,7 +203,7 @@ def test_texts_do_not_depend_on_tiers_or_companions(temperature: float) -> None:
     """Guards the first promise in the dtype that this machine is fast with: the full model's text, whoever drafts."""
     asked = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in range(2)]
     prompts = ["def parse(", "class Node:\n"]
-    with Cascade.demo(dtype=None, device="cpu", processes=False) as cascade:
+    with small.cascade(dtype=None, device="cpu") as cascade:
         alone = [
             cascade.generate(prompt, own, Speculation("off")).token_ids for prompt, own in zip(prompts, asked, strict=True)
         ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from cascade import Cascade, SamplingParams, family
+from cascade import Cascade, SamplingParams
 from cascade.engine.attention import Gathered, Paged
 from cascade.engine.graphs import eager
 from cascade.engine.heads.exit import Exit
@@ -24,6 +24,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.params import Speculation
 from cascade.scorer import BLOCK, Row
+from tests import small
 from tests.architectures import CONTEXT, VOCAB, build, each
 from tests.engine.test_heads import GREEDY, LAYERS, WARM, WAYS, Session, attention, deep
 
@@ -293,7 +294,7 @@ def test_models_of_one_layer_are_refused() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_guesses_are_accepted_by_sessions(temperature: float) -> None:
     """Guards the way of guesses into the next pass: layers that suffice save passes, at any temperature; texts are the same."""
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
 
     def made() -> PreTrainedModel:

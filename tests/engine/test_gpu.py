@@ -7,9 +7,10 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from cascade import Cascade, SamplingParams, Speculation
+from cascade import SamplingParams, Speculation
 from cascade.engine.model import Model
 from cascade.scorer import Row
+from tests import small
 from tests.architectures import VOCAB, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -64,7 +65,7 @@ def test_the_kernel_is_used_where_it_is_there() -> None:
 def test_cascades_keep_the_promise(temperature: float) -> None:
     """Guards the whole in float32: three tiers on one GPU, which share its memory."""
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=4)
-    with Cascade.demo(device=DEVICE) as cascade:
+    with small.cascade(device=DEVICE) as cascade:
         for prompt in ("def read(path):\n", "import os\n\nclass Shape:\n"):
             alone = cascade.generate(prompt, params, Speculation("off"))
             assert cascade.generate(prompt, params).token_ids == alone.token_ids

@@ -16,17 +16,18 @@ from llguidance import LLParserLimits
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured, family
+from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured
 from cascade.engine import grammar as module
 from cascade.engine.contiguous_cache import Cache
 from cascade.engine.grammar import Grammars, Matcher
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row, Scored
+from tests import small
 from tests.architectures import build
 
 CONTEXT = 512
-VOCAB = 4096  # of the embedded family's tokenizer
+VOCAB = 4096  # of the small models's tokenizer
 PROMPT = "config = "
 PERSON = {
     "type": "object",
@@ -60,7 +61,7 @@ table: "users" | "orders"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(family.paths()[-1])
+    return Tokenizer.from_pretrained(small.paths()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,7 @@ MARKED = 'x <tool_call>"y'
 )
 def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, special: bool) -> None:
     """Guards texts in which a token named like a special one would come next: it was the only one allowed, and refused."""
-    plain = AutoTokenizer.from_pretrained(family.paths()[-1])
+    plain = AutoTokenizer.from_pretrained(small.paths()[-1])
     plain.add_tokens([AddedToken("<tool_call>", special=special, normalized=False)], special_tokens=special)
     matcher = Grammars(Tokenizer(plain, frozenset([plain.eos_token_id]))).matcher(structured)
     said: list[int] = []

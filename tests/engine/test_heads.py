@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade import Cascade, SamplingParams, Speculation, Structured, family
+from cascade import Cascade, SamplingParams, Speculation, Structured
 from cascade.chain.profile import Profile
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
@@ -26,6 +26,7 @@ from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
+from tests import small
 from tests.architectures import CONTEXT, SERVED, VOCAB, build
 from tests.cases import rare
 from tests.forks import Piece, check_forks, tokens
@@ -415,7 +416,7 @@ def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str, monkeypatch
     monkeypatch.setattr(Profile, "turn", lambda *_, **__: 1.0)  # all guesses pay, whatever else the machine does
     made = medusa(tmp_path)
     network = constant(made)
-    source, tokenizer = made.write(), Tokenizer.from_pretrained(family.paths()[-1])
+    source, tokenizer = made.write(), Tokenizer.from_pretrained(small.paths()[-1])
     params = SamplingParams(**{"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True} | SHAPED[name])
     with Cascade([Model(constant(made), num_threads=1)], tokenizer) as alone:
         expected = alone.generate([5, 6, 7], params)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from torch import Tensor
 from transformers import LlamaConfig
 
-from cascade import ModelError, SamplingParams, family
+from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
 from cascade.engine import loading
@@ -30,6 +30,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
+from tests import small
 from tests.architectures import REFUSED, SERVED, build, config, each
 from tests.heads import make
 
@@ -98,12 +99,12 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
 
 def test_weights_that_load_together_share_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processes that load at the same time: each found room for its own weights, and all together had none."""
-    sizes = [anatomy(source, dtype="float32").weight_bytes for source in family.paths()]
+    sizes = [anatomy(source, dtype="float32").weight_bytes for source in small.paths()]
     monkeypatch.setattr(loading, "free_bytes", lambda device: sum(sizes))
-    check_room(family.paths(), [None] * 3, device="cpu", dtype="float32")
+    check_room(small.paths(), [None] * 3, device="cpu", dtype="float32")
     monkeypatch.setattr(loading, "free_bytes", lambda device: sum(sizes) - 1)
-    with pytest.raises(ModelError, match=f"The weights of '{family.paths()[-1]}' take .* GiB and cpu has .* GiB free"):
-        check_room(family.paths(), [None] * 3, device="cpu", dtype="float32")
+    with pytest.raises(ModelError, match=f"The weights of '{small.paths()[-1]}' take .* GiB and cpu has .* GiB free"):
+        check_room(small.paths(), [None] * 3, device="cpu", dtype="float32")
 
 
 def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:
@@ -149,14 +150,14 @@ def checked(path: Path, values: Any) -> tuple[int, str]:
 
 
 def demo(**changes: Any) -> dict[str, Any]:
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1].update(changes)
     return values
 
 
 def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
     """Guards the figures, which people buy machines by."""
-    full = needs(CascadeConfig.demo())[-1]
+    full = needs(small.config())[-1]
     assert full.anatomy.parameters == 7_476_096
     assert full.weight_bytes == 4 * 7_476_096
     assert full.anatomy.cache_bytes_per_token == 6 * 4 * 32 * 2 * 4
@@ -170,9 +171,9 @@ def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
 
 def test_check_tells_what_heads_need(tmp_path: Path) -> None:
     """Guards the figures with a drafter that reads the model: nobody was told that its weights have to fit, too."""
-    drafting = demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": family.head()}})
+    drafting = demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": small.head()}})
     told = needs(CascadeConfig.parse(drafting))[-1]
-    held = Model.from_pretrained(family.paths()[-1], drafter=family.head()).weight_bytes
+    held = Model.from_pretrained(small.paths()[-1], drafter=small.head()).weight_bytes
     assert told.weight_bytes == held > told.anatomy.weight_bytes
     code, output = checked(tmp_path / "c.yaml", drafting)
     assert code == 0
@@ -217,7 +218,7 @@ def test_check_knows_accelerators(tmp_path: Path) -> None:
     large = tmp_path / "large"
     LlamaConfig(vocab_size=4096, hidden_size=8192, num_hidden_layers=80, dtype="bfloat16").save_pretrained(large)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        source = Path(CascadeConfig.demo().tiers[0].model_loading_config.source) / name
+        source = Path(small.config().tiers[0].model_loading_config.source) / name
         (large / name).write_bytes(source.read_bytes())
     loading = {"model_id": "m", "model_source": str(large)}
     code, output = checked(

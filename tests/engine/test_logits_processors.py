@@ -18,7 +18,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, family
+from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
 from cascade.answer import Answer
 from cascade.chain.local_links import join
 from cascade.chain.session import Session
@@ -31,6 +31,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Close, Logprobs, Open, Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
+from tests import small
 from tests.architectures import build, each
 from tests.chain.test_tier import Inbox, finish, text_of
 from tests.engine.test_sampling import ALPHA, p_value
@@ -310,7 +311,7 @@ def test_lower_tiers_report_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(family.paths()[-1])
+    return Tokenizer.from_pretrained(small.paths()[-1])
 
 
 @pytest.fixture(scope="module", params=each(["llama", "qwen3", "gpt2"], default=["llama"]))
@@ -392,7 +393,7 @@ def test_logprobs_equal_a_plain_forward(network: Any, cascade: Cascade, temperat
 
 def test_logprobs_are_cut_with_text_and_ids(tokenizer: Tokenizer) -> None:
     """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
-    with Cascade.demo(processes=False) as demo:
+    with small.cascade() as demo:
         whole = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
         stop = whole.text[12:15]
         params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade import Cascade, family
+from cascade import Cascade
 from cascade.engine.checkpoint import read_config
 from cascade.engine.heads import mtp_formats
 from cascade.engine.heads.loading import load_head
@@ -24,6 +24,7 @@ from cascade.engine.model import Model
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+from tests import small
 from tests.architectures import VOCAB, build
 from tests.heads import Made, Paper, Weights
 from tests.mtp import LAYERS, MODELS, NAMES, mtp, network_of
@@ -185,7 +186,7 @@ def test_models_without_layers_are_named(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="holds no MTP layers for a model of 2 layers: choose another drafter than 'mtp'"):
             look(str(tmp_path))
     with pytest.raises(ModelError, match="holds no MTP layers"):
-        Cascade.from_pretrained([family.paths()[0]], drafter="mtp")
+        Cascade.from_pretrained([small.paths()[0]], drafter="mtp")
     with pytest.raises(ModelError, match="was not loaded from a checkpoint, so give it a source"):
         load_head("", build("llama"), kind="mtp")
     with pytest.raises(ModelError, match="There is no folder"):
@@ -291,7 +292,7 @@ def test_guesses_are_what_the_model_says(tmp_path: Path, temperature: float) -> 
     weights[f"{names['proj']}.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 32)], -1)
     save_file(weights, tmp_path / "mtp.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(family.paths()[-1]) / name, tmp_path / name)
+        shutil.copy(Path(small.paths()[-1]) / name, tmp_path / name)
     model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
     assert probe(model, "it") == 1.0
     store = model.new_cache()

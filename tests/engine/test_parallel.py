@@ -13,13 +13,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from cascade import ModelError, family
+from cascade import ModelError
 from cascade.engine.attention import Contiguous
 from cascade.engine.contiguous_cache import Cache, Fork
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.parallel import PARAMS, Book, LeadingModel, RankCache, check_ranks, mirror
 from cascade.scorer import Row
+from tests import small
 from tests.architectures import VOCAB, build
 from tests.cases import rare
 from tests.conftest import LONG_S
@@ -120,7 +121,7 @@ def test_a_lost_rank_ends_the_model(leader: Callable[..., Said], folder: Path) -
 def test_sizes_that_do_not_divide_the_heads_are_refused(ranks: int, words: str) -> None:
     """Guards the start: nothing is launched, and the sizes that fit are named."""
     with pytest.raises(ModelError, match=f"tensor_parallel_size is {ranks}.*{words}"):
-        LeadingModel.launch(family.paths()[-1], ranks)
+        LeadingModel.launch(small.paths()[-1], ranks)
 
 
 def test_ranks_load_to_what_they_see(folder: Path) -> None:
@@ -156,8 +157,8 @@ def test_ranks_of_one_machine_have_gpus_of_their_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LeadingModel, "lead", stop)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(Stop):
-        LeadingModel.launch(family.paths()[-1], 4)
+        LeadingModel.launch(small.paths()[-1], 4)
     assert [env["LOCAL_RANK"] for env in started] == ["1", "2", "3"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelError, match=r"is to be shared by 2 ranks, and 1 GPUs are seen: set tensor_parallel_size to 1$"):
-        LeadingModel.launch(family.paths()[-1], 2)
+        LeadingModel.launch(small.paths()[-1], 2)

@@ -8,11 +8,12 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from cascade import Cascade, Completion, SamplingParams, Structured, family
+from cascade import Cascade, Completion, SamplingParams, Structured
 from cascade.answer import PromptToken
 from cascade.chain.session import MAX_PROMPT_SCORED
 from cascade.client import Client
 from cascade.scorer import Row, Scored
+from tests import small
 from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
@@ -32,7 +33,7 @@ class Watched(CountingModel):
 
 @pytest.fixture(scope="module")
 def cascade() -> Iterator[Cascade]:
-    with Cascade.demo(processes=False) as cascade:
+    with small.cascade() as cascade:
         yield cascade
 
 
@@ -55,7 +56,7 @@ def served() -> Iterator[House]:
 @pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["short", "long"])
 def test_they_equal_a_plain_forward(cascade: Cascade, prompt: str, chosen: dict[str, Any]) -> None:
     """Guards the numbers: those of Transformers for the same prompt, read in one or several passes; the text stays."""
-    full = AutoModelForCausalLM.from_pretrained(family.paths()[-1], dtype=torch.float32)
+    full = AutoModelForCausalLM.from_pretrained(small.paths()[-1], dtype=torch.float32)
     ids = cascade.tokenizer.encode(prompt)
     assert prompt is PROMPT or len(ids) > 2 * MAX_PROMPT_SCORED
     with torch.inference_mode():

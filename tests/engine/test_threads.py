@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cascade import ModelError, family
+from cascade import ModelError
 from cascade.engine.model import Model
 from cascade.engine.threads import LONG_S, Threads, apart
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+from tests import small
 from tests.architectures import build
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -98,7 +99,7 @@ ROWS = {"one": [1], "guesses": [9], "batch": [1] * 16, "prompt": [60]}  # tokens
 def test_logits_do_not_depend_on_threads(dtype: str, shape: str) -> None:
     """Guards the law that a text is the same wherever it is written: to the last bit with one, two and four threads."""
     found, rows = [], ROWS[shape]
-    model = Model.from_pretrained(family.paths()[-1], dtype=dtype, device="cpu", num_threads=1)
+    model = Model.from_pretrained(small.paths()[-1], dtype=dtype, device="cpu", num_threads=1)
     for count in (1, 2, 4):
         model.threads = Threads(count)
         caches = [model.new_cache() for _ in rows]

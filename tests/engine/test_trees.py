@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cascade import SamplingParams, Structured, family
+from cascade import SamplingParams, Structured
 from cascade.chain.rounds import _first
 from cascade.draft import NO_DRAFT, Dist, Draft
 from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
@@ -25,6 +25,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree
 from cascade.messages import Logprobs, Open
 from cascade.scorer import BLOCK, MAX_FORKED, Draw, Row, RunnerUp, Scored
+from tests import small
 from tests.architectures import VOCAB, build
 from tests.kernels import varlen
 
@@ -289,7 +290,7 @@ def test_a_grammar_that_cannot_follow_a_branch_cuts_there(attention: str) -> Non
 
 def test_grammars_follow_branches() -> None:
     """Guards a grammar that is led along one branch and then asked about another: every node has its own mask."""
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
     grammars = Grammars(tokenizer)
     structured = Structured(regex="[a-z0-9]{4,9}")
     model = Model(build("llama", vocab_size=4096))

@@ -9,6 +9,7 @@ from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import forked
 from deployments.launch.server import Server
+from tests import small
 from tests.conftest import Cluster
 from tests.links.certificates import Authority
 from tests.links.net import empty, net, tidy  # noqa: F401  # fixtures of all files here
@@ -29,7 +30,7 @@ class Secure:
 def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     """Prompt lookup inside tiny and full; full shared by two ranks, on one processor."""
     ours = Authority(tmp_path_factory.mktemp("secure") / "ours")
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     del values["tiers"][1]
     values["tiers"][-1]["engine_kwargs"] |= {"tensor_parallel_size": 2, "device": "cpu", "cpu_affinity": [0]}
     for tier in values["tiers"]:

@@ -14,6 +14,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.held_lease import MOST_HELD, HeldLeases, Lease
 from deployments.links.uplink import OPEN_TIMEOUT_S
+from tests import small
 from tests.links.net import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
@@ -214,7 +215,7 @@ async def test_full_tier_without_a_free_place(net: HoldingNet) -> None:
 
 def test_routers_let_go_before_replicas_do() -> None:
     """Guards requests against a held lease that its replica has just ended: one that nobody opens is over there, too."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["router"]["held_lease_s"] = OPEN_TIMEOUT_S - 1
     with pytest.raises(ConfigError, match="held_lease_s"):
         CascadeConfig.parse(values)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from ray import serve
 
-from cascade import Cascade, ConfigError, SamplingParams, Speculation
+from cascade import ConfigError, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import build, tier_options
 from deployments.launch.server import APPLICATION
+from tests import small
 from tests.conftest import LONG_S
 from tests.links.conftest import Secure
 
@@ -22,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=32, temperature=0)
 
 def config(ranks: int, **engine: Any) -> dict[str, Any]:
     """Tiny alone, full shared."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     del values["tiers"][1]
     values["tiers"][-1]["engine_kwargs"] |= {"tensor_parallel_size": ranks, **engine}
     return values
@@ -34,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def expected() -> tuple[int, ...]:
-    with Cascade.demo(processes=False) as cascade:
+    with small.cascade() as cascade:
         return cascade.generate(PROMPT, PARAMS, Speculation("off")).token_ids
 
 

@@ -17,16 +17,17 @@ from typing import Any
 import grpc
 import pytest
 
-from cascade import Cascade, SamplingParams, Speculation
+from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
-from cascade.settings.config import CascadeConfig, LinkTLS
+from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
 from deployments.launch.server import Server, free_port
 from deployments.links.downlink import Downlink
 from deployments.links.tls import channel, check, server_credentials
+from tests import small
 from tests.conftest import LONG_S
 from tests.doors import house
 from tests.links.certificates import NAME, Authority
@@ -166,7 +167,7 @@ def test_wrong_files_are_told_at_start(ours: Authority, theirs: Authority, kind:
     """Guards users against tiers that start and never reach each other: one sentence with field, value and fix, before Ray."""
     make, words = WRONG[kind]
     tls = make(ours, theirs)
-    values = CascadeConfig.demo().model_dump(mode="json") | {"link_tls": tls.model_dump()}
+    values = small.config().model_dump(mode="json") | {"link_tls": tls.model_dump()}
     with pytest.raises(ConfigError) as caught:
         Server.start(values, port=0)
     assert words in str(caught.value)
@@ -222,7 +223,7 @@ def test_wrong_trust_is_refused(address: str, authority: str, words: str) -> Non
 
 def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
     """Guards users against a door that nobody can open."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["router"]["listen"] = {"tls": {"certificate": ours.sign("a").certificate, "key": ours.sign("b").key}}
     with pytest.raises(ConfigError, match=r"router\.listen\.tls\.certificate .* are no pair in PEM"):
         Server.start(values, port=0)
@@ -231,7 +232,7 @@ def test_wrong_files_of_doors_are_told_at_start(ours: Authority) -> None:
 def test_served_cascade_over_tls(secure: Secure) -> None:
     """Guards the way of the configuration to every link: the served text is the full model's, and drafts arrive."""
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
-    with Cascade.demo(processes=False) as reference:
+    with small.cascade() as reference:
         expected = reference.generate("def read(path):\n", params, Speculation("off")).text
     assert secure.server.url.startswith("https://127.0.0.1:")
     with secure.client() as client:

@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes have a host each, and the embedded family on it."""
+"""A Ray cluster whose nodes have a host each, and the small models on it."""
 
 import contextlib
 import json
@@ -20,6 +20,7 @@ from cascade.settings.config import CascadeConfig
 from deployments.app import ENVIRONMENT, forked
 from deployments.launch import fork_server
 from deployments.launch.fork_server import ForkServer
+from tests import small
 from tests.nodes import forks
 from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
@@ -204,11 +205,11 @@ class Outside:
 
 
 def family() -> CascadeConfig:
-    """The embedded family, two full replicas and two routers, each where a node has its resource.
+    """The small models, two full replicas and two routers, each where a node has its resource.
 
     Devices are emulated only for passes to be slow; the models are real.
     """
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     for tier in values["tiers"]:
         tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: PASS_MS[tier["name"]]}}
         tier["deployment_config"]["ray_actor_options"] = {"num_cpus": 0, "resources": {tier["name"]: 1}}

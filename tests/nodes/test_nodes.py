@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from cascade import Cascade, Completion, SamplingParams, Speculation
+from cascade import Completion, SamplingParams, Speculation
+from tests import small
 from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
 from tests.nodes.network import Network
 from tests.nodes.nodes import HEAD, Nodes, family, wait_until
@@ -53,7 +54,7 @@ FAULT_S = 12.0  # a link that carries nothing is broken after ten
 @pytest.fixture(scope="module")
 def expected() -> list[Completion]:
     """What the full model writes alone, in this process."""
-    with Cascade.demo(processes=False) as reference:
+    with small.cascade() as reference:
         return [
             reference.generate(request["prompt"], SamplingParams(**request["params"]), Speculation("off"))
             for request in REQUESTS

@@ -16,22 +16,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cascade import Cascade, Completion, ConfigError, ModelError, SamplingParams, Speculation, Structured, family, placement
+from cascade import Cascade, Completion, ConfigError, ModelError, SamplingParams, Speculation, Structured, placement
 from cascade.chain.policy import Policy
 from cascade.processes import tier_process
 from cascade.processes.lower_tiers import pay
+from tests import small
 from tests.cases import crossed, rare
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "lookup": ("lookup", "tiny")}
-PAIR = family.paths()[:2]
+PAIR = small.paths()[:2]
 
 
 @pytest.fixture(scope="module")
 def cascade() -> Iterator[Cascade]:
-    """The embedded family and a drafter, after which nothing of it is left."""
+    """The small models and a drafter, after which nothing of it is left."""
     threads, descriptors = set(threading.enumerate()), open_files()
-    with Cascade.demo(drafter="lookup", processes=True) as cascade:
+    with small.cascade(drafter="lookup", processes=True) as cascade:
         assert cascade.lower is not None
         pids = [process.pid for process in cascade.lower.processes]
         assert [os.getpgid(pid) for pid in pids] == pids, "Ctrl-C is for the parent"
@@ -186,7 +187,7 @@ def test_status_tells_of_another_process(cascade: Cascade) -> None:
 
 def damaged(folder: Path) -> str:
     """A checkpoint with a tokenizer that lacks a weight."""
-    source = Path(family.paths()[0])
+    source = Path(small.paths()[0])
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
@@ -202,7 +203,7 @@ def test_errors_of_a_process_that_loads_come_up(tmp_path: Path) -> None:
     sentences, children = [], psutil.Process().children()
     for processes in (False, True):
         with pytest.raises(ModelError) as caught:
-            Cascade.from_pretrained([damaged(tmp_path), family.paths()[1]], device="cpu", processes=processes)
+            Cascade.from_pretrained([damaged(tmp_path), small.paths()[1]], device="cpu", processes=processes)
         sentences.append(str(caught.value))
     assert sentences[0] == sentences[1]
     assert psutil.Process().children() == children

@@ -1,4 +1,4 @@
-"""The embedded family, served: behind doors of its own, and behind Ray Serve's proxies."""
+"""The small models, served: behind doors of its own, and behind Ray Serve's proxies."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,14 @@ from cascade import Cascade
 from cascade.settings.config import CascadeConfig
 from deployments.app import forked
 from deployments.launch.server import Server
+from tests import small
 from tests.conftest import Cluster
 
 
 @pytest.fixture(scope="package")
 def server(cluster: Cluster) -> Iterator[Server]:
     """Three tiers, of whose full one there are two replicas, behind two routers that share their ports."""
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     values["router"]["deployment_config"]["num_replicas"] = 2
     values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
@@ -25,5 +26,5 @@ def server(cluster: Cluster) -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def reference() -> Iterator[Cascade]:
     """The full model alone, in this process."""
-    with Cascade.demo(processes=False) as cascade:
+    with small.cascade() as cascade:
         yield cascade

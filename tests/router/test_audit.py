@@ -14,11 +14,11 @@ from cascade.cli.top import Frame, view
 from cascade.client import Client
 from cascade.messages import Message, Proposal
 from cascade.params import SamplingParams, Speculation
-from cascade.settings.config import CascadeConfig
 from cascade.settings.router import AuditConfig
 from deployments.admission.admission import Admission
 from deployments.auditor import Auditor
 from deployments.links.downlink import Downlink
+from tests import small
 from tests.chain.test_tier import opening
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
 from tests.doors import House, house
@@ -126,7 +126,7 @@ def test_a_busy_server_skips_audits() -> None:
 
 async def test_few_answers_wait() -> None:
     """Guards memory: of more answers than may wait none is kept, and none when the router goes."""
-    admission = Admission(CascadeConfig.demo())
+    admission = Admission(small.config())
     auditor = Auditor(AuditConfig(share=1.0, max_waiting=2), Downlink({}, print), {}, admission)
     for _ in range(5):
         auditor._take(opening(), [1, 2])

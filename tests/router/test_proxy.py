@@ -33,7 +33,7 @@ def test_grpc_and_http_give_the_full_models_text(served: Cluster, expected: str)
         assert client.generate(PROMPT, PARAMS).text == expected
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         pieces = client.completions.create(
-            model="cascade-full", prompt=PROMPT, max_tokens=48, temperature=0.8, seed=11, stream=True
+            model="small-full", prompt=PROMPT, max_tokens=48, temperature=0.8, seed=11, stream=True
         )
         assert "".join(piece.choices[0].text for piece in pieces) == expected
     settle()
@@ -43,12 +43,12 @@ def test_clients_that_leave_free_every_tier(served: Cluster) -> None:
     """Guards against work for clients that are gone behind proxies that tell late."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         with client.completions.create(
-            model="cascade-full", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+            model="small-full", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
         ) as stream:
             next(iter(stream))
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.3).completions.create(
-                model="cascade-full", prompt=PROMPT, max_tokens=900, extra_body={"ignore_eos": True}
+                model="small-full", prompt=PROMPT, max_tokens=900, extra_body={"ignore_eos": True}
             )
     with Client(served.grpc) as client:
         stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
@@ -78,4 +78,4 @@ def test_errors_have_their_status(served: Cluster) -> None:
         OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.BadRequestError, match="empty"),
     ):
-        client.completions.create(model="cascade-full", prompt="")
+        client.completions.create(model="small-full", prompt="")

@@ -12,7 +12,6 @@ from cascade.draft import Draft
 from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row, Scored
-from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import observer
@@ -21,6 +20,7 @@ from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
 from deployments.links import replica_status
 from deployments.router import Router
+from tests import small
 from tests.links.net import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
 
 PROMPT = [5, 6, 7, 8]
@@ -88,7 +88,7 @@ class Broken(ToyModel):
 
 
 def config(*, stall_timeout_s: float = 20.0, places: int = 256) -> dict[str, Any]:
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_ongoing_requests"] = places
     return values | {"router": {"stall_timeout_s": stall_timeout_s, "held_lease_s": 0.1}}
 

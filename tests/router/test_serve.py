@@ -1,4 +1,4 @@
-"""The served system: three tiers in Ray Serve, gRPC in between and in front, on the embedded family."""
+"""The served system: three tiers in Ray Serve, gRPC in between and in front, on the small models."""
 
 import contextlib
 import os

@@ -10,7 +10,6 @@ from ray.serve.config import AutoscalingContext
 from cascade.chain.profile import Profile
 from cascade.chain.tier import Tier
 from cascade.errors import ConfigError, Unavailable
-from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel
 from deployments import app
 from deployments.links import replica_status
@@ -18,12 +17,13 @@ from deployments.links.awake import LOOK_S, Awake
 from deployments.scaling import board as boards
 from deployments.scaling.load import LoadReport
 from deployments.scaling.policy import TierPolicy
+from tests import small
 
 TWO_GPUS = {"ray_actor_options": {"num_gpus": 2}}
 
 
 def config(max_devices: float = 6, **deployments: Any) -> dict[str, Any]:
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     for tier in values["tiers"]:
         tier["deployment_config"] = deployments.get(tier["name"], {})
     return values | {"autoscaling": {"max_devices": max_devices, "trial_s": 5, "down_delay_s": 20}}

@@ -16,7 +16,6 @@ from ray.serve.schema import ServeDeploySchema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cascade import family
 from cascade.cli.main import main
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
@@ -25,6 +24,7 @@ from cascade.settings.config import CascadeConfig
 from deployments import app, versions
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.grpc.ingress import SERVICER
+from tests import small
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 SERVE_FILES = sorted((CLUSTER / "serve").glob("*.yaml"))
@@ -328,13 +328,6 @@ def test_policy_is_what_was_chosen() -> None:
     assert default == type(default)()
 
 
-def test_embedded_models_have_folders() -> None:
-    """Guards the names of the embedded models."""
-    config = CascadeConfig.demo()
-    assert [tier.model_loading_config.source for tier in config.tiers] == family.paths()
-    assert config.names == family.NAMES
-
-
 def test_options_reach_serve() -> None:
     """Guards against options of a deployment that are dropped, renamed or replaced by a default."""
     deployment_config = {
@@ -551,7 +544,7 @@ def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
     """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
     path = tmp_path / "my.yaml"
     options = {"ray_actor_options": {"num_cpu": 1}}
-    path.write_text(json.dumps({"tiers": [tier(model_id="embedded:tiny", deployment_config=options)]}))
+    path.write_text(json.dumps({"tiers": [tier(model_id=small.paths()[0], deployment_config=options)]}))
     done = CliRunner().invoke(main, ["check", str(path)])
     assert done.exit_code == 1
     assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")
@@ -565,17 +558,18 @@ def applications(path: Path) -> ServeDeploySchema:
 
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
-def test_serve_files_can_be_deployed(path: Path) -> None:
+def test_serve_files_can_be_deployed(small_demo: None, path: Path) -> None:
     """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
 
-    Without the hub, the tiers' tokenizers and contexts are compared for embedded models only.
+    Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only. Small models
+    stand for it.
     """
     schema = applications(path)
     assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
     [application] = schema.applications
     assert application.import_path == f"{app.__name__}:{build.__name__}"
-    embedded = all(tier["model_loading_config"].get("model_source") for tier in application.args["tiers"])
-    args = dict(application.args) if embedded else {**application.args, "verify": False}
+    is_demo = all(tier["model_loading_config"].get("model_source") for tier in application.args["tiers"])
+    args = dict(application.args) if is_demo else {**application.args, "verify": False}
     assert [deployment.name for deployment in deployments(args)] == ["tiny", "medium", "full", "router"]
     assert CascadeConfig.parse(application.args).verify
 
@@ -590,7 +584,7 @@ def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
     """Guards tiers that share a GPU: each would have taken nine tenths of it."""
 
     def share(num_gpus: float | None, **engine: Any) -> float:
-        values = CascadeConfig.demo().model_dump(mode="json")
+        values = small.config().model_dump(mode="json")
         actor = {} if num_gpus is None else {"num_gpus": num_gpus}
         values["tiers"][-1] |= {"engine_kwargs": engine, "deployment_config": {"ray_actor_options": actor}}
         tier = CascadeConfig.model_validate(values).tiers[-1]
@@ -603,15 +597,15 @@ def test_replicas_take_as_much_memory_as_they_have_of_a_gpu() -> None:
 
 def test_routers_are_told_the_limits_of_all_models() -> None:
     """Guards the longest text against depending on which tiers answer: it is known when the application is built."""
-    *_, limits = build(None)._bound_deployment.init_args
-    assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in family.NAMES}
+    *_, limits = build(small.config())._bound_deployment.init_args
+    assert limits == {name: {"context_len": 1024, "vocab_size": 4096} for name in small.NAMES}
     *_, limits = build({"tiers": [tier()], "verify": False})._bound_deployment.init_args
     assert limits == {}
 
 
 def test_logs_are_as_the_application_says() -> None:
     """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
-    assert all(deployment.logging_config is None for deployment in deployments(CascadeConfig.demo()))
+    assert all(deployment.logging_config is None for deployment in deployments(small.config()))
 
 
 @pytest.mark.parametrize(("free", "expected"), [(None, 0), (0.25, 0), (0.5, SURGE_PERCENT)])
@@ -620,14 +614,14 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(app.ray, "is_initialized", lambda: free is not None)
     monkeypatch.setattr(app.ray, "available_resources", lambda: {"CPU": free})
     monkeypatch.setattr(versions, "ray", SimpleNamespace(is_initialized=lambda: False))
-    values = CascadeConfig.demo().model_dump(mode="json")
+    values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
     assert surges == [expected, expected, 50, 100]
 
 
-def test_drafters_are_named_in_many_ways() -> None:
-    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the embedded one."""
+def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
+    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the one that is shipped."""
 
     def named(drafter: Any) -> tuple[DrafterSpec, ...]:
         return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
@@ -635,7 +629,7 @@ def test_drafters_are_named_in_many_ways() -> None:
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", small.head()))
     assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
     assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None, ())
     assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None, ())

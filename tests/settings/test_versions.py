@@ -15,11 +15,11 @@ from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import DeploymentSchema
 
 from cascade.errors import ConfigError
-from cascade.settings.config import CascadeConfig
 from cascade.settings.deployment import REFUSED, DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, SERVES, changed, fixed_of_router, fixed_of_tier, live, tier_of
 from deployments.app import bind, parse
 from deployments.live import LiveConfig
+from tests import small
 
 Values = dict[str, Any]
 LIMITS = {name: {"context_len": 1024, "vocab_size": 4096} for name in ("tiny", "medium", "full")}
@@ -47,7 +47,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Deployment
 
 
 def values() -> Values:
-    return CascadeConfig.demo().model_dump(mode="json")
+    return small.config().model_dump(mode="json")
 
 
 def set_at(path: str, value: Any) -> Callable[[Values], None]:
@@ -119,7 +119,7 @@ def paths(values: Any, prefix: str = "") -> set[str]:
 
 def test_no_change_is_without_effect() -> None:
     """Guards options against being changed without a word: each replaces replicas, or is told to them, or is Serve's own."""
-    config = CascadeConfig.demo()
+    config = small.config()
     tier = config.tiers[0]
     known = paths(fixed_of_tier(tier)) | {path for path in paths(tier.model_dump(mode="json")) if path.startswith(SERVES)}
     assert known | set(OF_TIERS) == paths(tier.model_dump(mode="json"))

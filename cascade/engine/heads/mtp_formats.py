@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config, reason
+from cascade.engine.gguf import described
 from cascade.engine.heads.formats import Checkpoint, numels
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError
@@ -108,7 +109,7 @@ def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bo
     """
     text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
     num_layers = int(text.num_hidden_layers)
-    sizes = _sizes(source, revision)
+    sizes = _sizes(described(source), revision)
     if sizes is None:
         return None
     own = [name for name in sizes if any(naming.named(name, num_layers) for naming in NAMINGS)]

@@ -1,0 +1,267 @@
+"""GGUF files as the folders that Transformers reads, made once and kept in a cache.
+
+Two folders are made of a file, each when it is first needed: ``text`` has the configuration and the tokenizer, ``model`` the
+weights too. They lie below `cache_folder`, under the path, the size and the time of the file. A folder is written beside its
+place and then renamed: a process that is killed leaves nothing that another one takes for whole.
+
+Weights are kept in the narrowest dtype that holds each of them exactly: float32 for quantised files, whose numbers are a scale
+of 16 bits times a small integer, and more. bfloat16 would halve that and round every one of them, so that the text would not be
+that of the file any more; whoever wants it sets ``dtype``.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cascade.engine.memory import GIB, host_memory
+from cascade.errors import ModelError
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+FORM = 1  # of the folders: another one where they are made in another way
+CACHE = "CASCADE_CACHE"
+TEXT, MODEL = "text", "model"
+PARTIAL = "partial-"
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml, tokens that end a text
+NARROW = {"BF16": "bfloat16", "F16": "float16"}  # kinds of tensors that files in 16 bits have beside F32
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where folders are kept: ``$CASCADE_CACHE``, else ``cascade`` in the user's cache."""
+    given = os.environ.get(CACHE)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(given) if given else Path(cache) / "cascade").expanduser()
+
+
+def is_gguf(source: str) -> bool:
+    """Whether ``source`` is the path of a GGUF file; raises `ModelError` if it is only called like one."""
+    path = Path(source)
+    if not path.is_file():
+        if source.endswith(SUFFIX) and not path.exists():
+            raise ModelError(f"There is no file {source!r}: give the path of a GGUF file")
+        return False
+    with path.open("rb") as file:
+        begins = file.read(len(MAGIC)) == MAGIC
+    if not begins and source.endswith(SUFFIX):
+        raise ModelError(f"{source!r} is no GGUF file: it does not begin with {MAGIC.decode()!r}; download it again")
+    return begins
+
+
+def described(source: str) -> str:
+    """A folder with the configuration and the tokenizer of a GGUF file; anything else is returned as it is.
+
+    Raises `ModelError` if the file is damaged or Transformers cannot convert it.
+    """
+    if not is_gguf(source):
+        return source
+    place = _place(Path(source))
+    whole = place / MODEL
+    return str(whole) if whole.is_dir() else str(_made(source, place / TEXT, _describe))
+
+
+def converted(source: str) -> str:
+    """A folder with the model of a GGUF file, dequantised; anything else is returned as it is.
+
+    Takes as much memory as the weights in float32, while a progress bar is shown. Raises `ModelError` if the file is damaged,
+    Transformers cannot convert it, or memory or disk are too small.
+    """
+    if not is_gguf(source):
+        return source
+    place = _place(Path(source))
+    if not (place / MODEL).is_dir():
+        _made(source, place / TEXT, _describe)
+    return str(_made(source, place / MODEL, _convert))
+
+
+def _place(file: Path) -> Path:
+    """Of the folders of a file as it is now."""
+    known = file.stat()
+    path = file.resolve()
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+    return cache_folder() / "gguf" / f"{path.stem}-{name}" / f"{FORM}-{known.st_size:x}-{known.st_mtime_ns:x}"
+
+
+def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
+    """``folder``, after ``make`` has filled it, here or in another process."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.parent.parent):
+            if not folder.is_dir():
+                _sweep(folder.parent)
+                partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder.parent))
+                try:
+                    make(source, partial)
+                    with contextlib.suppress(FileExistsError):
+                        partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(
+            f"The GGUF file {source!r} cannot be converted in {str(cache_folder())!r} ({error.strerror or error}): "
+            f"set {CACHE} to another folder"
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes something of this file: it would take the same memory again."""
+    with (folder / "lock").open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: the last one to rename finds the folder there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(place: Path) -> None:
+    """Remove what was made of the file before it changed, and what a process that was killed has left."""
+    old = (other for other in place.parent.iterdir() if other.is_dir() and other != place)
+    for folder in (*old, *place.glob(f"{PARTIAL}*")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(source: str) -> Any:
+    """The file's `gguf.GGUFReader`; raises `ModelError` if it is not whole or not one that can be converted."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(source)
+        parts = int(_value(reader, "split.count", 1))
+        architecture = str(_value(reader, "general.architecture", ""))
+    except Exception as error:  # of a library that was given anything
+        raise ModelError(f"The GGUF file {source!r} is damaged ({_reason(error)}): download it again") from error
+    if parts > 1:
+        raise ModelError(f"The GGUF file {source!r} is one of {parts} parts: join them, with llama-gguf-split --merge")
+    if not architecture or not reader.tensors:
+        raise ModelError(f"The GGUF file {source!r} holds no model: give the file with the weights")
+    return reader
+
+
+def _value(reader: Any, key: str, default: Any = None) -> Any:
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
+def _describe(source: str, folder: Path) -> None:
+    """Write configuration, tokenizer and end tokens."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    reader, given = _read(source), _given(source)
+    with _told(source, reader):
+        config = AutoConfig.from_pretrained(**given)
+        tokenizer = AutoTokenizer.from_pretrained(**given)
+    if problem := _unread(reader, config):
+        raise ModelError(
+            f"The GGUF file {source!r} cannot be converted: {problem}, which Transformers does not read; "
+            "take the model's safetensors checkpoint"
+        )
+    config.dtype = _dtype(reader)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    ids = {name: _value(reader, f"tokenizer.ggml.{name}") for name in (*END_KEYS, "bos_token_id", "padding_token_id")}
+    ends = list(dict.fromkeys(int(ids[name]) for name in END_KEYS if ids[name] is not None))
+    GenerationConfig(
+        bos_token_id=ids["bos_token_id"],
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=ids["padding_token_id"],
+    ).save_pretrained(folder)
+
+
+def _convert(source: str, folder: Path) -> None:
+    """Write the weights beside what `_describe` has written."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    shutil.copytree(folder.parent / TEXT, folder, dirs_exist_ok=True)
+    reader, ends = _read(source), GenerationConfig.from_pretrained(folder)
+    dtype = _dtype(reader)
+    numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
+    log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)
+    with _told(source, reader):
+        network, report = AutoModelForCausalLM.from_pretrained(**_given(source), dtype=dtype, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+        raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    if hasattr(network.config, "quantization_config"):
+        del network.config.quantization_config
+    network.hf_quantizer, network.is_quantized = None, False  # else it is not saved
+    network.generation_config = ends
+    network.save_pretrained(folder)
+
+
+def _given(source: str) -> dict[str, str]:
+    path = Path(source)
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+
+
+@contextlib.contextmanager
+def _told(source: str, reader: Any) -> Iterator[None]:
+    """What Transformers raises over a file, as one sentence."""
+    try:
+        yield
+    except Exception as error:  # of any library
+        architecture = _value(reader, "general.architecture")
+        raise ModelError(
+            f"The GGUF file {source!r} cannot be converted: Transformers does not take its model of the architecture "
+            f"{architecture!r} ({_reason(error)}); take the model's safetensors checkpoint"
+        ) from error
+
+
+def _unread(reader: Any, config: Any) -> str | None:
+    """What of the file Transformers leaves out, though texts depend on it: how positions far away are scaled."""
+    for tensor in reader.tensors:
+        if tensor.name.startswith("rope_"):  # frequencies of its own, of Llama 3.1 and Phi 3
+            return f"it scales positions by the tensor {tensor.name}"
+    prefix = f"{_value(reader, 'general.architecture')}.rope.scaling"
+    kind, factor = _value(reader, f"{prefix}.type", "none"), _value(reader, f"{prefix}.factor")
+    known = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if kind == "none" or (known.get("rope_type") == kind and known.get("factor") == factor):
+        return None
+    return f"it scales positions by {prefix}.type {kind!r}"
+
+
+def _dtype(reader: Any) -> str:
+    """The narrowest that holds every number of the file exactly: one of 16 bits only if nothing was quantised."""
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    for kind, dtype in NARROW.items():
+        if kind in kinds and kinds <= {kind, "F32"} and all(_survives(tensor, dtype) for tensor in reader.tensors):
+            return dtype
+    return "float32"
+
+
+def _survives(tensor: Any, dtype: str) -> bool:
+    """Whether a tensor has the same numbers in ``dtype``."""
+    import torch
+
+    if tensor.tensor_type.name != "F32":
+        return True
+    numbers = torch.tensor(tensor.data)
+    return torch.equal(numbers.to(getattr(torch, dtype)).float(), numbers)
+
+
+def _check_room(source: str, folder: Path, numbers: int, size: int) -> None:
+    memory, free = 4 * numbers, host_memory()
+    if memory > free:
+        raise ModelError(
+            f"The GGUF file {source!r} takes {memory / GIB:.2f} GiB of memory to convert and {free / GIB:.2f} GiB are free: "
+            "take a larger machine, or the model's safetensors checkpoint"
+        )
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ModelError(
+            f"The GGUF file {source!r} takes {size / GIB:.2f} GiB once it is converted and {str(cache_folder())!r} has "
+            f"{free / GIB:.2f} GiB free: set {CACHE} to a folder with more"
+        )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

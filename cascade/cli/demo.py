@@ -18,7 +18,7 @@ from cascade.cli.serve import started
 from cascade.params import Handling, SamplingParams, Speculation
 
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that every mode answers, at each temperature
-COMPARED_TOKENS = 40  # of such an answer at most: the whole is to be over in a minute and a half, on two cores
+COMPARED_TOKENS = 32  # of such an answer at most: the whole is to be over in a minute and a half, on two cores
 
 
 @click.command()

@@ -256,7 +256,7 @@ def test_prompts_are_turns_unless_they_are_raw(tmp_path: Path) -> None:
             assert code == 0, output
             said = json.loads(written.read_text())
             assert said["chat"] is not bool(more)
-            assert (said["cells"][0]["tokens"] == 30) is bool(more)
+            assert (said["cells"][0]["tokens"] > 3) is not bool(more)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
     """Tokens per second of each mode beside the mode named ``baseline``."""
     results = list(results)
     base = next(r.tokens_per_second for r in results if r.mode.name == baseline)
-    table = Table("mode", "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
+    mode = Column("mode", no_wrap=True)
+    table = Table(mode, "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
     for result in results:
         first = sorted(result.first_token_s)[len(result.first_token_s) // 2] * 1e3 if result.first_token_s else 0.0
         table.add_row(

@@ -16,7 +16,7 @@ from tests.talkers import talking
 
 
 def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the demo as a whole, without a terminal: five answers in the model's template, two tables, one text in all modes."""
+    """Guards the demo as a whole, without a terminal: five answers to chats, two tables, one text."""
     monkeypatch.setattr(demo, "COMPARED_TOKENS", 8)
     with talking(tmp_path, "hermes") as served:
 
@@ -34,5 +34,5 @@ def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: 
         assert result.output.count(question.text[:20]) == 2, question.category
     assert result.output.count("All modes gave the same text.") == 2
     assert "Temperature 0.7" in result.output
-    for mode in ("full alone", "cascade", "tiny → full", "medium → full", "tiny → medium → full"):
+    for mode in ("full alone", "cascade", "tiny → full", "medium → full", "suffix → tiny → medium → full"):
         assert result.output.count(f"│ {mode} ") == 2, mode

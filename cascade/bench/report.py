@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from cascade.bench.load import Cell, joined, quantile, same_text
 from cascade.messages import Edge
@@ -39,21 +40,17 @@ def line(cell: Cell, cells: Sequence[Cell]) -> str:
     )
 
 
-def speeds(cells: Sequence[Cell]) -> Table:
-    """All categories together: speed, tokens of a pass of the full tier, and how long a client waits."""
-    columns = ("at once", "mode", "tokens/s", "speed-up", "a pass", "first token p50", "p99", "gap p50", "p99", "failed")
-    table = Table(*columns, title="All categories", caption="a pass: tokens that a pass of the full model brought")
-    every = joined(cells)
-    for number, cell in enumerate(every):
-        repeated = number and every[number - 1].concurrency == cell.concurrency
+def waits(cells: Sequence[Cell]) -> Table:
+    """All categories together: how long a client waits, in milliseconds, and how many requests failed."""
+    names = ("first token p50", "p99", "gap p50", "p99", "failed")
+    columns = (Column("at once"), Column("mode", no_wrap=True), *(Column(name, justify="right") for name in names))
+    table = Table(*columns, title="Waits of all categories, ms", box=SIMPLE_HEAD, pad_edge=False)
+    for cell in joined(cells):
         table.add_row(
-            "" if repeated else str(cell.concurrency),
+            str(cell.concurrency),
             cell.mode.name,
-            f"{cell.tokens_per_second:.1f}",
-            f"{speed_up(cell, every):.2f}x",
-            f"{cell.tokens_per_full_pass:.2f}",
-            *(f"{quantile(cell.first_token_s, share) * 1e3:.0f} ms" for share in (0.5, 0.99)),
-            *(f"{quantile(cell.gaps_s, share) * 1e3:.1f} ms" for share in (0.5, 0.99)),
+            *(f"{quantile(cell.first_token_s, share) * 1e3:.0f}" for share in (0.5, 0.99)),
+            *(f"{quantile(cell.gaps_s, share) * 1e3:.1f}" for share in (0.5, 0.99)),
             str(len(cell.errors)) if cell.errors else "",
         )
     return table

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cascade.answer import Chunk
 from cascade.bench import report
-from cascade.bench.load import AsyncStream, Cell, Workload, load, same_text
+from cascade.bench.load import AsyncStream, Cell, Workload, joined, load, same_text
 from cascade.bench.measure import EdgeTotals, Mode
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
 from cascade.cli.connection import Here, Served, api_key, asking, loaded
@@ -153,7 +153,9 @@ def modes(names: tuple[str, ...], pairs: bool, branches: int | None = None) -> t
 
 def show(cells: list[Cell]) -> None:
     """Print the tables, and what went wrong."""
-    console.print(report.speeds(cells))
+    _print(joined(cells))
+    console.print()
+    console.print(report.waits(cells))
     console.print(report.categories(cells))
     totals = EdgeTotals()
     for cell in cells:
@@ -189,7 +191,7 @@ async def _measure(
 
 
 def _print(cells: Sequence[Cell]) -> None:
-    """The cells of a category, which is done."""
+    """The cells of a category that is done, or of all of them."""
     for cell in cells:
         console.print(report.line(cell, cells), markup=False, soft_wrap=True)
 

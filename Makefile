@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-l
 
 .PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules soak
 
-demo: $(VENV)/.installed           ## start the cascade, stream one answer, compare, shut down
+demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
 
 serve: $(VENV)/.installed          ## the same server, left running

@@ -51,6 +51,12 @@ class Cell:
         """Of all requests together."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def tokens_per_full_pass(self) -> float:
+        """Mean tokens that a pass of the full tier brought a request."""
+        passes = self.edges.full_passes
+        return self.tokens / passes if passes else 0.0
+
     def add(self, prompt: Prompt, timed: Timed) -> None:
         """Count one finished request."""
         self.tokens += timed.completion.stats.completion_tokens
@@ -98,10 +104,17 @@ class Workload:
         return sum(sizes) * len(self.modes) * self.rounds
 
 
-async def load(stream: AsyncStream, workload: Workload, step: Callable[[], object] = lambda: None) -> list[Cell]:
-    """Send ``workload``, each mode warmed up at each number of requests at once; ``step`` is called after each request.
+async def load(
+    stream: AsyncStream,
+    workload: Workload,
+    step: Callable[[], object] = lambda: None,
+    done: Callable[[Sequence[Cell]], object] = lambda cells: None,
+) -> list[Cell]:
+    """Send ``workload``, each mode warmed up at each number of requests at once.
 
-    A request that fails is counted in its cell; one that fails while the server warms up raises its `CascadeError`.
+    ``step`` is called after each request, ``done`` with the cells of all modes of a category as soon as nothing is added to
+    them any more. A request that fails is counted in its cell; one that fails while the server warms up raises its
+    `CascadeError`.
     """
     cells = {
         (n, category, mode.name): Cell(mode, category, n)
@@ -112,10 +125,12 @@ async def load(stream: AsyncStream, workload: Workload, step: Callable[[], objec
     turns = 0
     for n in workload.concurrency:
         await _warm_up(stream, workload, n)
-        for _, category in itertools.product(range(workload.rounds), workload.categories):
-            for mode in _rotated(workload.modes, turns):
-                await _send(stream, workload, cells[n, category, mode.name], step)
-            turns += 1
+        for category in workload.categories:
+            for _ in range(workload.rounds):
+                for mode in _rotated(workload.modes, turns):
+                    await _send(stream, workload, cells[n, category, mode.name], step)
+                turns += 1
+            done([cells[n, category, mode.name] for mode in workload.modes])
     return list(cells.values())
 
 

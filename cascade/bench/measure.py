@@ -7,23 +7,18 @@ tenant of its own: no mode knows the prompt or the text from another one.
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cascade.answer import Chunk, Completion
+from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
 from cascade.params import Handling, SamplingParams, Speculation
 
 Stream = Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]
 
-PROMPTS = (
-    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
-    "class TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_put",
-    "import os\nimport sys\n\ndef main():\n    parser = argparse.ArgumentParser(description=",
-    "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
-    "def parse_header(line):\n    key, sep, value = line.partition(':')\n    if not sep:\n        raise ValueError(",
-    "    def close(self):\n        if self._closed:\n            return\n        self._closed = True\n        try:\n",
-)
-"""Beginnings of Python files, which the embedded family continues."""
+PROMPTS = tuple({prompt.category: prompt.text for prompt in reversed(BUILT_IN)}.values())[::-1]
+"""The first prompt of each kind that ships."""
+WARM_TOKENS = 16  # output tokens at most of the request that warms a mode up
 
 
 def stranger() -> Handling:
@@ -101,13 +96,14 @@ def measure(
     rounds: int = 1,
     step: Callable[[], object] = lambda: None,
 ) -> list[Measured]:
-    """Serve every prompt in every mode ``rounds`` times, after one request in each mode to warm up.
+    """Serve every prompt in every mode ``rounds`` times, after one short request in each mode to warm up.
 
     ``step`` is called after each request that counts.
     """
     results = [Measured(mode) for mode in modes]
+    short = replace(params, max_tokens=min(params.max_tokens, WARM_TOKENS), min_tokens=min(params.min_tokens, WARM_TOKENS))
     for mode in modes:
-        _time(stream, prompts[0], params, mode)
+        _time(stream, prompts[0], short, mode)
     for _ in range(rounds):
         for prompt in prompts:
             for result in results:

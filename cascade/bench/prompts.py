@@ -1,57 +1,39 @@
-"""The prompts of a benchmark: built-in ones by category, or those of a file."""
+"""The prompts of a benchmark: those that ship, or those of a file, also in the formats of published sets."""
 
+import gzip
 import json
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from cascade.bench.measure import PROMPTS
 from cascade.errors import ConfigError
 
 UNSORTED = "prompts"  # category of a prompt that names none
+# categories of MT-Bench, which Spec-Bench counts as one; its other five stand for themselves
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to continue, and the kind of text it is."""
+    """A text to answer or to continue, and the kind of text it is."""
 
     text: str
     category: str = UNSORTED
 
 
-_TESTS = (
-    "class TestStack(unittest.TestCase):\n    def test_pop_empty(self):\n        stack = Stack()\n        with self.assert",
-    "def test_parse_date():\n    assert parse_date('2024-02-29') == ",
-    "    def test_round_trip(self):\n        for value in (0, 1, -1, 2**31):\n            self.assertEqual(",
-    "class ErrorTests(unittest.TestCase):\n    def check(self, source):\n        with self.assertRaises(SyntaxError):\n",
-)
-_PROSE = (
-    "The history of the lighthouse begins long before electric light. In the third century BC, ",
-    "Write a short letter to a friend who has moved to another city.\n\nDear ",
-    "Explain in simple words why the sky is blue.\n\nSunlight ",
-    "Summary of the meeting: the team agreed on three things. First, ",
-)
-_DATA = (
-    '[{"id": 1, "name": "Ada", "born": 1815}, {"id": 2, "name": "Grace", "born": 1906}, {"id": 3, "name": ',
-    "day,city,high,low\nMonday,Oslo,12,4\nMonday,Rome,24,15\nTuesday,Oslo,11,",
-    "COLOURS = {\n    'red': (255, 0, 0),\n    'green': (0, 255, 0),\n    'blue': (0, 0, 255),\n    'yellow': (",
-    "host: localhost\nport: 8080\nlogging:\n  level: info\n  handlers:\n    - console\n    - ",
-)
-BUILT_IN = tuple(
-    Prompt(text, category)
-    for category, texts in {"code": PROMPTS[:4], "tests": _TESTS, "data": _DATA, "prose": _PROSE}.items()
-    for text in texts
-)
-"""Beginnings of four kinds of text; the embedded family knows the first two best."""
-
-
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, one a line: JSON (``{"prompt": ..., "category": ...}`` or a string), or plain text.
+    """The prompts of a file, one a line; a name that ends with ``.gz`` is that of a compressed file.
 
-    Empty lines are skipped. Raises `ConfigError` that names the line.
+    A line is plain text, a JSON string, or a JSON object: ``{"prompt": ..., "category": ...}``, or one of Spec-Bench
+    (``turns``, of which the first is the prompt, and ``category``), of HumanEval (``task_id`` and ``prompt``) or of GSM8K
+    (``question``). Empty lines are skipped. Raises `ConfigError` that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8").splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
         raise ConfigError(f"The prompts in {path} cannot be read: {error}") from None
     prompts = tuple(_prompt(line, f"Line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip())
     if not prompts:
@@ -68,9 +50,57 @@ def _prompt(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise ConfigError(f"{where} begins like JSON and is none ({error}): mend it, or write the text as a string") from None
     fields = {"prompt": value} if isinstance(value, str) else value
+    read = next((read for field, read in PUBLISHED.items() if field in fields), _own)
+    return read(fields, where)
+
+
+def _own(fields: Mapping[str, Any], where: str) -> Prompt:
     if unknown := set(fields) - {"prompt", "category"}:
         raise ConfigError(f"{where} has the field {min(unknown)!r}: it takes prompt and category")
     text, category = fields.get("prompt"), fields.get("category", UNSORTED)
-    if not (isinstance(text, str) and text and isinstance(category, str) and category):
+    if not (_is_text(text) and _is_text(category)):
         raise ConfigError(f'{where} has no prompt or no category that is a text: write {{"prompt": "...", "category": "..."}}')
     return Prompt(text, category)
+
+
+def _spec_bench(fields: Mapping[str, Any], where: str) -> Prompt:
+    turns, category = fields["turns"], fields.get("category")
+    if not (isinstance(turns, list) and turns and all(map(_is_text, turns))):
+        raise ConfigError(f"{where} has turns {turns!s:.60}: they must be a list of texts, as in Spec-Bench")
+    if not _is_text(category):
+        raise ConfigError(f"{where} has turns and the category {category!s:.60}: it must be a text, as in Spec-Bench")
+    return Prompt(turns[0], "mt_bench" if category in MT_BENCH else category)
+
+
+def _human_eval(fields: Mapping[str, Any], where: str) -> Prompt:
+    return Prompt(_text_of(fields, "prompt", where, "HumanEval"), "humaneval")
+
+
+def _gsm8k(fields: Mapping[str, Any], where: str) -> Prompt:
+    return Prompt(_text_of(fields, "question", where, "GSM8K"), "gsm8k")
+
+
+# how lines of published sets are read, by the field that tells them
+PUBLISHED: dict[str, Callable[[Mapping[str, Any], str], Prompt]] = {
+    "turns": _spec_bench,
+    "task_id": _human_eval,
+    "question": _gsm8k,
+}
+
+
+def _text_of(fields: Mapping[str, Any], name: str, where: str, published: str) -> str:
+    text = fields.get(name)
+    if not _is_text(text):
+        raise ConfigError(f"{where} has the {name} {text!s:.60}: it must be a text, as in {published}")
+    return text
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value)
+
+
+BUILT_IN = read_prompts(Path(__file__).parent / "prompts.jsonl")
+"""Six kinds of eight: chat, code, mathematics, summaries and documents with their texts, translation."""
+
+QUESTIONS = read_prompts(Path(__file__).parent / "questions.jsonl")
+"""What `cascade demo` asks, one of each kind: facts, code, mathematics, a summary, a rewrite."""

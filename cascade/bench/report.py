@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from cascade.bench.load import Cell, joined, quantile, same_text
 from cascade.messages import Edge
@@ -26,39 +27,46 @@ def document(cells: Sequence[Cell], **about: Any) -> dict[str, Any]:
     }
 
 
-def speeds(cells: Sequence[Cell]) -> Table:
-    """All categories together: speed, and how long a client waits."""
-    columns = ("at once", "mode", "tokens/s", "speed-up", "first token p50", "p99", "gap p50", "p99", "failed")
-    table = Table(*columns, title="Speed")
-    every = joined(cells)
-    for number, cell in enumerate(every):
-        repeated = number and every[number - 1].concurrency == cell.concurrency
+def headline() -> str:
+    """What stands above the lines of cells."""
+    return f"{'at once':>7}  {'category':<14} {'tokens/s':>8}  {'speed-up':>8}  {'a pass':>6}  mode"
+
+
+def line(cell: Cell, cells: Sequence[Cell]) -> str:
+    """One cell, for those who wait for the others: its speed, and how many tokens a pass of the full tier brought."""
+    return (
+        f"{cell.concurrency:>7}  {cell.category:<14} {cell.tokens_per_second:>8.1f}  {speed_up(cell, cells):>7.2f}x"
+        f"  {cell.tokens_per_full_pass:>6.2f}  {cell.mode.name}"
+    )
+
+
+def waits(cells: Sequence[Cell]) -> Table:
+    """All categories together: how long a client waits, in milliseconds, and how many requests failed."""
+    names = ("first token p50", "p99", "gap p50", "p99", "failed")
+    columns = (Column("at once"), Column("mode", no_wrap=True), *(Column(name, justify="right") for name in names))
+    table = Table(*columns, title="Waits of all categories, ms", box=SIMPLE_HEAD, pad_edge=False)
+    for cell in joined(cells):
         table.add_row(
-            "" if repeated else str(cell.concurrency),
+            str(cell.concurrency),
             cell.mode.name,
-            f"{cell.tokens_per_second:.1f}",
-            f"{speed_up(cell, every):.2f}x",
-            *(f"{quantile(cell.first_token_s, share) * 1e3:.0f} ms" for share in (0.5, 0.99)),
-            *(f"{quantile(cell.gaps_s, share) * 1e3:.1f} ms" for share in (0.5, 0.99)),
+            *(f"{quantile(cell.first_token_s, share) * 1e3:.0f}" for share in (0.5, 0.99)),
+            *(f"{quantile(cell.gaps_s, share) * 1e3:.1f}" for share in (0.5, 0.99)),
             str(len(cell.errors)) if cell.errors else "",
         )
     return table
 
 
 def categories(cells: Sequence[Cell]) -> Table:
-    """The last mode by category: speed-up, and the share of guesses that each edge accepted."""
-    chosen = [cell for cell in cells if cell.mode == cells[-1].mode]
-    edges = list(dict.fromkeys(key for cell in chosen for key in cell.edges if key[0]))
-    names = [f"{drafter} → {verifier}" for drafter, verifier in edges]
-    table = Table("at once", "category", "speed-up", *names, title=f"{cells[-1].mode.name}: speed-up and acceptance")
-    for cell in chosen:
-        shares = (acceptance(cell, edge) for edge in edges)
-        table.add_row(
-            str(cell.concurrency),
-            cell.category,
-            f"{speed_up(cell, cells):.2f}x",
-            *("-" if share is None else f"{share:.0%}" for share in shares),
-        )
+    """Each category, and all: speed-up of every mode over the first one, and its tokens of a pass of the full tier."""
+    every = [*cells, *joined(cells)]
+    base, *modes = dict.fromkeys(cell.mode.name for cell in cells)
+    title = f"Speed-up over {base}, and tokens of a full pass"
+    table = Table("at once", "category", *modes, title=title)
+    for n in dict.fromkeys(cell.concurrency for cell in cells):
+        for category in dict.fromkeys(cell.category for cell in every):
+            row = [cell for cell in every if (cell.concurrency, cell.category) == (n, category)]
+            shown = (f"{speed_up(cell, row):.2f}x  {cell.tokens_per_full_pass:.2f}" for cell in row[1:])
+            table.add_row(str(n), category, *shown, end_section=category == every[-1].category)
     return table
 
 
@@ -69,7 +77,6 @@ def acceptance(cell: Cell, edge: tuple[str, str]) -> float | None:
 
 
 def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
-    full_passes = cell.edges.full_passes
     return {
         "mode": cell.mode.name,
         "category": cell.category,
@@ -81,7 +88,7 @@ def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
         "seconds": cell.seconds,
         "tokens_per_second": cell.tokens_per_second,
         "speed_up": speed_up(cell, cells),
-        "tokens_per_full_pass": cell.tokens / full_passes if full_passes else None,
+        "tokens_per_full_pass": cell.tokens_per_full_pass if cell.edges else None,
         "first_token_ms": _quantiles(cell.first_token_s),
         "gap_ms": _quantiles(cell.gaps_s),
         "edges": [_edge_entry(edge) for edge in cell.edges.values()],

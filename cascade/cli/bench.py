@@ -3,22 +3,29 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cascade.answer import Chunk
 from cascade.bench import report
-from cascade.bench.load import AsyncStream, Cell, Workload, load, same_text
+from cascade.bench.load import AsyncStream, Cell, Workload, joined, load, same_text
 from cascade.bench.measure import EdgeTotals, Mode
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
+from cascade.cli.connection import Here, Served, api_key, asking, loaded
 from cascade.cli.screen import acceptance, console
-from cascade.params import MAX_BRANCHES, SamplingParams, Speculation
+from cascade.params import MAX_BRANCHES, Handling, SamplingParams, Speculation
+
+if TYPE_CHECKING:  # it needs gRPC, which starts slowly
+    from cascade.client.chat import TurnPiece
 
 PICTURES = (".svg", ".png")
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -49,13 +56,20 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 @click.command()
-@click.option("--address", help="Of a server, such as 127.0.0.1:9000. Without one the demonstration family runs here.")
+@click.option("--address", help="Of a server, such as 127.0.0.1:9000. Without one the models run here.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
+)
 @click.option("--concurrency", default="1", show_default=True, callback=_counts, help="Requests at once; such as 1,4,16.")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file, one a line: text, or JSON with prompt and category. Built-in ones of four categories if not given.",
+    help="A file, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K. Six kinds of eight if not given.",
 )
+@click.option("--raw", is_flag=True, help="Go on with prompts as they are, also if the model has a chat template.")
 @click.option("--category", "only", multiple=True, help="Only prompts of this category. May be repeated.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Output tokens at most.")
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
@@ -66,8 +80,10 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(
     address: str | None,
+    models: tuple[str, ...],
     concurrency: tuple[int, ...],
     prompts: Path | None,
+    raw: bool,
     only: tuple[str, ...],
     max_tokens: int,
     temperature: float,
@@ -79,19 +95,26 @@ def bench(
 ) -> None:
     """Load a server with the cascade and the full model alone in alternation, and compare them.
 
-    Every mode warms up, then takes its turn on every batch of prompts. Ends with status 1 if a request failed.
+    Every mode warms up, then takes its turn on every batch of prompts. A prompt is a user's turn in the model's chat template,
+    if it has one; of prompts with several turns the first is sent. Ends with status 1 if a request failed.
 
     \b
     cascade bench --address 127.0.0.1:9000 --concurrency 1,4,16 --picture bench.svg
+    cascade bench --prompts question.jsonl --temperature 0.7 --json bench.json
     """
+    if address and models:
+        raise click.UsageError("--address names a server and --model models that run here: give one of them")
     chosen = _of_categories(read_prompts(prompts) if prompts else BUILT_IN, only)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
-    workload, cells = asyncio.run(
-        _measure(address, lambda names: Workload(modes(names, pairs, branches), chosen, concurrency, params, rounds))
+    workload, about, cells = asyncio.run(
+        _measure(
+            _connected(address, models, raw),
+            lambda names: Workload(modes(names, pairs, branches), chosen, concurrency, params, rounds),
+        )
     )
     show(cells)
     if json_path is not None:
-        whole = report.document(cells, version=version("cascade-serve"), address=address, **_about(workload))
+        whole = report.document(cells, **about, **_about(workload, prompts))
         json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if picture is not None:
         from cascade.bench.picture import draw  # needs matplotlib, which is optional
@@ -110,13 +133,16 @@ def _of_categories(prompts: tuple[Prompt, ...], only: tuple[str, ...]) -> tuple[
     return tuple(prompt for prompt in prompts if not only or prompt.category in only)
 
 
-def _about(workload: Workload) -> dict[str, Any]:
+def _about(workload: Workload, prompts: Path | None) -> dict[str, Any]:
     """What the document says of the workload."""
     return {
+        "version": version("cascade-serve"),
+        "date": datetime.now(UTC).date().isoformat(),
         "max_tokens": workload.params.max_tokens,
         "temperature": workload.params.temperature,
         "rounds": workload.rounds,
         "prompts": len(workload.prompts),
+        "prompts_of": prompts.name if prompts else None,
         "categories": workload.categories,
     }
 
@@ -132,7 +158,9 @@ def modes(names: tuple[str, ...], pairs: bool, branches: int | None = None) -> t
 
 def show(cells: list[Cell]) -> None:
     """Print the tables, and what went wrong."""
-    console.print(report.speeds(cells))
+    _print(joined(cells))
+    console.print()
+    console.print(report.waits(cells))
     console.print(report.categories(cells))
     totals = EdgeTotals()
     for cell in cells:
@@ -144,28 +172,73 @@ def show(cells: list[Cell]) -> None:
         console.print(error, markup=False)
 
 
-async def _measure(address: str | None, workload_for: Callable[[tuple[str, ...]], Workload]) -> tuple[Workload, list[Cell]]:
-    """The workload for the tiers that are there, and its cells."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who answers: how, with which tiers, bottom to top, and what the document says of it."""
+
+    stream: AsyncStream
+    names: tuple[str, ...]
+    about: dict[str, Any]
+
+
+async def _measure(
+    connected: AbstractAsyncContextManager[Asked], workload_for: Callable[[tuple[str, ...]], Workload]
+) -> tuple[Workload, dict[str, Any], list[Cell]]:
+    """The workload for the tiers that are there, what is said of these, and the cells, which are printed as they are done."""
     columns = (TextColumn("Measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    async with _connected(address) as (stream, names):
-        workload = workload_for(names)
+    async with connected as asked:
+        workload = workload_for(asked.names)
+        console.print(report.headline(), style="bold")
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=workload.num_requests)
-            return workload, await load(stream, workload, step=lambda: progress.advance(task))
+            cells = await load(asked.stream, workload, lambda: progress.advance(task), _print)
+            return workload, asked.about, cells
+
+
+def _print(cells: Sequence[Cell]) -> None:
+    """The cells of a category that is done, or of all of them."""
+    for cell in cells:
+        console.print(report.line(cell, cells), markup=False, soft_wrap=True)
 
 
 @asynccontextmanager
-async def _connected(address: str | None) -> AsyncIterator[tuple[AsyncStream, tuple[str, ...]]]:
-    """A stream function and the names of the tiers: of a server, or of the demonstration family here."""
-    if address is not None:
-        from cascade.client import AsyncClient
+async def _connected(address: str | None, models: tuple[str, ...], raw: bool) -> AsyncIterator[Asked]:
+    """A server, or models that run here; prompts are turns of a user unless they are ``raw`` or there is no template."""
+    if address is None:
+        with loaded(models) as cascade:
+            here = Here(cascade)
+            chat = not raw and here.has_template()
 
-        async with AsyncClient(address, api_key=os.environ.get("CASCADE_API_KEY")) as client:
-            served = await client.describe()
-            yield client.stream, (*served.drafters, *(tier.name for tier in served.tiers))
+            def ask(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
+                return cascade.astream(here.encode(asking(prompt)), *how)
+
+            model = Path(cascade.tokenizer.backend.name_or_path).name
+            about = {"address": None, "model": model, "processor": _processor(), "chat": chat}
+            yield Asked(ask if chat else cascade.astream, cascade.names, about)
         return
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # these models load in no time
-    from cascade.local import Cascade
+    from cascade.client import AsyncClient, Client
 
-    with Cascade.demo() as cascade:
-        yield cascade.astream, cascade.names
+    with Client(address, api_key=api_key()) as client:
+        served = Served(client)
+        chat = not raw and served.has_template()
+    full = served.info.tiers[-1]
+    near = address.rpartition("/")[2].startswith(("127.0.0.1:", "localhost:", "[::1]:"))
+    about = {"address": address, "model": full.model, "processor": _processor() if near else full.device, "chat": chat}
+    async with AsyncClient(address, api_key=api_key()) as talking:
+
+        async def say(
+            prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling
+        ) -> AsyncGenerator[Chunk, None]:
+            said = talking.stream_chat(asking(prompt), params, speculation, handling)
+            async with aclosing(cast("AsyncGenerator[TurnPiece, None]", said)) as pieces:
+                async for piece in pieces:
+                    yield piece.chunk
+
+        yield Asked(say if chat else talking.stream, served.names, about)
+
+
+def _processor() -> str:
+    """Of this machine, and how many of its cores this program may use."""
+    from cascade.engine.devices import processor  # with PyTorch
+
+    return f"{processor()}, {os.cpu_count()} cores"

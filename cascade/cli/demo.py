@@ -1,50 +1,70 @@
-"""`cascade demo`: the demonstration family, served, and compared with the full one alone."""
+"""`cascade demo`: a few questions to a served cascade, and a comparison with its full model alone."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import click
 from rich.progress import Progress
 
-from cascade.bench.measure import PROMPTS, Mode, Stream, measure
+from cascade.bench.measure import Mode, Stream, measure
+from cascade.bench.prompts import QUESTIONS, Prompt
 from cascade.cli import screen
-from cascade.cli.generate import show_stream
+from cascade.cli.bench import modes
+from cascade.cli.connection import Served, stream_for
 from cascade.cli.screen import console
 from cascade.cli.serve import started
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation
 
-SAMPLED = 0.7  # temperature of text that does not repeat itself as greedy text of small models does
+COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that every mode answers, at each temperature
+COMPARED_TOKENS = 32  # of such an answer at most: the whole is to be over in a minute and a half, on two cores
 
 
 @click.command()
-@click.option("--prompt", default=PROMPTS[0], help="What the models go on with.")
-@click.option("--max-tokens", default=160, show_default=True)
-@click.option("--temperature", "-t", type=float, help="Of all answers; 0.7 for the first, then 0 and 0.7 if not given.")
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+@click.option("--max-tokens", type=click.IntRange(1), default=96, show_default=True, help="Of each answer that is shown.")
+@click.option("--temperature", "-t", type=float, help="Of all answers; of the compared ones 0 and then 0.7 if not given.")
 @click.option("--port", type=int, help="gRPC port. Any free one unless given.")
-def demo(prompt: str, max_tokens: int, temperature: float | None, port: int | None) -> None:
-    """Start the demonstration family on this machine, stream one answer, compare with the full model alone, shut down."""
+def demo(config: Path | None, max_tokens: int, temperature: float | None, port: int | None) -> None:
+    """Start a cascade on this machine, ask it five questions, compare it with its full model alone, shut down.
+
+    The cascade is the one that ships, or that of CONFIG, a YAML file.
+    """
     from cascade.client import Client
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=SAMPLED if temperature is None else temperature, seed=1)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature or 0.0, seed=1)
     name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
-    with started(None, port=port or 0, http_port=0, name=name) as server, Client(server.address) as client:
-        show_stream(client.stream, prompt, params, Speculation(tiers=server.names[:-1]), server.names)
-        for compared in (0.0, SAMPLED) if temperature is None else (temperature,):
-            compare(client.stream, replace(params, temperature=compared), server.names, rounds=1)
+    with started(config, port=port or 0, http_port=0, name=name) as server, Client(server.address) as client:
+        served = Served(client)
+        stream = stream_for(served)
+        console.print(screen.legend(served.names))
+        for question in QUESTIONS:
+            answer(stream, question, params)
+        short = replace(params, max_tokens=min(max_tokens, COMPARED_TOKENS))
+        for compared in (0.0, 0.7) if temperature is None else (temperature,):
+            compare(stream, replace(short, temperature=compared), modes(served.names, pairs=True))
 
 
-def compare(stream: Stream, params: SamplingParams, names: tuple[str, ...], *, rounds: int) -> None:
-    """Measure the full model alone, the cascade as it chooses its tiers itself, and every chain; print the tables."""
-    lower = names[:-1]
-    chains = [(name,) for name in lower] + ([lower] if len(lower) > 1 else [])
-    modes = [Mode("full alone", Speculation("off")), Mode("cascade", Speculation())]
-    modes += [Mode(" → ".join((*chain, names[-1])), Speculation(tiers=chain)) for chain in chains]
-    total = rounds * len(PROMPTS) * len(modes)
+def answer(stream: Stream, question: Prompt, params: SamplingParams) -> None:
+    """Ask and print, coloured by which tier's guess survived."""
+    console.print(f"\n[bold]{question.category.capitalize()}[/]")
+    console.print(question.text, style="dim", markup=False)
+    for chunk in stream(question.text, params, Speculation(), Handling()):
+        screen.show(chunk)
+        if chunk.completion is not None:
+            more = " ..." if chunk.completion.finish_reason == "length" else ""
+            console.print(f"{more}\n[dim]{screen.took(chunk.completion)}[/]")
+
+
+def compare(stream: Stream, params: SamplingParams, compared: Sequence[Mode]) -> None:
+    """Have every mode answer some of the questions in turns; print how fast each was, and whether all said the same."""
+    prompts = [question.text for question in QUESTIONS if question.category in COMPARED]
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Measuring", total=total)
-        results = measure(stream, modes, params, rounds=rounds, step=lambda: progress.advance(task))
+        task = progress.add_task("Measuring", total=len(prompts) * len(compared))
+        results = measure(stream, compared, params, prompts=prompts, step=lambda: progress.advance(task))
     console.print(f"\n[bold]Temperature {params.temperature:g}[/]")
     same = all(result.texts == results[0].texts for result in results)
-    console.print(screen.speeds(results, "full alone"))
+    console.print(screen.speeds(results, results[0].mode.name))
     console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))
     console.print("All modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from cascade.cli.bench import bench
+from cascade.cli.chat import chat
 from cascade.cli.check import check
 from cascade.cli.demo import demo
 from cascade.cli.distill import distill
@@ -32,17 +33,18 @@ def main() -> None:
     """Serve a large language model several times faster, without changing a token of what it says.
 
     \b
-    cascade demo                        see it work: a small chat model, one prompt, a comparison
+    cascade demo                        see it work: five questions, and a comparison
     cascade serve                       the same models as a server for gRPC clients
     cascade serve my.yaml               your own models
     cascade check my.yaml               what they will need, and whether they fit together
-    cascade generate "def main():"      ask the server
+    cascade chat --address HOST:PORT    talk with the server
+    cascade generate "def main():"      go on with a text
     cascade bench                       how much faster it is, under load
     cascade top                         watch a server
     """
 
 
-for command in (demo, serve, check, generate, bench, top, simulate, distill, drafter):
+for command in (demo, serve, check, chat, generate, bench, top, simulate, distill, drafter):
     main.add_command(command)
 
 if __name__ == "__main__":

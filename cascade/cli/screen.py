@@ -48,6 +48,23 @@ def coloured(chunk: Chunk) -> Text:
     return text
 
 
+def show(chunk: Chunk, *, plain: bool = False) -> None:
+    """Print the next piece of an answer behind those before it, as `coloured` unless it is to be ``plain``."""
+    console.print(Text(chunk.text) if plain else coloured(chunk), end="", soft_wrap=True)
+
+
+def took(completion: Completion, seconds: float | None = None) -> str:
+    """What it took to write a text, in one line; with its speed if it took so many ``seconds``."""
+    stats = completion.stats
+    rule = "" if stats.rule == "coupled" else f", rule {stats.rule}"
+    speed = f", {stats.completion_tokens / seconds:.1f} tokens/s" if seconds else ""
+    return (
+        f"{stats.completion_tokens} tokens in {stats.full_passes} full passes "
+        f"({stats.tokens_per_full_pass:.2f} tokens per pass){speed}, finish: {completion.finish_reason}, "
+        f"seed {completion.seed}{rule}"
+    )
+
+
 def logprobs(completion: Completion) -> Table:
     """Log-probability of each token, and the likeliest tokens in its place."""
     table = Table("token id", "log-probability", "likeliest token ids", title="Log-probabilities of the full model")
@@ -60,7 +77,8 @@ def speeds(results: Iterable[Measured], baseline: str) -> Table:
     """Tokens per second of each mode beside the mode named ``baseline``."""
     results = list(results)
     base = next(r.tokens_per_second for r in results if r.mode.name == baseline)
-    table = Table("mode", "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
+    mode = Column("mode", no_wrap=True)
+    table = Table(mode, "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
     for result in results:
         first = sorted(result.first_token_s)[len(result.first_token_s) // 2] * 1e3 if result.first_token_s else 0.0
         table.add_row(

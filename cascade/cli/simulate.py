@@ -39,7 +39,7 @@ def simulate(
     """Predict the speed-up over the full model alone, of every choice of tiers: lockstep, async with lines, async with trees.
 
     Runs the real sessions in virtual time. A tier's runner-ups are drawn: how close they come, and how often one of them is the
-    right token, are the shares that the embedded family was measured with.
+    right token, are the shares that the demonstration family was measured with.
 
     The defaults are three tiers such as 1 B, 8 B and 70 B models:
 

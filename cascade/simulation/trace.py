@@ -96,7 +96,7 @@ class Closeness:
     """How close the perturbed logits of a tier's likeliest tokens are where it agrees with the next one, and where not.
 
     Of an own token of gap ``g`` the chance to be wrong is `WRONG` ``* exp(-`` `FADE` ``* g)``: so it was measured on the
-    embedded family, at any temperature. Gaps fall off with a scale that gives the tier's share of wrong ones.
+    demonstration family, at any temperature. Gaps fall off with a scale that gives the tier's share of wrong ones.
     """
 
     scale: float  # nats

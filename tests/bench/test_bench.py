@@ -1,7 +1,9 @@
 """`cascade bench`: what it sends, what it counts, what it writes. No figure of speed is judged."""
 
 import asyncio
+import gzip
 import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 from cascade.answer import Chunk
 from cascade.bench.load import Cell, Workload, joined, load, quantile, same_text
+from cascade.bench.measure import PROMPTS
 from cascade.bench.prompts import BUILT_IN, UNSORTED, Prompt, read_prompts
 from cascade.bench.report import acceptance, document
 from cascade.cli.bench import modes
@@ -23,6 +26,8 @@ from cascade.errors import ConfigError, Overloaded
 from cascade.params import Handling, SamplingParams, Speculation
 from tests.cases import rare
 from tests.doors import House, house
+from tests.small import paths
+from tests.talkers import talking
 
 TIERS = ("tiny", "medium", "full")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
@@ -58,6 +63,11 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         ('{"category": "code"}', "no prompt"),
         ('{"prompt": ""}', "no prompt"),
         ('{"prompt": 3}', "no prompt"),
+        ('{"turns": [], "category": "math"}', "Line 1.*turns"),
+        ('ok\n{"turns": "text", "category": "math"}', "Line 2.*turns"),
+        ('{"turns": ["a"]}', "Line 1.*category"),
+        ('{"task_id": "HumanEval/0"}', "Line 1.*prompt"),
+        ('{"question": 3}', "Line 1.*question"),
     ],
 )
 def test_wrong_prompts_are_named(tmp_path: Path, text: str, words: str) -> None:
@@ -66,6 +76,47 @@ def test_wrong_prompts_are_named(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_prompts(path)
+
+
+def test_prompts_that_are_not_compressed(tmp_path: Path) -> None:
+    """Guards against a traceback."""
+    path = tmp_path / "prompts.gz"
+    path.write_text("plain")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(path)
+
+
+def test_prompts_of_published_sets(tmp_path: Path) -> None:
+    """Guards the field's own files as they are published: Spec-Bench, HumanEval (compressed), GSM8K."""
+    path = tmp_path / "question.jsonl"
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]},
+        {"question_id": 101, "category": "math", "turns": ["1 + 1?"], "reference": ["2"]},
+        {"question_id": 161, "category": "translation", "turns": ["Translate: Hallo"]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_prompts(path) == (
+        Prompt("Write a post.", "mt_bench"),
+        Prompt("1 + 1?", "mt_bench"),
+        Prompt("Translate: Hallo", "translation"),
+    )
+    problem = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress((json.dumps(problem) + "\n").encode()))
+    assert read_prompts(tmp_path / "HumanEval.jsonl.gz") == (Prompt("def f():\n", "humaneval"),)
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "How many?", "answer": "#### 3"}))
+    assert read_prompts(tmp_path / "test.jsonl") == (Prompt("How many?", "gsm8k"),)
+
+
+def test_prompts_that_ship() -> None:
+    """Guards the six kinds of eight, each different, with the texts that some are about."""
+    kinds = {prompt.category for prompt in BUILT_IN}
+    assert kinds == {"chat", "code", "mathematics", "summaries", "translation", "documents"}
+    assert all(sum(prompt.category == kind for prompt in BUILT_IN) == 8 for kind in kinds)
+    assert len({prompt.text for prompt in BUILT_IN}) == 48
+    assert all(len(prompt.text.split()) > 120 for prompt in BUILT_IN if prompt.category == "summaries")
+    assert all("Document 2: " in prompt.text for prompt in BUILT_IN if prompt.category == "documents")
+    assert PROMPTS[0] == BUILT_IN[0].text
+    assert len(PROMPTS) == 6
 
 
 def test_batches_keep_every_client_busy() -> None:
@@ -154,35 +205,64 @@ def test_different_texts_are_noticed() -> None:
 def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> None:
     """Guards the command as a whole, against a server: tables, JSON, and a picture that says what it shows."""
     picture, written = tmp_path / f"bench.{kind}", tmp_path / "bench.json"
-    options = ["--concurrency", "1,2", "--max-tokens", "8", "--category", "code", "--category", "data"]
+    options = ["--concurrency", "1,2", "--max-tokens", "8", "--category", "code", "--category", "chat"]
     with house() as served:
         code, output = run("--address", served.grpc, *options, "--json", str(written), "--picture", str(picture))
     assert code == 0, output
     assert "All modes gave the same text" in output
     said: dict[str, Any] = json.loads(written.read_text())
-    assert said["categories"] == ["code", "data"]
+    assert said["categories"] == ["chat", "code"]
+    assert said["chat"] is True
+    assert said["model"] == "toy"
+    assert said["date"]
+    assert said["processor"]
     assert len(said["cells"]) == 3 * 2 * (2 + 1)
+    alone = [cell for cell in said["cells"] if cell["mode"] == "full alone"]
+    assert {cell["category"] for cell in alone} == {"chat", "code", "all"}
+    assert all((cell["speed_up"], cell["tokens_per_full_pass"]) == (1, 1) for cell in alone)
     if kind == "svg":
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     else:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_without_a_server(small_demo: None, tmp_path: Path) -> None:
-    """Guards the small models in this process: the same text with every chain."""
+def test_bench_without_a_server(tmp_path: Path) -> None:
+    """Guards models in this process: the same text with every chain, each cell printed, in the model's own template."""
     written = tmp_path / "bench.json"
-    code, output = run("--pairs", "--max-tokens", "8", "--category", "code", "--json", str(written))
+    models = [part for path in paths() for part in ("--model", path)]
+    code, output = run("--pairs", "--max-tokens", "8", "--category", "code", "--json", str(written), *models)
     assert code == 0, output
     said = json.loads(written.read_text())
     assert said["same_text"] is True
+    assert said["chat"] is True
+    assert said["model"] == Path(paths()[-1]).name
+    for cell in said["cells"]:
+        line = rf"1 +{'code' if cell['category'] == 'all' else cell['category']} .* {cell['speed_up']:.2f}x .*{cell['mode']}"
+        assert re.search(line, output), line
     names = {cell["mode"] for cell in said["cells"]}
     chains = {"suffix → full", "tiny → full", "medium → full", "suffix → tiny → medium → full"}
     assert names == {"full alone", "cascade", *chains}
 
 
+def test_prompts_are_turns_unless_they_are_raw(tmp_path: Path) -> None:
+    """Guards the chat template that prompts go through, and `--raw`: parrots say what they were told, and end, only in a
+    conversation."""
+    prompts, written = tmp_path / "prompts", tmp_path / "bench.json"
+    prompts.write_text("one two three")
+    with talking(tmp_path / "talker", "hermes") as served:
+        for more in ([], ["--raw"]):
+            options = ["--prompts", str(prompts), "--max-tokens", "30", "--json", str(written), *more]
+            code, output = run("--address", served.grpc, *options)
+            assert code == 0, output
+            said = json.loads(written.read_text())
+            assert said["chat"] is not bool(more)
+            assert (said["cells"][0]["tokens"] > 3) is not bool(more)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--address", "127.0.0.1:1", "--model", "somewhere"], "--model"),
         (["--concurrency", "0"], "1 to 10000"),
         (["--concurrency", "1,x"], "1 to 10000"),
         (["--picture", "bench.gif"], ".svg or .png"),

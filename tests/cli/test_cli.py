@@ -42,6 +42,7 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
         [],
         ["serve"],
         ["demo"],
+        ["chat"],
         ["generate"],
         ["bench"],
         ["top"],

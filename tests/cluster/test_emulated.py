@@ -18,7 +18,7 @@ from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import FAKE_GPUS, Cluster
 
-SETUP = Setup("code", stretch=1.0, replicas=(1, 1, 2))
+SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
 PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
 LOCKSTEP = Mode("lockstep", Speculation(tiers=("medium",), window=4, schedule="lockstep"))
@@ -64,7 +64,7 @@ def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
 
     async def together() -> bool:
         async with AsyncClient(server.address) as client:
-            clients = crowd(client, THREE, tokens=40)
+            clients = crowd(client, THREE, 40, SETUP, [PROMPT, PROMPT[5:]])
             clients.grow(8)
             await clients.rate(1.0)
             await clients.stop(2)

@@ -27,9 +27,7 @@ class EmulatedConfig(Section):
     @model_validator(mode="after")
     def _recorded_of_toys(self) -> Self:
         if self.recording is not None and self.agreement is None:
-            raise ValueError(
-                f"emulated.recording is {self.recording!r} without emulated.agreement: say which tier it is by one"
-            )
+            raise ValueError(f"emulated.recording is {self.recording!r} without emulated.agreement: give both")
         return self
 
     @property

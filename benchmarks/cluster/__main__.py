@@ -25,7 +25,7 @@ from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.trio import TRIO
 
 RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
-RECORDING = recorded.FOLDER / "recording.json"
+RECORDING = RESULTS.parents[1] / ".work" / "recording.json"
 PARTS = ("one", "scale", "autoscale")
 QUICK_STRETCH = 3.0
 console = Console(stderr=True, highlight=False)
@@ -48,7 +48,9 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),), choosing_s=0.3)
         rising = autoscale.Size(stretch=QUICK_STRETCH, tokens=24, max_devices=4, loads=(1, 4), phase_s=4.0)
         prompts, tokens = 1, 24
-    recording = timed("Recording the family", lambda: recorded.record(RECORDING, prompts, tokens))
+    recording = timed("Recording the family", lambda: recorded.record(prompts, tokens))
+    RECORDING.parent.mkdir(exist_ok=True)
+    recording.save(RECORDING)
     console.print(one.agreement(recording))
     found: dict[str, Any] = {}
     if "one" in parts:

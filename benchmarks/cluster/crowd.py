@@ -109,7 +109,7 @@ class Crowd:
 
 def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: Sequence[Sequence[int]]) -> Crowd:
     """Of clients that ask for answers to ``prompts`` of the tiers of ``setup``."""
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, temperature=0)
     return Crowd(client, mode, params, prompts, setup.models()[-1])
 
 

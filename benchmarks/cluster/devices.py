@@ -10,6 +10,7 @@ import yaml
 
 from cascade.chain.profile import PassCost
 from cascade.engine.checkpoint import context_len, read_config
+from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.simulation.recording import Recording, fake
@@ -58,6 +59,11 @@ class Setup:
         return CascadeConfig.parse(self.values)
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return Tokenizer.from_pretrained(self.config.tiers[-1].model_loading_config.source).end_ids
+
+    @property
     def full_pass_s(self) -> float:
         """Seconds of a pass of one token of the full tier."""
         device = self.config.tiers[-1].engine_kwargs.emulated
@@ -87,6 +93,15 @@ def _model(tier: TierConfig) -> ToyTier:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Requests that come one after the other."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    params: SamplingParams
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+
+
+@dataclass(frozen=True, slots=True)
 class Simulated:
     """What the simulator says of requests that come one after the other."""
 
@@ -103,25 +118,19 @@ class Simulated:
         return sum(map(len, self.texts)) / self.seconds
 
 
-def simulated(
-    tiers: Sequence[SimTier],
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    speculation: Speculation,
-    warm_up: int,
-) -> Simulated:
+def simulated(tiers: Sequence[SimTier], asked: Asked, speculation: Speculation, warm_up: int) -> Simulated:
     """One request for each prompt, with the tiers that a ``speculation`` asks for; seeds number them.
 
     One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
     """
     lower = speculation.chosen(tuple(tier.name for tier in tiers))
-    seeds = (len(prompts), *range(len(prompts)))
-    asked = (prompts[0], *prompts)
-    sizes = (warm_up, *(params.max_tokens for _ in prompts))
-    arrivals = [PAUSE_S * place for place in range(len(asked))]
+    seeds = (len(asked.prompts), *range(len(asked.prompts)))
+    prompts = (asked.prompts[0], *asked.prompts)
+    sizes = (warm_up, *(asked.params.max_tokens for _ in asked.prompts))
+    arrivals = [PAUSE_S * place for place in range(len(prompts))]
     requests = tuple(
-        Request(tuple(prompt), replace(params, seed=seed, max_tokens=tokens), arrive_s=at)
-        for prompt, seed, tokens, at in zip(asked, seeds, sizes, arrivals, strict=True)
+        Request(tuple(prompt), replace(asked.params, seed=seed, max_tokens=tokens), asked.ends, at)
+        for prompt, seed, tokens, at in zip(prompts, seeds, sizes, arrivals, strict=True)
     )
     scenario = Scenario(
         (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cluster.devices import Setup, Simulated, simulated
+from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
 from cascade import family
 from cascade.bench.measure import EdgeTotals, Mode, stranger
 from cascade.client import Client
@@ -73,11 +73,10 @@ class Run:
 def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
     """Every mode on every recorded prompt; ``tell`` is called with a line when a prompt is through."""
     texts = recording.texts
-    prompts = [text.prompt for text in texts]
-    params = SamplingParams(max_tokens=size.tokens, temperature=0, ignore_eos=True)
-    tiers = setup.tiers()
-    locked = [best_lockstep(tiers, prompts, params, name, size) for name in LOWER]
-    runs = [predicted(tiers, prompts, params, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
+    prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
+    asked, tiers = Asked(prompts, params, setup.ends), setup.tiers()
+    locked = [best_lockstep(tiers, asked, name, size) for name in LOWER]
+    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
     with Server.start(setup.values, port=0) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
@@ -94,7 +93,7 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
         passes = {tier.name: dict(tier.pass_cost)[1] for tier in client.describe().tiers}
     return (
         figures(setup, runs, texts)
-        | {"simulated_now": at_real_pace(setup, prompts, params, locked, size)}
+        | {"simulated_now": at_real_pace(setup, asked, locked, size)}
         | {"agreement": agreement(recording), "pass_over_device": pass_over_device(setup, passes)}
     )
 
@@ -103,12 +102,10 @@ def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: 
     return client.generate(list(prompt), params, mode.speculation, stranger())
 
 
-def predicted(
-    tiers: Sequence[SimTier], prompts: Sequence[Sequence[int]], params: SamplingParams, mode: Mode, size: Size
-) -> Run:
+def predicted(tiers: Sequence[SimTier], asked: Asked, mode: Mode, size: Size) -> Run:
     """What the simulator says."""
-    tokens = size.alone if mode is ALONE else size.tokens
-    return Run(mode, simulated(tiers, prompts, replace(params, max_tokens=tokens), mode.speculation, warm_up(mode, size)))
+    params = replace(asked.params, max_tokens=size.alone if mode is ALONE else size.tokens)
+    return Run(mode, simulated(tiers, replace(asked, params=params), mode.speculation, warm_up(mode, size)))
 
 
 def warm_up(mode: Mode, size: Size) -> int:
@@ -116,28 +113,20 @@ def warm_up(mode: Mode, size: Size) -> int:
     return min(WARM_ALONE, size.warm_up) if mode is ALONE else size.warm_up
 
 
-def best_lockstep(
-    tiers: Sequence[SimTier],
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    drafter: str,
-    size: Size,
-) -> Mode:
+def best_lockstep(tiers: Sequence[SimTier], asked: Asked, drafter: str, size: Size) -> Mode:
     """The lockstep pair of a drafter with the window that is best in the simulator."""
     modes = [
         Mode(f"lockstep pair, {drafter}, {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
         for window in size.windows
     ]
-    times = [simulated(tiers, prompts, params, mode.speculation, size.warm_up).seconds for mode in modes]
+    times = [simulated(tiers, asked, mode.speculation, size.warm_up).seconds for mode in modes]
     return modes[times.index(min(times))]
 
 
-def at_real_pace(
-    setup: Setup, prompts: Sequence[Sequence[int]], params: SamplingParams, locked: Sequence[Mode], size: Size
-) -> dict[str, float]:
+def at_real_pace(setup: Setup, asked: Asked, locked: Sequence[Mode], size: Size) -> dict[str, float]:
     """Ratios of the simulator where time is not stretched, so that a hop takes its whole share; trees over lines too."""
     tiers = replace(setup, stretch=1.0).tiers()
-    runs = [predicted(tiers, prompts, params, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, LINES, AUTO)]
+    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, LINES, AUTO)]
     speeds = {run.mode.name: run.expected.tokens_per_second for run in runs}
     return ratios(speeds) | {"trees_vs_lines": round(speeds[THREE.name] / speeds[LINES.name], 3)}
 

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from benchmarks.cluster.crowd import AUTO, THREE, crowd
-from benchmarks.cluster.devices import Setup, simulated
+from benchmarks.cluster.devices import Asked, Setup, simulated
 from benchmarks.cluster.one import ALONE, PAIRS
 from cascade import InvalidRequest, SamplingParams, Speculation
 from cascade.bench.measure import Mode
@@ -34,7 +34,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
 def test_every_mode_writes_what_the_toy_writes_alone(server: Server) -> None:
     """Guards figures against wrong texts: leases, links, sessions and trees lose, repeat and mistake no token."""
     prompts = [PROMPT, PROMPT[5:]]
-    expected = simulated(SETUP.tiers(), prompts, PARAMS, ALONE.speculation, warm_up=1).texts
+    expected = simulated(SETUP.tiers(), Asked(prompts, PARAMS), ALONE.speculation, warm_up=1).texts
     with Client(server.address) as client:
         for mode in (ALONE, *PAIRS, LOCKSTEP, THREE, AUTO):
             for seed, prompt in enumerate(prompts):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.asked import lossless
 from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import autoscale, crowd, one
-from benchmarks.cluster.devices import FILE, Setup, Simulated
+from benchmarks.cluster.devices import FILE, Asked, Setup, Simulated
 from benchmarks.cluster.trio import BYTES, BYTES_S, TRIO, Shape
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
@@ -43,7 +43,7 @@ def test_passes_of_the_trio_take_what_published_figures_say() -> None:
 def test_lockstep_pairs_are_the_best_of_their_kind() -> None:
     """Guards the strongest baseline: of all windows the one that the simulator finds fastest is measured."""
     tiers = Setup().tiers()
-    mode = one.best_lockstep(tiers, PROMPTS, PARAMS, "medium", one.Size(windows=(1, 4, 16)))
+    mode = one.best_lockstep(tiers, Asked(PROMPTS, PARAMS), "medium", one.Size(windows=(1, 4, 16)))
     assert mode.speculation.window == 4
     assert mode.speculation.schedule == "lockstep"
 
@@ -62,7 +62,7 @@ def test_other_texts_fail_the_run() -> None:
         one.Run(mode, Simulated((2.0,), ((1, 2),), 1.0), seconds=[1.0], texts=[(1, 2)])
         for mode in (
             one.ALONE,
-            one.best_lockstep(Setup().tiers(), PROMPTS, PARAMS, "tiny", one.Size(windows=(4,))),
+            one.best_lockstep(Setup().tiers(), Asked(PROMPTS, PARAMS), "tiny", one.Size(windows=(4,))),
             *one.PAIRS,
             one.THREE,
             one.AUTO,

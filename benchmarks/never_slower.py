@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = serve(QUICK if chosen.quick else Size())
     console.print(table(found))
     if results := chosen.results or (None if chosen.quick else RESULTS):
+        results.parent.mkdir(exist_ok=True)
         results.write_text(json.dumps({"head": headline(found), "loads": found} | stamp(), indent=2) + "\n")
     print(json.dumps(headline(found)))
     if not lossless(found):

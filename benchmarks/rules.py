@@ -196,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first = head(measure(asked, size), asked, size) | stamp()
     console.print(table(first))
     if results := chosen.results or (None if chosen.quick else RESULTS):
+        results.parent.mkdir(exist_ok=True)
         results.write_text(json.dumps(first, indent=1) + "\n")
     print(json.dumps(first))
 

@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     found = measure(chosen.parts, quick=chosen.quick)
     if chosen.results is not None:
+        chosen.results.parent.mkdir(exist_ok=True)
         chosen.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found["head"]))
     if not lossless(found):

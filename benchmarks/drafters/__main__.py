@@ -80,6 +80,7 @@ def measure(size: Plan) -> Found:
 def write(document: dict[str, Any], path: Path) -> None:
     """A line for each cell: a run has some hundred."""
     cells = ",\n".join(json.dumps(cell) for cell in document.pop("cells"))
+    path.parent.mkdir(exist_ok=True)
     rest = json.dumps(document, indent=1).removesuffix("\n}")
     path.write_text(f'{rest},\n "cells": [\n{cells}\n ]\n}}\n')
 

@@ -13,7 +13,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-cascade bench-engine bench-gpu proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules soak
+.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-engine bench-gpu proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -38,9 +38,6 @@ lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench-cascade: $(VENV)/.installed  ## speed against the full model alone; the last line is JSON
-	$(BIN)/python -m benchmarks.cascade
-
 bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m benchmarks.engine
 
@@ -60,7 +57,10 @@ bench-trees: $(VENV)/.installed    ## guess trees beside lines; the last line is
 	$(BIN)/python -m benchmarks.trees
 
 bench-drafters: $(VENV)/.installed ## every drafter beside every other; the last line is JSON
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.drafters
+	$(BIN)/python -m benchmarks.drafters
+
+bench-never-slower: $(VENV)/.installed ## the planner's choice beside no drafts, 1 to 32 requests at once; the last line is JSON
+	$(BIN)/python -m benchmarks.never_slower
 
 bench-cluster: $(VENV)/.installed  ## a device for each replica, emulated; the last line is JSON
 	$(BIN)/python -m benchmarks.cluster

@@ -2,8 +2,8 @@
 
     python -m benchmarks.structured
 
-The demonstration family on this machine's CPU. Every kind of text is asked for by the same prompts and seeds, the full model
-alone and the cascade with a fixed drafter in turns. The last line is one JSON document.
+The family on this machine's CPU. Every kind of text is asked for by the same chats and seeds, the full model alone and the
+cascade with a fixed drafter in turns. The last line is one JSON document.
 """
 
 import json
@@ -13,14 +13,21 @@ from typing import Any
 
 import jsonschema
 
+from benchmarks.asked import chat_ids, stamp
+from cascade import family
 from cascade.bench.measure import stranger
 from cascade.client import Client
-from cascade.engine.devices import processor
+from cascade.engine.tokenizer import Tokenizer
 from cascade.params import SamplingParams, Speculation, Structured
 from deployments.launch.server import Server
 
 RESULTS = Path(__file__).parent / "results"
-PROMPTS = ("config = ", "# a user, as JSON\n", "def load():\n    return ", "response = json.loads('")
+PROMPTS = (
+    "Describe a user of a web shop as JSON: name, age, whether an administrator, tags, mail address.",
+    "Write a JSON record for Ada Lovelace, who is 36 and likes mathematics.",
+    "Make up a customer and answer in JSON only.",
+    "Turn this into JSON: Bob Miller, 52 years old, administrator, tags night shift and first aid, bob@example.org.",
+)
 SEEDS = (1, 2)
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -42,8 +49,9 @@ def measure(client: Client, temperature: float) -> dict[str, Any]:
     """Figures of each kind of text."""
     totals: dict[tuple[str, str], list[float]] = {(kind, mode): [0, 0.0, 0, 0, 0] for kind in KINDS for mode in MODES}
     valid = asked = 0
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
     for seed in (0, *SEEDS):  # the first one warms up
-        for prompt in PROMPTS:
+        for prompt in (chat_ids(tokenizer, text) for text in PROMPTS):
             for kind, structured in KINDS.items():
                 params = SamplingParams(max_tokens=160, temperature=temperature, seed=seed, structured=structured)
                 for mode, speculation in MODES.items():
@@ -80,8 +88,8 @@ def _valid(text: str) -> bool:
 
 def main() -> None:
     with Server.start(None, port=0, http_port=0) as server, Client(server.address) as client:
-        document: dict[str, Any] = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.8)}
-    document["hardware"] = processor()
+        document: dict[str, Any] = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.7)}
+    document |= stamp()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "structured.json").write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))

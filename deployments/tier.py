@@ -26,7 +26,7 @@ from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.live import OF_TIERS, tier_of
 from cascade.simulation.emulated import Emulated
-from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.recording import fake
 from deployments.links.awake import Awake
 from deployments.links.downlink import Downlink
 from deployments.links.handover import Handover
@@ -214,9 +214,10 @@ def _load(config: TierConfig) -> Model:
 def _emulate(config: TierConfig) -> Emulated:
     """A fake of the tier's device, with its model or a toy in it."""
     engine = config.engine_kwargs
-    assert engine.emulated is not None
-    cost = Profile(engine.emulated.points, engine.emulated.context_s)
-    if engine.emulated.agreement is None:
+    device = engine.emulated
+    assert device is not None
+    cost = Profile(device.points, device.context_s)
+    if device.agreement is None:
         model = _load(config)
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
@@ -225,7 +226,7 @@ def _emulate(config: TierConfig) -> Emulated:
     limits: dict[str, int] = {"context_len": context_len(read)}
     if engine.cache_tokens is not None:
         limits["cache_tokens"] = engine.cache_tokens
-    return Emulated(ToyTier(read.get_text_config().vocab_size, engine.emulated.agreement, **limits), cost)
+    return Emulated(fake(read.get_text_config().vocab_size, device.agreement, device.recording, **limits), cost)
 
 
 def _profile(model: Model | Emulated, max_tokens: int) -> Profile:

@@ -1,14 +1,15 @@
 """A load that rises, falls and ends on emulated devices: replicas of all tiers by worth (`docs/autoscaling.md`).
 
-Replicas come and go while clients write. Nothing may fail, and every text must be the toy's. The full tier's device is one
-whose passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.
+Replicas come and go while clients write. Nothing may fail, and every text must be what was recorded. The full tier's device is
+one whose passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +17,7 @@ from rich.table import Table
 from benchmarks.cluster.crowd import AUTO, crowd
 from benchmarks.cluster.devices import Setup
 from cascade.client import AsyncClient
+from cascade.simulation.recording import Recording
 from deployments.launch.server import Server
 
 FULL_MS = {1: 22.0, 8: 26.0, 16: 36.0, 32: 58.0, 64: 104.0}
@@ -34,19 +36,22 @@ class Size:
     phase_s: float = 56.0  # of each load; tokens count in its last quarter
 
 
-def measure(size: Size) -> dict[str, Any]:
-    """One phase after the other, with the same clients."""
-    setup = Setup("code", size.stretch, autoscaling={"max_devices": size.max_devices, **PACE}, full_ms=FULL_MS)
+def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    """One phase after the other, with the same clients; ``tell`` is called with a line for each."""
+    scaling = {"max_devices": size.max_devices, **PACE}
+    setup = Setup(size.stretch, recording=recording, autoscaling=scaling, full_ms=FULL_MS)
     with Server.start(setup.values, port=0) as server:
-        return asyncio.run(_measure(server.address, size))
+        return asyncio.run(_measure(server.address, setup, size, tell))
 
 
-async def _measure(address: str, size: Size) -> dict[str, Any]:
+async def _measure(address: str, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    assert setup.recording is not None
+    prompts = [text.prompt for text in Recording.load(setup.recording).texts]
     phases: list[dict[str, Any]] = []
     timeline: list[tuple[float, dict[str, int]]] = []
     async with AsyncClient(address) as client:
         watching = asyncio.create_task(_watch(client, timeline))
-        clients = crowd(client, AUTO, size.tokens)
+        clients = crowd(client, AUTO, size.tokens, setup, prompts)
         for load in size.loads:
             await clients.stop(load)
             clients.grow(load)
@@ -56,6 +61,7 @@ async def _measure(address: str, size: Size) -> dict[str, Any]:
             replicas = await _replicas(client)
             seconds = round(time.perf_counter() - begin, 1)
             phases.append({"load": load, "tokens_per_second": round(rate, 2), "replicas": replicas, "seconds": seconds})
+            tell(f"{load} at once: {rate:.2f} tokens/s, replicas {replicas}")
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching

@@ -1,31 +1,32 @@
 """Many requests at once on emulated devices: the full model alone, three tiers and what the planner chooses, by replicas.
 
 As many clients as there are requests at once each send one request after another. After a while in which the planner finds out
-what pays, the tokens that come in a span of time are counted. Every text, those that were broken off too, must be the toy's.
+what pays, the tokens that come in a span of time are counted. All texts, those that were broken off too, must be as recorded.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from rich.table import Table
 
-from benchmarks.cluster.devices import CONTEXT, VOCAB, Setup
+from benchmarks.cluster.devices import Setup
 from cascade import family
 from cascade.answer import Chunk
-from cascade.bench.measure import PROMPTS, Mode, stranger
+from cascade.bench.measure import Mode, stranger
 from cascade.client import AsyncClient
-from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.recording import Recording
 from cascade.simulation.toy import full_text
 from cascade.simulation.toy_tier import ToyTier
 from deployments.launch.server import Server
 
-REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
+REPLICAS = ((1, 1, 1), (2, 2, 4))  # tiny, medium, full
 LOADS = (1, 16, 64)
 ALONE = Mode("alone", Speculation("off"))
 THREE = Mode("three", Speculation(tiers=family.NAMES[:-1]))
@@ -54,7 +55,8 @@ class Crowd:
     client: AsyncClient
     mode: Mode
     params: SamplingParams
-    prompts: list[list[int]]
+    prompts: Sequence[Sequence[int]]
+    full: ToyTier  # what writes all texts alone
     tokens: int = 0  # that have come
     texts: dict[int, list[int]] = field(default_factory=dict)  # by seed, as far as they have come
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
@@ -84,39 +86,40 @@ class Crowd:
         for place in itertools.count():
             seed = number + 1000 * place
             text = self.texts.setdefault(seed, [])
-            asked = self.client.stream(self._prompt(seed), replace(self.params, seed=seed), self.mode.speculation, stranger())
+            asked = self.client.stream(
+                list(self._prompt(seed)), replace(self.params, seed=seed), self.mode.speculation, stranger()
+            )
             async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], asked)) as chunks:
                 async for chunk in chunks:
                     text += chunk.token_ids
                     self.tokens += len(chunk.token_ids)
 
-    def _prompt(self, seed: int) -> list[int]:
+    def _prompt(self, seed: int) -> Sequence[int]:
         return self.prompts[seed % len(self.prompts)]
 
     @property
     def exact(self) -> bool:
-        """Whether all that has come is what the toy writes alone."""
-        toy = ToyTier(VOCAB, context_len=CONTEXT)
+        """Whether all that has come is what the full tier writes alone."""
         for seed, text in self.texts.items():
             prompt, params = tuple(self._prompt(seed)), replace(self.params, seed=seed, max_tokens=max(1, len(text)))
-            if full_text(toy, Open("text", prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
+            if full_text(self.full, Open("text", prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
                 return False
         return True
 
 
-def crowd(client: AsyncClient, mode: Mode, tokens: int) -> Crowd:
-    """Of clients that continue the usual prompts."""
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    return Crowd(client, mode, params, [tokenizer.encode(text) for text in PROMPTS])
+def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: Sequence[Sequence[int]]) -> Crowd:
+    """Of clients that ask for answers to ``prompts`` of the tiers of ``setup``."""
+    params = SamplingParams(max_tokens=tokens, temperature=0)
+    return Crowd(client, mode, params, prompts, setup.models()[-1])
 
 
-def measure(size: Size) -> dict[str, Any]:
-    """Every load, on a server for each number of replicas."""
+def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Every load, on a server for each number of replicas; ``tell`` is called with a line for each."""
     found = {}
     for replicas in size.replicas:
-        with Server.start(Setup("code", size.stretch, replicas).values, port=0) as server:
-            found[named(replicas)] = asyncio.run(_measure(server.address, replicas, size))
+        setup = Setup(size.stretch, replicas, recording)
+        with Server.start(setup.values, port=0) as server:
+            found[named(replicas)] = asyncio.run(_measure(server.address, setup, size, tell))
     return found
 
 
@@ -124,19 +127,22 @@ def named(replicas: Sequence[int]) -> str:
     return "/".join(map(str, replicas))
 
 
-async def _measure(address: str, replicas: tuple[int, ...], size: Size) -> dict[str, Any]:
+async def _measure(address: str, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    assert setup.recording is not None
+    prompts = [text.prompt for text in Recording.load(setup.recording).texts]
     found = {}
     async with AsyncClient(address) as client:
         for load in size.loads:
             one: dict[str, Any] = {"same_text": True}
-            for mode in (ALONE, THREE, *((AUTO,) if (replicas, load) in CHOSEN else ())):
-                clients = crowd(client, mode, size.tokens)
+            for mode in (ALONE, THREE, *((AUTO,) if (setup.replicas, load) in CHOSEN else ())):
+                clients = crowd(client, mode, size.tokens, setup, prompts)
                 clients.grow(load)
                 await asyncio.sleep(size.stretch * (size.choosing_s if mode is AUTO else size.warm_up_s))
                 one[mode.name] = round(await clients.rate(size.stretch * size.span_s), 2)
                 await clients.stop()
                 await asyncio.sleep(QUIET_S)
                 one["same_text"] &= clients.exact
+                tell(f"{named(setup.replicas)}, {load} at once, {mode.name}: {one[mode.name]:.2f} tokens/s")
             found[str(load)] = one | {
                 "ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto") if name in one}
             }

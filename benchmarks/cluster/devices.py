@@ -2,38 +2,37 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import sub
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cascade import family
 from cascade.chain.profile import PassCost
-from cascade.engine.model import Model
-from cascade.engine.threads import apart
+from cascade.engine.checkpoint import context_len, read_config
+from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
-from cascade.scorer import Scorer
-from cascade.settings.config import CascadeConfig
+from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.simulation.recording import Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
 
 FILE = Path(__file__).parent / "emulated.yaml"
-VOCAB, CONTEXT = 4096, 1024  # of the embedded family, whose tokenizer toys have, too
 PAUSE_S = 1e4  # of virtual time, from one request to the next
 HOP_S = 0.3e-3  # one way, as links between processes of one machine were measured
-AGREEMENT: dict[str, tuple[float, ...] | None] = {"chat": (0.65, 0.82), "code": (0.78, 0.90), "embedded": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is served: a kind of tiers, each time so many times longer than it is, so many replicas of each, bottom to top."""
+    """What is served: tiers on devices, each time so many times longer than it is, so many replicas of each, bottom to top.
 
-    kind: str = "code"
-    stretch: float = 10.0
+    With a file of a `Recording` tiers say what was recorded of the family, without one they are the toys of `FILE`.
+    """
+
+    stretch: float = 6.0
     replicas: tuple[int, ...] = (1, 1, 1)
+    recording: Path | None = None
     autoscaling: Mapping[str, Any] | None = None  # of all tiers together, instead of numbers of replicas
     full_ms: Mapping[int, float] | None = None  # of passes of the full tier by their tokens, instead of the file's
 
@@ -41,12 +40,12 @@ class Setup:
     def values(self) -> dict[str, Any]:
         """The configuration, see `Server.start`."""
         values: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-        agreement = AGREEMENT[self.kind]
+        agreement = None if self.recording is None else Recording.load(self.recording).agreement
         for level, tier in enumerate(values["tiers"]):
-            engine, deployment = tier["engine_kwargs"], tier["deployment_config"]
-            engine["emulated"] |= {"stretch": self.stretch, "agreement": None if agreement is None else agreement[level:]}
-            if agreement is None:
-                engine["dtype"] = "float32"
+            device, deployment = tier["engine_kwargs"]["emulated"], tier["deployment_config"]
+            device["stretch"] = self.stretch
+            if agreement is not None:
+                device |= {"agreement": agreement[level:], "recording": str(self.recording)}
             if self.autoscaling is None:
                 deployment["num_replicas"] = self.replicas[level]
             else:
@@ -60,18 +59,20 @@ class Setup:
         return CascadeConfig.parse(self.values)
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return Tokenizer.from_pretrained(self.config.tiers[-1].model_loading_config.source).end_ids
+
+    @property
     def full_pass_s(self) -> float:
         """Seconds of a pass of one token of the full tier."""
         device = self.config.tiers[-1].engine_kwargs.emulated
         assert device is not None
         return PassCost(points=device.points)(1)
 
-    def models(self) -> list[Scorer]:
+    def models(self) -> list[ToyTier]:
         """Of the tiers, as they are served."""
-        agreement = AGREEMENT[self.kind]
-        if agreement is None:
-            return [apart(partial(Model.from_pretrained, path, dtype="float32", device="cpu")) for path in family.paths()]
-        return [ToyTier(VOCAB, agreement[level:], context_len=CONTEXT) for level in range(len(agreement) + 1)]
+        return [_model(tier) for tier in self.config.tiers]
 
     def tiers(self) -> list[SimTier]:
         """The same tiers in the simulator, with a replica each."""
@@ -79,43 +80,57 @@ class Setup:
         for tier, model in zip(self.config.tiers, self.models(), strict=True):
             device = tier.engine_kwargs.emulated
             assert device is not None
-            cost = PassCost(points=device.points)
-            found.append(SimTier(tier.name, model, cost, HOP_S, tier.engine_kwargs.policy))
+            found.append(SimTier(tier.name, model, PassCost(points=device.points), HOP_S, tier.engine_kwargs.policy))
         return found
+
+
+def _model(tier: TierConfig) -> ToyTier:
+    device, config = tier.engine_kwargs.emulated, read_config(tier.model_loading_config.source)
+    assert device is not None
+    assert device.agreement is not None
+    vocab = config.get_text_config().vocab_size
+    return fake(vocab, device.agreement, device.recording, context_len=context_len(config))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Requests that come one after the other."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    params: SamplingParams
+    ends: frozenset[int] = frozenset()  # tokens that end a text
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """What the simulator says of requests that come one after the other."""
 
-    seconds: float  # of all that count together
+    each_s: tuple[float, ...]  # seconds of those that count
     texts: tuple[tuple[int, ...], ...]
     tokens_per_pass: float  # of the full tier
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.each_s)
 
     @property
     def tokens_per_second(self) -> float:
         return sum(map(len, self.texts)) / self.seconds
 
 
-def simulated(
-    tiers: Sequence[SimTier],
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    speculation: Speculation,
-    warm_up: int,
-) -> Simulated:
+def simulated(tiers: Sequence[SimTier], asked: Asked, speculation: Speculation, warm_up: int) -> Simulated:
     """One request for each prompt, with the tiers that a ``speculation`` asks for; seeds number them.
 
     One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
     """
     lower = speculation.chosen(tuple(tier.name for tier in tiers))
-    seeds = (len(prompts), *range(len(prompts)))
-    asked = (prompts[0], *prompts)
-    sizes = (warm_up, *(params.max_tokens for _ in prompts))
-    arrivals = [PAUSE_S * place for place in range(len(asked))]
+    seeds = (len(asked.prompts), *range(len(asked.prompts)))
+    prompts = (asked.prompts[0], *asked.prompts)
+    sizes = (warm_up, *(asked.params.max_tokens for _ in asked.prompts))
+    arrivals = [PAUSE_S * place for place in range(len(prompts))]
     requests = tuple(
-        Request(tuple(prompt), replace(params, seed=seed, max_tokens=tokens), arrive_s=at)
-        for prompt, seed, tokens, at in zip(asked, seeds, sizes, arrivals, strict=True)
+        Request(tuple(prompt), replace(asked.params, seed=seed, max_tokens=tokens), asked.ends, at)
+        for prompt, seed, tokens, at in zip(prompts, seeds, sizes, arrivals, strict=True)
     )
     scenario = Scenario(
         (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),
@@ -127,4 +142,4 @@ def simulated(
     )
     found = simulate(scenario)
     assert max(map(sub, found.finish_s, arrivals)) < PAUSE_S, "a request met the one before it"
-    return Simulated(sum(map(sub, found.finish_s[1:], arrivals[1:])), found.texts[1:], found.tokens_per_pass)
+    return Simulated(tuple(map(sub, found.finish_s[1:], arrivals[1:])), found.texts[1:], found.tokens_per_pass)

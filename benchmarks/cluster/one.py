@@ -6,28 +6,28 @@ is time, and what follows from it. All seconds are those of stretched time.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cluster.devices import Setup, Simulated, simulated
+from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
 from cascade import family
-from cascade.bench.measure import PROMPTS, EdgeTotals, Mode, stranger
+from cascade.bench.measure import EdgeTotals, Mode, stranger
 from cascade.client import Client
-from cascade.engine.tokenizer import Tokenizer
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.recording import RecordedText, Recording
 from cascade.simulation.scenario import SimTier
 from deployments.launch.server import Server
 
-KINDS = ("chat", "code", "embedded")
 LOWER = family.NAMES[:-1]
-WINDOWS = (2, 3, 4, 6, 8, 12)  # of lockstep pairs
+WINDOWS = (1, 2, 3, 4, 6, 8, 12)  # of lockstep pairs
 ALONE = Mode("alone", Speculation("off"))
 PAIRS = tuple(Mode(f"async pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
 THREE = Mode("async three", Speculation(tiers=LOWER))
+LINES = Mode("async three, lines", Speculation(tiers=LOWER, branches=0))  # simulated alone
 AUTO = Mode("auto", Speculation())
 WARM_ALONE = 8  # tokens
 
@@ -36,13 +36,11 @@ WARM_ALONE = 8  # tokens
 class Size:
     """How much is asked."""
 
-    stretch: float = 10.0
-    tokens: int = 96  # of an answer
-    alone: int = 24  # the same of the full tier alone, which always takes as long
+    stretch: float = 6.0
+    tokens: int = 64  # of an answer
+    alone: int = 16  # the same of the full tier alone, which always takes as long
     warm_up: int = 48  # of one that does not count, in each mode
-    prompts: int = 2
     windows: tuple[int, ...] = WINDOWS
-    kinds: tuple[str, ...] = KINDS
 
 
 @dataclass(slots=True)
@@ -51,63 +49,63 @@ class Run:
 
     mode: Mode
     expected: Simulated
-    tokens: int = 0
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # of each answer
     texts: list[tuple[int, ...]] = field(default_factory=list)
     edges: EdgeTotals = field(default_factory=EdgeTotals)
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+    def speed(self, which: Sequence[int] | None = None) -> float:
+        """Tokens per second of the answers of these numbers, or of all."""
+        chosen = range(len(self.texts)) if which is None else which
+        return sum(len(self.texts[i]) for i in chosen) / sum(self.seconds[i] for i in chosen)
 
     @property
     def figures(self) -> dict[str, Any]:
+        expected = self.expected.tokens_per_second
         return {
-            "tokens_per_second": round(self.tokens_per_second, 3),
-            "simulated": round(self.expected.tokens_per_second, 3),
-            "measured_over_simulated": round(self.tokens_per_second / self.expected.tokens_per_second, 3),
-            "tokens_per_full_pass": round(self.tokens / max(1, self.edges.full_passes), 3),
+            "tokens_per_second": round(self.speed(), 3),
+            "simulated": round(expected, 3),
+            "measured_over_simulated": round(self.speed() / expected, 3),
+            "tokens_per_full_pass": round(sum(map(len, self.texts)) / max(1, self.edges.full_passes), 3),
             "simulated_tokens_per_full_pass": round(self.expected.tokens_per_pass, 3),
         }
 
 
-def measure(size: Size) -> dict[str, Any]:
-    """Every kind, with a server of its own."""
-    return {kind: _measure(Setup(kind, size.stretch), size) for kind in size.kinds}
-
-
-def _measure(setup: Setup, size: Size) -> dict[str, Any]:
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
-    prompts = [tokenizer.encode(text) for text in PROMPTS[: size.prompts]]
-    params = SamplingParams(max_tokens=size.tokens, temperature=0, ignore_eos=True)
-    tiers = setup.tiers()
-    locked = [best_lockstep(tiers, prompts, params, name, size) for name in LOWER]
-    runs = [predicted(tiers, prompts, params, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
+def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Every mode on every recorded prompt; ``tell`` is called with a line when a prompt is through."""
+    texts = recording.texts
+    prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
+    asked, tiers = Asked(prompts, params, setup.ends), setup.tiers()
+    locked = [best_lockstep(tiers, asked, name, size) for name in LOWER]
+    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
     with Server.start(setup.values, port=0) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
-        for seed, run in itertools.product(range(len(prompts)), runs):
-            tokens = size.alone if run.mode is ALONE else size.tokens
-            begin = time.perf_counter()
-            completion = answer(client, prompts[seed], replace(params, max_tokens=tokens, seed=seed), run.mode)
-            run.seconds += time.perf_counter() - begin
-            run.tokens += len(completion.token_ids)
-            run.texts.append(completion.token_ids)
-            run.edges.add(completion.stats.edges)
+        for number, prompt in enumerate(prompts):
+            for run in runs:
+                tokens = size.alone if run.mode is ALONE else size.tokens
+                begin = time.perf_counter()
+                completion = answer(client, prompt, replace(params, max_tokens=tokens, seed=number), run.mode)
+                run.seconds.append(time.perf_counter() - begin)
+                run.texts.append(completion.token_ids)
+                run.edges.add(completion.stats.edges)
+            speeds = ", ".join(f"{run.mode.name} {run.speed([number]):.2f}" for run in runs)
+            tell(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
         passes = {tier.name: dict(tier.pass_cost)[1] for tier in client.describe().tiers}
-    return figures(setup, runs) | {"pass_over_device": pass_over_device(setup, passes)}
+    return (
+        figures(setup, runs, texts)
+        | {"simulated_now": at_real_pace(setup, asked, locked, size)}
+        | {"agreement": agreement(recording), "pass_over_device": pass_over_device(setup, passes)}
+    )
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:
-    return client.generate(prompt, params, mode.speculation, stranger())
+    return client.generate(list(prompt), params, mode.speculation, stranger())
 
 
-def predicted(
-    tiers: Sequence[SimTier], prompts: Sequence[Sequence[int]], params: SamplingParams, mode: Mode, size: Size
-) -> Run:
+def predicted(tiers: Sequence[SimTier], asked: Asked, mode: Mode, size: Size) -> Run:
     """What the simulator says."""
-    tokens = size.alone if mode is ALONE else size.tokens
-    return Run(mode, simulated(tiers, prompts, replace(params, max_tokens=tokens), mode.speculation, warm_up(mode, size)))
+    params = replace(asked.params, max_tokens=size.alone if mode is ALONE else size.tokens)
+    return Run(mode, simulated(tiers, replace(asked, params=params), mode.speculation, warm_up(mode, size)))
 
 
 def warm_up(mode: Mode, size: Size) -> int:
@@ -115,33 +113,53 @@ def warm_up(mode: Mode, size: Size) -> int:
     return min(WARM_ALONE, size.warm_up) if mode is ALONE else size.warm_up
 
 
-def best_lockstep(
-    tiers: Sequence[SimTier],
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    drafter: str,
-    size: Size,
-) -> Mode:
+def best_lockstep(tiers: Sequence[SimTier], asked: Asked, drafter: str, size: Size) -> Mode:
     """The lockstep pair of a drafter with the window that is best in the simulator."""
     modes = [
         Mode(f"lockstep pair, {drafter}, {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
         for window in size.windows
     ]
-    times = [simulated(tiers, prompts, params, mode.speculation, size.warm_up).seconds for mode in modes]
+    times = [simulated(tiers, asked, mode.speculation, size.warm_up).seconds for mode in modes]
     return modes[times.index(min(times))]
 
 
-def figures(setup: Setup, runs: Sequence[Run]) -> dict[str, Any]:
+def at_real_pace(setup: Setup, asked: Asked, locked: Sequence[Mode], size: Size) -> dict[str, float]:
+    """Ratios of the simulator where time is not stretched, so that a hop takes its whole share; trees over lines too."""
+    tiers = replace(setup, stretch=1.0).tiers()
+    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, LINES, AUTO)]
+    speeds = {run.mode.name: run.expected.tokens_per_second for run in runs}
+    return ratios(speeds) | {"trees_vs_lines": round(speeds[THREE.name] / speeds[LINES.name], 3)}
+
+
+def figures(setup: Setup, runs: Sequence[Run], texts: Sequence[RecordedText]) -> dict[str, Any]:
     """Speeds, ratios, what a pass alone takes beside the device, and whether all texts are those of the simulator."""
     by_name = {run.mode.name: run for run in runs}
     alone = by_name[ALONE.name]
+    kinds: dict[str, list[int]] = {}
+    for number, text in enumerate(texts):
+        kinds.setdefault(text.category, []).append(number)
+    per_token = sum(alone.seconds) / sum(map(len, alone.texts))
     return {
-        "same_text": all(tuple(run.texts) == run.expected.texts for run in runs),
-        "overhead_ms": round((alone.seconds / alone.tokens - setup.full_pass_s) * 1e3, 2),
+        "same_text": all(_recorded(run, texts) and tuple(run.texts) == run.expected.texts for run in runs),
+        "overhead_ms": round((per_token - setup.full_pass_s) * 1e3, 2),
         "modes": {name: run.figures for name, run in by_name.items()},
-        "measured": ratios({name: run.tokens_per_second for name, run in by_name.items()}),
+        "measured": ratios({name: run.speed() for name, run in by_name.items()}),
+        "by_category": {
+            kind: ratios({name: run.speed(which) for name, run in by_name.items()}) for kind, which in kinds.items()
+        },
         "simulated": ratios({name: run.expected.tokens_per_second for name, run in by_name.items()}),
     }
+
+
+def _recorded(run: Run, texts: Sequence[RecordedText]) -> bool:
+    """Whether all answers are what the full model wrote when it was recorded, as far as they go."""
+    return all(said == text.output[: len(said)] for said, text in zip(run.texts, texts, strict=True))
+
+
+def agreement(recording: Recording) -> dict[str, float]:
+    """Share of positions where a tier says what a tier above it does."""
+    pairs = itertools.combinations(range(len(family.NAMES)), 2)
+    return {f"{family.NAMES[i]} → {family.NAMES[j]}": round(recording.shared(i, j), 3) for i, j in pairs}
 
 
 def pass_over_device(setup: Setup, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -165,16 +183,14 @@ def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
 
 def headline(found: Mapping[str, Any]) -> dict[str, Any]:
     """Ratios that were measured; least, median and most of what speeds are over simulated ones, the planner's apart."""
-    line = {}
-    for kind, one in found.items():
-        off = [mode["measured_over_simulated"] for name, mode in one["modes"].items() if name != AUTO.name]
-        line[kind] = one["measured"] | {"measured_over_simulated": [min(off), round(median(off), 3), max(off)]}
-    return line
+    off = [mode["measured_over_simulated"] for name, mode in found["modes"].items() if name != AUTO.name]
+    whole = found["measured"] | {"measured_over_simulated": [min(off), round(median(off), 3), max(off)]}
+    return {"all": whole, **found["by_category"], "agreement": found["agreement"]}
 
 
-def table(kind: str, one: Mapping[str, Any]) -> Table:
+def table(found: Mapping[str, Any]) -> Table:
     columns = ("mode", "tokens/s", "simulated", "measured over simulated", "tokens a full pass", "simulated")
-    result = Table(*columns, title=f"One request, {kind}; a pass alone takes {one['overhead_ms']} ms more than the device")
-    for name, mode in one["modes"].items():
+    result = Table(*columns, title=f"One request; a pass alone takes {found['overhead_ms']} ms more than the device")
+    for name, mode in found["modes"].items():
         result.add_row(name, *(f"{value:g}" for value in mode.values()))
     return result

@@ -1,59 +1,42 @@
 """What is compared, and the cascades that serve it: one for each drafter that reads a model, for that has one such."""
 
-import argparse
-import inspect
-import json
-import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
+from benchmarks.turns import AGAIN, ALONE, AUTO
 from cascade import family
-from cascade.answer import Chunk, Completion
+from cascade.answer import Completion
 from cascade.bench.measure import Mode
 from cascade.drafters import EXIT, KINDS, DrafterSpec
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
-WORK = Path(__file__).parents[1] / ".work"
 LOWER = family.NAMES[:-1]
 FIRST = LOWER[0]
-HEADS = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))  # of the embedded family
-INSIDE = (*KINDS, *(one.kind for one in HEADS))
-ALONE, AUTO = Mode("alone", Speculation("off")), Mode("auto", Speculation())
+INSIDE = tuple(kind for kind in KINDS if kind != "corpus")  # which needs a user's own texts
+HEADS = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
 CHAINS = (
     *((kind,) for kind in INSIDE),
-    *((kind, FIRST) for kind in INSIDE),
+    *((one.kind,) for one in HEADS),
     *((name,) for name in LOWER),
     LOWER,
-    ("suffix", *LOWER),
+    ("suffix", FIRST),
     ("suffix", family.HEAD),
 )
 NAMED = tuple(Mode(" + ".join(chain), Speculation(tiers=chain)) for chain in CHAINS)
-MODES = (ALONE, AUTO, *NAMED)
-
-
-def corpus() -> DrafterSpec:
-    """Modules of the standard library, as a file."""
-    WORK.mkdir(exist_ok=True)
-    path = WORK / "corpus.txt"
-    path.write_text("\n".join(map(inspect.getsource, (argparse, textwrap, inspect, json))), encoding="utf-8")
-    return DrafterSpec("corpus", str(path))
+MODES = (ALONE, AGAIN, AUTO, *NAMED)
 
 
 class Served:
-    """Cascades of the embedded family in this process, behind one door."""
+    """Cascades of the family in this process, behind one door."""
 
     def __init__(self, default: Cascade, plain: Cascade, by_head: dict[str, Cascade]) -> None:
         self._default = default
         self._plain = plain
         self._by_head = by_head
 
-    def stream(self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> AsyncIterator[Chunk]:
-        return self._of(speculation).astream(prompt, params, speculation, handling)
-
-    async def ask(self, prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
-        completion = await self._of(speculation).agenerate(prompt, params, speculation, handling)
+    async def ask(self, ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
+        completion = await self._of(speculation).agenerate(ids, params, speculation, handling)
         assert isinstance(completion, Completion)
         return completion
 
@@ -67,7 +50,7 @@ class Served:
 @contextmanager
 def served() -> Iterator[Served]:
     """One with what is on if nobody says anything, one with all that needs no model, and one for each head beside that."""
-    inside = [corpus() if kind == "corpus" else DrafterSpec(kind) for kind in KINDS]
+    inside = [DrafterSpec(kind) for kind in INSIDE]
     with ExitStack() as stack:
         default = stack.enter_context(Cascade.demo())
         plain = stack.enter_context(Cascade.demo(drafter=inside))

@@ -1,1 +1,1 @@
-"""What guess trees give beside lines: on paper, simulated, and served."""
+"""What guess trees give beside lines: on paper, and served."""

@@ -1,38 +1,30 @@
-"""The embedded family served with lines and with trees, one request at a time: tokens per second, and what trees prepared.
+"""The family served with lines and with trees, one request at a time: tokens per second, and what trees prepared."""
 
-Modes take turns on every prompt, and another one comes first each time. Of every mode the median answer counts.
-"""
-
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 from rich.table import Table
 
-from benchmarks.peers.prompts import PROMPTS
-from benchmarks.trees.cells import Answers, at, rotated, same_text
-from benchmarks.trees.systems import Ask
+from benchmarks.turns import AGAIN, ALONE, Answers, Ask, Question, at, in_turns, same_text
 from cascade import family
 from cascade.bench.measure import Mode
 from cascade.messages import Edge
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import SamplingParams, Speculation
 
 LOWER = family.NAMES[:-1]
 TOP = family.NAMES[-2:]
 CHAINS = (*((name,) for name in LOWER), LOWER)
 BRANCHES = {"lines": 0, "trees": None}
-ALONE = Mode("alone", Speculation("off"))
 AUTO = [Mode(f"{way}, auto", Speculation(branches=most)) for way, most in BRANCHES.items()]
 EXPLICIT = [
     Mode(f"{way}, {' → '.join((*chain, TOP[1]))}", Speculation(tiers=chain, branches=most))
     for chain in CHAINS
     for way, most in BRANCHES.items()
 ]
-MODES = (ALONE, *AUTO, *EXPLICIT)
+MODES = (ALONE, AGAIN, *AUTO, *EXPLICIT)
 ALL_TIERS = EXPLICIT[-1]  # with trees
-TEMPERATURES = {0.0: MODES, 0.8: MODES, 1.0: (ALONE, ALL_TIERS)}  # what is asked at each
+TEMPERATURES = {0.0: MODES, 0.7: MODES, 1.0: (ALONE, AGAIN, ALL_TIERS)}  # what is asked at each
 
 Cells: TypeAlias = dict[str, dict[str, Answers]]  # by temperature and mode
 
@@ -41,37 +33,20 @@ Cells: TypeAlias = dict[str, dict[str, Answers]]  # by temperature and mode
 class Size:
     """How much is asked."""
 
-    tokens: int  # of an answer
-    prompts: int = 8
-    rounds: int = 1
+    prompts: int = 1  # of each category
+    tokens: int = 96  # of an answer
 
 
-async def measure(ask: Ask, size: Size) -> Cells:
+async def measure(ask: Ask, asked: tuple[Question, ...], tokens: int, tell: Callable[[str], object]) -> Cells:
     """All modes at all temperatures."""
-    return {at(temperature): await _in_turns(ask, modes, temperature, size) for temperature, modes in TEMPERATURES.items()}
-
-
-async def _in_turns(ask: Ask, modes: Sequence[Mode], temperature: float, size: Size) -> dict[str, Answers]:
-    """Every mode on every prompt, after one prompt that does not count."""
-    found = {mode.name: Answers() for mode in modes}
-    salts = count()  # so that no prompt is known to any mode
-    for number in range(-1, size.rounds * size.prompts):
-        seed = max(0, number) % size.prompts
-        params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=seed, ignore_eos=True)
-        for mode in rotated(modes, number):
-            begin = time.perf_counter()
-            salt = Handling(cache_salt=f"{temperature:g} {next(salts)}")
-            completion = await ask(PROMPTS[seed % len(PROMPTS)], params, mode.speculation, salt)
-            if number >= 0:
-                answers = found[mode.name]
-                answers.speeds.append(len(completion.token_ids) / (time.perf_counter() - begin))
-                answers.texts.append(completion.token_ids)
-                answers.edges.add(completion.stats.edges)
-    return found
+    return {
+        at(temperature): await in_turns(ask, modes, asked, SamplingParams(max_tokens=tokens, temperature=temperature), tell)
+        for temperature, modes in TEMPERATURES.items()
+    }
 
 
 def figures(cells: Cells) -> dict[str, Any]:
-    """Speeds, ratios of medians, and whether texts are the same, by temperature."""
+    """Speeds, ratios, and whether texts are the same, by temperature."""
     return {name: _figures(modes) for name, modes in cells.items()}
 
 
@@ -81,12 +56,15 @@ def branched(found: Mapping[str, Any]) -> bool:
 
 
 def _figures(modes: Mapping[str, Answers]) -> dict[str, Any]:
-    spreads = {name: answers.spread for name, answers in modes.items()}
-    found: dict[str, Any] = {"same_text": same_text(modes.values()), "tokens_per_second": spreads}
-    if ALL_TIERS.name in modes:
-        found["branches"] = branches(modes[ALL_TIERS.name].edges.get(TOP, Edge(*TOP)))
+    speeds = {name: round(answers.speed(), 1) for name, answers in modes.items()}
+    found: dict[str, Any] = {
+        "same_text": same_text(modes.values()),
+        "tokens_per_second": speeds,
+        "tokens_per_full_pass": {name: round(answers.tokens_per_pass(), 2) for name, answers in modes.items()},
+        "branches": branches(modes[ALL_TIERS.name].edges.get(TOP, Edge(*TOP))),
+    }
     if AUTO[0].name in modes:
-        found |= {"best": best(spreads), "ratios": ratios(spreads)}
+        found |= {"best": best(speeds), "ratios": ratios(speeds)}
     return found
 
 
@@ -102,31 +80,33 @@ def branches(edge: Edge) -> dict[str, Any]:
     }
 
 
-def best(spreads: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def best(speeds: Mapping[str, float]) -> dict[str, str]:
     """The fastest explicit chain with lines, and with trees."""
     return {
-        way: max((mode.name for mode in EXPLICIT if mode.name.startswith(way)), key=lambda name: spreads[name]["median"])
+        way: max((mode.name for mode in EXPLICIT if mode.name.startswith(way)), key=lambda name: speeds[name])
         for way in BRANCHES
     }
 
 
-def ratios(spreads: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of medians: the best explicit chains, and those that the planner chooses."""
-    chosen = best(spreads)
+def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
+    """Of the best explicit chains, and of those that the planner chooses; and of alone to itself, which should be 1."""
+    chosen = best(speeds)
     pairs = {
         "vs_lines": (chosen["trees"], chosen["lines"]),
         "vs_alone": (chosen["trees"], ALONE.name),
         "auto_vs_lines": (AUTO[1].name, AUTO[0].name),
         "auto_vs_alone": (AUTO[1].name, ALONE.name),
+        "again_vs_alone": (AGAIN.name, ALONE.name),
     }
-    return {name: round(spreads[one]["median"] / spreads[other]["median"], 3) for name, (one, other) in pairs.items()}
+    return {name: round(speeds[one] / speeds[other], 3) for name, (one, other) in pairs.items()}
 
 
 def headline(found: Mapping[str, Any]) -> dict[str, float]:
     return {
-        "t0.8_vs_lines": found["t0.8"]["ratios"]["vs_lines"],
-        "t0.8_vs_alone": found["t0.8"]["ratios"]["vs_alone"],
+        "t0.7_vs_lines": found["t0.7"]["ratios"]["vs_lines"],
+        "t0.7_vs_alone": found["t0.7"]["ratios"]["vs_alone"],
         "t0_vs_lines": found["t0"]["ratios"]["vs_lines"],
+        "t0_vs_alone": found["t0"]["ratios"]["vs_alone"],
     }
 
 
@@ -135,22 +115,22 @@ def prepared(found: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: found[name]["branches"]["prepared_share"] for name in ("t0", "t1.0")}
 
 
-def speeds_table(system: str, found: Mapping[str, Any]) -> Table:
+def speeds_table(found: Mapping[str, Any]) -> Table:
     """Tokens per second of every mode; the best explicit chains are marked."""
-    result = Table("temperature", "mode", "tokens/s", "over alone", title=f"Served through the {system}, one request at a time")
+    columns = ("temperature", "mode", "tokens/s", "over alone", "tokens a full pass")
+    result = Table(*columns, title="Served, one request at a time; * is the best of its kind")
     for temperature, one in found.items():
         marked = set(one.get("best", {}).values())
-        alone = one["tokens_per_second"][ALONE.name]["median"]
-        for mode, speed in one["tokens_per_second"].items():
-            range_ = f"{speed['median']:.0f} ({speed['low']:.0f} to {speed['high']:.0f})"
-            ratio = f"{speed['median'] / alone:.2f}"
-            result.add_row(temperature, mode + (" *" if mode in marked else ""), range_, ratio)
+        speeds, passes = one["tokens_per_second"], one["tokens_per_full_pass"]
+        for mode, speed in speeds.items():
+            ratio = f"{speed / speeds[ALONE.name]:.2f}"
+            result.add_row(temperature, mode + (" *" if mode in marked else ""), f"{speed:.1f}", ratio, f"{passes[mode]:.2f}")
     return result
 
 
-def branches_table(system: str, found: Mapping[str, Any]) -> Table:
+def branches_table(found: Mapping[str, Any]) -> Table:
     columns = ("temperature", "corrected", "prepared", "share", "mean tokens waiting")
-    result = Table(*columns, title=f"Corrections of {TOP[0]} by {TOP[1]}, through the {system}")
+    result = Table(*columns, title=f"Corrections of {TOP[0]} by {TOP[1]}")
     for temperature, one in found.items():
         seen = (one["branches"][key] for key in ("corrected", "prepared", "prepared_share", "mean_waiting"))
         result.add_row(temperature, *("-" if figure is None else str(figure) for figure in seen))

@@ -1,9 +1,9 @@
 """Devices that are not there: fakes, for measuring whole clusters on machines without such devices."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cascade.settings.section import Section
 
@@ -12,7 +12,8 @@ class EmulatedConfig(Section):
     """A fake device of a tier: its passes end no sooner than such a device would have ended them.
 
     The tier takes GPUs of which a Ray started for it is told though they are not there. Its model is its own, on the CPU; or
-    with an ``agreement`` a toy, for which the tier's source has the tokenizer and the limits.
+    with an ``agreement`` a toy, for which the tier's source has the tokenizer and the limits. With a ``recording``, too, the
+    toy says along recorded texts what the models said that were recorded.
     """
 
     # milliseconds by tokens of the pass: between them a straight line, behind the last as steep
@@ -21,6 +22,13 @@ class EmulatedConfig(Section):
     stretch: Annotated[float, Field(ge=1)] = 1.0  # times as long takes everything, so that few cores carry many devices
     # own tokens in common with the next tier, of this one and each above it but the full one, whose list is empty
     agreement: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    recording: Annotated[str, Field(min_length=1)] | None = None  # file of a `Recording`, the same for all tiers
+
+    @model_validator(mode="after")
+    def _recorded_of_toys(self) -> Self:
+        if self.recording is not None and self.agreement is None:
+            raise ValueError(f"emulated.recording is {self.recording!r} without emulated.agreement: give both")
+        return self
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -41,6 +49,8 @@ def emulation_problem(devices: Mapping[str, EmulatedConfig | None]) -> str | Non
         return f"tier {real!r} has a real device and tier {next(iter(there))!r} an emulated one: emulate all tiers or none"
     if len({device.stretch for device in there.values()}) > 1:
         return "tiers differ in emulated.stretch: all share one time, so give them the same"
+    if len({device.recording for device in there.values()}) > 1:
+        return "tiers differ in emulated.recording: what they say of a text belongs together, so give them the same"
     toys = {name: device.agreement for name, device in there.items() if device.agreement is not None}
     if toys and len(toys) < len(there):
         real = next(name for name in there if name not in toys)

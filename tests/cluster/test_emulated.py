@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from benchmarks.cluster.crowd import AUTO, THREE, crowd
-from benchmarks.cluster.devices import Setup, simulated
+from benchmarks.cluster.devices import Asked, Setup, simulated
 from benchmarks.cluster.one import ALONE, PAIRS
 from cascade import InvalidRequest, SamplingParams, Speculation
 from cascade.bench.measure import Mode
@@ -18,7 +18,7 @@ from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import FAKE_GPUS, Cluster
 
-SETUP = Setup("code", stretch=1.0, replicas=(1, 1, 2))
+SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
 PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
 LOCKSTEP = Mode("lockstep", Speculation(tiers=("medium",), window=4, schedule="lockstep"))
@@ -34,7 +34,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
 def test_every_mode_writes_what_the_toy_writes_alone(server: Server) -> None:
     """Guards figures against wrong texts: leases, links, sessions and trees lose, repeat and mistake no token."""
     prompts = [PROMPT, PROMPT[5:]]
-    expected = simulated(SETUP.tiers(), prompts, PARAMS, ALONE.speculation, warm_up=1).texts
+    expected = simulated(SETUP.tiers(), Asked(prompts, PARAMS), ALONE.speculation, warm_up=1).texts
     with Client(server.address) as client:
         for mode in (ALONE, *PAIRS, LOCKSTEP, THREE, AUTO):
             for seed, prompt in enumerate(prompts):
@@ -64,7 +64,7 @@ def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
 
     async def together() -> bool:
         async with AsyncClient(server.address) as client:
-            clients = crowd(client, THREE, tokens=40)
+            clients = crowd(client, THREE, 40, SETUP, [PROMPT, PROMPT[5:]])
             clients.grow(8)
             await clients.rate(1.0)
             await clients.stop(2)

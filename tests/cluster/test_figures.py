@@ -7,32 +7,43 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.asked import lossless
 from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import autoscale, crowd, one
-from benchmarks.cluster.devices import AGREEMENT, FILE, Setup, Simulated
-from benchmarks.trees.__main__ import lossless
+from benchmarks.cluster.devices import FILE, Asked, Setup, Simulated
+from benchmarks.cluster.trio import BYTES, BYTES_S, TRIO, Shape
 from cascade.params import SamplingParams
+from cascade.scorer import RunnerUp
 from cascade.settings.config import CascadeConfig
+from cascade.simulation.recording import RecordedText, Recording
 
 PROMPTS = [list(range(20)), list(range(30))]
 PARAMS = SamplingParams(max_tokens=32, temperature=0)
 
 
 def test_the_file_can_be_served() -> None:
-    """Guards benchmarks/cluster/emulated.yaml, and that setups differ from it in what they say alone."""
+    """Guards benchmarks/cluster/emulated.yaml: what it takes for a pass is what is assumed of the trio, and nothing else."""
     plain = CascadeConfig.load(FILE)
     assert Setup().config == plain
-    for kind, agreement in AGREEMENT.items():
-        devices = [tier.engine_kwargs.emulated for tier in Setup(kind, 3.0, (2, 2, 4)).config.tiers]
-        assert [device and device.agreement for device in devices] == [
-            None if agreement is None else agreement[level:] for level in range(3)
-        ]
+    for tier, shape in zip(plain.tiers, TRIO, strict=True):
+        device = tier.engine_kwargs.emulated
+        assert device is not None
+        assert (device.pass_ms, device.context_ms) == (shape.pass_ms, shape.context_ms), shape.name
+
+
+def test_passes_of_the_trio_take_what_published_figures_say() -> None:
+    """Guards the formula: parameters of the model cards, weights over bandwidth at least, and a known model's known speed."""
+    assert [round(shape.read / 1e9, 1) for shape in TRIO] == [0.6, 4.0, 32.0]
+    assert all(shape.seconds(1) > BYTES * shape.read / BYTES_S for shape in TRIO)
+    assert TRIO[-1].seconds(512) > 2 * TRIO[-1].seconds(64)  # arithmetic counts there
+    llama = Shape("Llama-3.2-1B", 2048, 8192, 16, 32, head_dim=64, vocab=128_256)
+    assert BYTES * llama.read / 3.35e12 / llama.seconds(1) == pytest.approx(0.50, abs=0.02)  # of the peak, in vLLM and SGLang
 
 
 def test_lockstep_pairs_are_the_best_of_their_kind() -> None:
     """Guards the strongest baseline: of all windows the one that the simulator finds fastest is measured."""
     tiers = Setup().tiers()
-    mode = one.best_lockstep(tiers, PROMPTS, PARAMS, "medium", one.Size(windows=(1, 4, 16)))
+    mode = one.best_lockstep(tiers, Asked(PROMPTS, PARAMS), "medium", one.Size(windows=(1, 4, 16)))
     assert mode.speculation.window == 4
     assert mode.speculation.schedule == "lockstep"
 
@@ -45,30 +56,35 @@ def test_ratios_are_to_the_best_pair() -> None:
 
 
 def test_other_texts_fail_the_run() -> None:
-    """Guards the alarm: an answer that is not the simulator's is found, and ends the run with an error."""
+    """Guards the alarm: an answer that is not the simulator's, or not the recorded one, ends the run with an error."""
+    texts = [RecordedText((1,), (((RunnerUp(1, 0.0),), (RunnerUp(2, 0.0),)),) * 3, "code")]
     runs = [
-        one.Run(mode, Simulated(2.0, ((1, 2),), 1.0), tokens=2, seconds=1.0, texts=[(1, 2)])
+        one.Run(mode, Simulated((2.0,), ((1, 2),), 1.0), seconds=[1.0], texts=[(1, 2)])
         for mode in (
             one.ALONE,
-            one.best_lockstep(Setup().tiers(), PROMPTS, PARAMS, "tiny", one.Size(windows=(4,))),
+            one.best_lockstep(Setup().tiers(), Asked(PROMPTS, PARAMS), "tiny", one.Size(windows=(4,))),
             *one.PAIRS,
             one.THREE,
             one.AUTO,
         )
     ]
-    found = one.figures(Setup(), runs)
-    assert lossless({"one": {"code": found}})
+    found = one.figures(Setup(), runs, texts)
+    assert lossless({"one": found})
     assert found["modes"]["alone"]["measured_over_simulated"] == 2
-    assert one.headline({"code": found})["code"]["measured_over_simulated"] == [2, 2, 2]
+    line = one.headline(found | {"agreement": one.agreement(Recording(tuple(texts)))})
+    assert line["all"]["measured_over_simulated"] == [2, 2, 2]
+    assert line["code"]["three_vs_alone"] == 1
     runs[-1].texts = [(1, 3)]
-    assert not lossless({"one": {"code": one.figures(Setup(), runs)}})
+    assert not lossless({"one": one.figures(Setup(), runs, texts)})
+    runs[-1].expected = Simulated((2.0,), ((1, 3),), 1.0)
+    assert not lossless({"one": one.figures(Setup(), runs, texts)})
 
 
 def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     """Guards the claim of scaling: four full replicas with 64 requests are beside one with 16, not with 64."""
     found = {
         name: {str(load): {"alone": speed * load, "three": speed * load, "ratios": {"three": 1.0}} for load in (16, 64)}
-        for name, speed in (("1/1/1", 2.0), ("1/1/2", 9.0), ("2/2/4", 1.9))
+        for name, speed in (("1/1/1", 2.0), ("2/2/4", 1.9))
     }
     assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
     phases = [{"load": 4, "tokens_per_second": 8.0, "replicas": {"tiny": 1, "full": 2}}]
@@ -83,6 +99,7 @@ def test_the_whole_benchmark_works(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     head = json.loads(ran.stdout.splitlines()[-1])
     assert head == json.loads((tmp_path / "cluster.json").read_text())["head"]
-    assert head["one"]["code"]["three_vs_alone"] > 0
+    assert head["one"]["all"]["three_vs_alone"] > 0
+    assert 0 < head["one"]["agreement"]["medium → full"] <= 1
     assert head["scale"]["1/1/1"]["4"]["three"] > 0
     assert head["autoscale"]["load"] == [1, 4]

@@ -21,7 +21,7 @@ class Replica(TierReplica):
 @pytest.fixture
 def config() -> CascadeConfig:
     """Of toys, whose health is checked often."""
-    values = Setup("code", stretch=1.0).values
+    values = Setup(stretch=1.0).values
     values["tiers"][0]["deployment_config"]["health_check_period_s"] = PERIOD_S
     return CascadeConfig.parse(values)
 

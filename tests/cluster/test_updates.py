@@ -12,13 +12,12 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from benchmarks.cluster.devices import CONTEXT, VOCAB, Setup
+from benchmarks.cluster.devices import Setup
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.messages import Open
 from cascade.settings.router import ListenConfig
 from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
 from deployments.app import forked, parse
 from deployments.launch.server import LOOPBACK, free_port
 from tests.conftest import LONG_S, Cluster
@@ -120,12 +119,12 @@ class Served:
 def served(cluster: Cluster) -> Iterator[Served]:
     """Three tiers of toys, of whose full one there are two replicas, on devices that have room for as many again."""
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
-    values = Setup("code", stretch=1.0, replicas=(1, 1, 2)).values
+    values = Setup(stretch=1.0, replicas=(1, 1, 2)).values
     for tier in values["tiers"]:
         tier["deployment_config"]["ray_actor_options"]["num_gpus"] = 0.5
     values["router"] = {"listen": listen.model_dump(mode="json"), "held_lease_s": 1.0}
     values = forked(parse(values), cluster.py_executable).model_dump(mode="json", exclude_none=True)
-    toy = ToyTier(VOCAB, context_len=CONTEXT)
+    toy = Setup().models()[-1]
     texts = [full_text(toy, Open("x", tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
     crowd = Crowd(f"{LOOPBACK}:{listen.grpc_port}", [text[len(PROMPT) :] for text in texts])
     try:

@@ -20,7 +20,7 @@ from deployments.metrics.series import AUDITS, COMMON, ROUTER, SERIES
 from tests.conftest import LONG_S, Cluster
 
 APPLICATION = "counted"  # of its own: what nodes counted of others stays
-SETUP = Setup("code", stretch=1.0, replicas=(1, 1, 1))
+SETUP = Setup(stretch=1.0, replicas=(1, 1, 1))
 NAMES = SETUP.config.names
 PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=48, temperature=0, seed=0, ignore_eos=True)

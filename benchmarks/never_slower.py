@@ -1,0 +1,156 @@
+"""Whether what the planner chooses is ever slower than the full model alone, with one request at a time and with many.
+
+    make bench-never-slower
+
+Alone and auto take turns through a server as `cascade serve` starts it. The first round of each load does not count: there the
+planner finds out what pays. As many clients as there are requests at once ask again as soon as they are answered, until the
+round ends: the load is level all the time. What counts is what came while it lasted; an answer that went on behind its end
+counts by the share of its time before it. All texts must be the same in both modes, else the run fails. The last line is one
+JSON document.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.asked import lossless, stamp
+from benchmarks.baseline import quiet
+from benchmarks.turns import ALONE, AUTO, Ask, Question, Text, at, level_load, questions, rotated
+from cascade.answer import Completion
+from cascade.bench.measure import Mode, stranger
+from cascade.client import AsyncClient
+from cascade.params import SamplingParams
+from deployments.launch.server import Server
+
+RESULTS = Path(__file__).parent / "results" / "never_slower.json"
+MODES = (ALONE, AUTO)
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is asked."""
+
+    tokens: int = 64  # of an answer
+    rounds: int = 4  # of each mode, behind one that does not count
+    round_s: float = 6.0
+    loads: tuple[int, ...] = (1, 8, 32)  # requests at once
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+
+
+QUICK = Size(tokens=8, rounds=1, round_s=0.5, loads=(1, 2), temperatures=(0.0,))
+
+
+@dataclass(slots=True)
+class Given:
+    """What one mode gave at one load."""
+
+    speeds: list[float] = field(default_factory=list)  # tokens per second, one a round
+    texts: dict[int, Text] = field(default_factory=dict)  # by the number of the request
+
+
+async def measure(ask: Ask, asked: Sequence[Question], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Figures by temperature and load; ``tell`` is called with a line for each."""
+    found: dict[str, Any] = {}
+    for temperature in size.temperatures:
+        cells = found[at(temperature)] = {}
+        for load in size.loads:
+            cell = cells[str(load)] = figures(await _load(ask, asked, temperature, load, size))
+            tell(f"{at(temperature)}, {load} at once: auto over alone {cell['ratio']:.3f} ± {cell['error']:.3f}")
+    return found
+
+
+async def _load(ask: Ask, asked: Sequence[Question], temperature: float, load: int, size: Size) -> dict[str, Given]:
+    found = {mode.name: Given() for mode in MODES}
+    for number in range(-1, size.rounds):
+        for mode in rotated(MODES, number):
+            given = found[mode.name]
+            speed, texts = await _round(ask, asked, mode, temperature, load, size)
+            if number >= 0:
+                given.speeds.append(speed)
+            given.texts |= texts
+    return found
+
+
+async def _round(
+    ask: Ask, asked: Sequence[Question], mode: Mode, temperature: float, load: int, size: Size
+) -> tuple[float, dict[int, Text]]:
+    """Tokens per second under a level load, and the texts; requests are the same in every round, one after another."""
+
+    async def one(number: int) -> Completion:
+        params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=number)
+        return await ask(asked[number % len(asked)].ids, params, mode.speculation, stranger())
+
+    speed, answers = await level_load(one, load, size.round_s)
+    return speed, {number: answer.token_ids for number, answer in answers.items()}
+
+
+def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
+    """Mean speeds, their ratio with its standard error, and whether texts are the same."""
+    alone, auto = modes[ALONE.name], modes[AUTO.name]
+    same = all(alone.texts[number] == auto.texts[number] for number in alone.texts.keys() & auto.texts.keys())
+    pairs = [fast / slow for fast, slow in zip(auto.speeds, alone.speeds, strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
+    return {
+        "same_text": same,
+        "tokens_per_second": {name: round(statistics.fmean(given.speeds), 1) for name, given in modes.items()},
+        "ratio": round(sum(auto.speeds) / sum(alone.speeds), 3),
+        "error": round(error, 3),
+        "rounds": len(pairs),
+    }
+
+
+def headline(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The ratio at each temperature and load."""
+    return {temperature: {load: one["ratio"] for load, one in loads.items()} for temperature, loads in found.items()}
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    columns = ("temperature", "requests at once", "alone, tokens/s", "auto, tokens/s", "auto over alone")
+    result = Table(*columns, title="Never slower")
+    for temperature, loads in found.items():
+        for load, one in loads.items():
+            speeds = [f"{speed:.1f}" for speed in one["tokens_per_second"].values()]
+            result.add_row(temperature, load, *speeds, f"{one['ratio']:.2f} ± {one['error']:.2f}")
+    return result
+
+
+def serve(size: Size) -> dict[str, Any]:
+    """Figures of a server."""
+    with Server.start(None, port=0) as server:
+
+        async def ask() -> dict[str, Any]:
+            async with AsyncClient(server.address) as client:
+                return await measure(client.generate, questions(1), size, console.print)
+
+        return asyncio.run(ask())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description="The planner beside no drafts.")
+    parser.add_argument("--quick", action="store_true", help="few tokens and one round: whether it works, not how fast")
+    parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
+    chosen = parser.parse_args(arguments)
+    quiet()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    found = serve(QUICK if chosen.quick else Size())
+    console.print(table(found))
+    if results := chosen.results or (None if chosen.quick else RESULTS):
+        results.parent.mkdir(exist_ok=True)
+        results.write_text(json.dumps({"head": headline(found), "loads": found} | stamp(), indent=2) + "\n")
+    print(json.dumps(headline(found)))
+    if not lossless(found):
+        raise SystemExit("Modes gave different texts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Recorded tiers: that they say what was recorded, and that every cascade of them writes the recorded texts."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cascade.chain.profile import PassCost
+from cascade.errors import ConfigError
+from cascade.messages import Open
+from cascade.params import SamplingParams
+from cascade.scorer import RunnerUp
+from cascade.settings.config import CascadeConfig
+from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
+from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import full_text
+from cascade.simulation.toy_tier import ToyTier
+
+VOCAB = 64
+PARAMS = SamplingParams(max_tokens=60, temperature=0, seed=0)
+PASS_S = (1.3e-3, 4e-3, 25e-3)
+PROMPTS = (tuple(range(20)), tuple(range(30, 58)))
+
+
+def recorded(seed: int, prompt: tuple[int, ...]) -> RecordedText:
+    """Of toys with the noise of another request: texts that the tiers of a recording do not write by themselves."""
+    toys = [ToyTier(VOCAB, (0.6, 0.8)[level:]) for level in range(3)]
+    opening = Open("text", prompt, len(prompt), SamplingParams(max_tokens=60, temperature=0, seed=seed))
+    text = full_text(toys[-1], opening)
+    places = range(len(prompt), len(text))
+    return RecordedText(
+        prompt,
+        tuple(tuple(tuple(toy.ranked(tuple(text[p - 3 : p]), p, opening.params, 3)) for p in places) for toy in toys),
+        category="chat",
+    )
+
+
+RECORDING = Recording(tuple(recorded(100 + number, prompt) for number, prompt in enumerate(PROMPTS)))
+TIERS = [RecordedTier(VOCAB, RECORDING.agreement[level:], RECORDING) for level in range(3)]
+
+
+@pytest.mark.parametrize("tiers", [[2], [0, 2], [1, 2], [0, 1, 2]])
+def test_every_cascade_writes_the_recorded_texts(tiers: Sequence[int]) -> None:
+    """Guards figures against made-up texts: whatever tiers take part, answers are what the full model wrote."""
+    chosen = tuple(SimTier(f"tier-{i}", TIERS[i], PassCost(PASS_S[i]), 0.3e-3) for i in tiers)
+    for lockstep in (False, True):
+        scenario = Scenario(chosen, tuple(Request(text.prompt, PARAMS) for text in RECORDING.texts), lockstep=lockstep)
+        assert simulate(scenario).texts == tuple(text.output for text in RECORDING.texts)
+
+
+def test_tiers_say_what_was_recorded() -> None:
+    """Guards agreement: own tokens and runner-ups along a text are the recorded ones, in order, with their gaps."""
+    for text, level in itertools.product(RECORDING.texts, range(3)):
+        whole = (*text.prompt, *text.output)
+        for place, said in enumerate(text.said[level]):
+            position = len(text.prompt) + place
+            context = whole[max(0, position - TIERS[level].order) : position]
+            assert TIERS[level].ranked(context, position, PARAMS, 3) == list(said)
+    pairs = [pair for text in RECORDING.texts for pair in zip(text.said[0], text.said[1], strict=True)]
+    assert RECORDING.agreement[0] == sum(one[0].token == other[0].token for one, other in pairs) / len(pairs)
+    assert RECORDING.shared(0, 1) < RECORDING.shared(0, 1, 3) <= 1
+
+
+def test_files_keep_a_recording(tmp_path: Path) -> None:
+    """Guards replicas, which read it: what was saved is what is loaded, and a file that is none is named with what to do."""
+    path = tmp_path / "recording.json"
+    RECORDING.save(path)
+    assert Recording.load(path) == RECORDING
+    assert isinstance(fake(VOCAB, (), str(path)), RecordedTier)
+    path.write_text("{}")
+    for broken in (path, tmp_path / "none.json"):
+        with pytest.raises(ConfigError, match=r"^emulated\.recording '.*' cannot be read .* record the tiers again$"):
+            Recording.load(broken)
+
+
+def test_texts_that_cannot_be_told_apart_are_refused() -> None:
+    """Guards against an answer to one prompt that goes on as that to another one."""
+    first = RECORDING.texts[0]
+    other = RecordedText(first.prompt, tuple((((RunnerUp(63, 0.0),),) * len(first.output)) for _ in range(3)))
+    with pytest.raises(ConfigError, match="Two recorded texts have the same"):
+        Recording((first, other)).known(2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "problem"),
+    [
+        ([{"recording": "x"}], r"recording is 'x' without emulated\.agreement: give both"),
+        (
+            [{"recording": "x", "agreement": [0.5]}, {"recording": "y", "agreement": []}],
+            "emulated.recording: .* the same",
+        ),
+    ],
+)
+def test_recordings_belong_to_toys_and_to_all_of_them(devices: list[dict[str, object]], problem: str) -> None:
+    """Guards a cascade whose tiers would say things of different texts."""
+    tiers = [
+        {
+            "name": f"t{i}",
+            "model_loading_config": {"model_id": "m"},
+            "engine_kwargs": {"emulated": {"pass_ms": {1: 1.0}} | device},
+        }
+        for i, device in enumerate(devices)
+    ]
+    with pytest.raises(ConfigError, match=problem):
+        CascadeConfig.parse({"tiers": tiers})

@@ -27,7 +27,7 @@ class Environment:
     compiled: bool = False  # from source, by a C++ compiler
     alias: tuple[str, str, str] | None = None  # a distribution, and under which name and version it is listed, too
     backend: str | None = None  # of PyTorch, as uv names it
-    variables: Mapping[str, str] = field(default_factory=dict)  # of its processes
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)  # of its processes
 
     @property
     def folder(self) -> Path:

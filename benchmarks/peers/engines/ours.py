@@ -36,12 +36,13 @@ class Ours:
         self._salts = count()
         self._end_ids = setup.end_ids
         self._cascades: dict[str, Cascade] = {}  # by mode
-        models = [setup.models.tiny, setup.models.medium, setup.models.full]
-        for modes, drafters in (
-            (WITHOUT_HEAD, [DrafterSpec(kind) for kind in TEXT_DRAFTERS]),
-            (WITH_HEAD, [DrafterSpec("suffix"), DrafterSpec(HEAD, setup.models.head)]),
-        ):
-            if wanted := [mode for mode in setup.modes if plain(mode) in modes]:
+        family = [setup.models.tiny, setup.models.medium, setup.models.full]
+        plain = [DrafterSpec(kind) for kind in TEXT_DRAFTERS]
+        headed = [DrafterSpec("suffix"), DrafterSpec(HEAD, setup.models.head)]
+        for modes, drafters in ((WITHOUT_HEAD, plain), (WITH_HEAD, headed)):
+            if wanted := [mode for mode in setup.modes if without_dtype(mode) in modes]:
+                alone = all(without_dtype(mode) == "cascade_alone" for mode in wanted)
+                models = family[-1:] if alone else family
                 cascade = Cascade.from_pretrained(models, dtype=setup.dtype, drafter=drafters)
                 self._cascades |= dict.fromkeys(wanted, cascade)
         self.versions = {"torch": torch.__version__, "transformers (below cascade)": transformers.__version__}
@@ -49,7 +50,7 @@ class Ours:
     def generate(self, turn: Turn) -> Said:
         params = SamplingParams(max_tokens=turn.tokens, temperature=turn.temperature, seed=turn.seed)
         handling = Handling(cache_salt=str(next(self._salts)))  # no prompt is known, as none is to the others
-        speculation = (WITHOUT_HEAD | WITH_HEAD)[plain(turn.mode)]
+        speculation = (WITHOUT_HEAD | WITH_HEAD)[without_dtype(turn.mode)]
         begin = time.perf_counter()
         said = self._cascades[turn.mode].generate(list(turn.prompt), params, speculation, handling)
         seconds = time.perf_counter() - begin
@@ -62,8 +63,7 @@ class Ours:
             cascade.close()
 
 
-def plain(mode: str) -> str:
-    """A mode without its dtype."""
+def without_dtype(mode: str) -> str:
     return mode.removesuffix("_bf16")
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ ENGINES = tuple(dict.fromkeys(post.engine for post in contest.POSTS))
 TEMPERATURES = (0.0, 0.7, 1.0)
 AT_ONCE = {1: 6, 8: 24, 32: 48}  # requests in all
 AGREEMENT_PROMPTS = 24
+SERVED_S = 180.0  # that the served part is given of the minutes
 HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "llama_best", "generate")
 
 
@@ -48,6 +50,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all-modes", action="store_true", help="at all temperatures, not only those that pay at the first")
     parser.add_argument("--prompts", type=int, default=6, help="of one request, kinds in turn (%(default)s)")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
     parser.add_argument("--served-temperature", type=float, default=0.7, help="of requests over HTTP (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
     parser.add_argument("--full", help="folder of the full model, if not the family's")
@@ -160,16 +163,16 @@ def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Sub
     keep(document, chosen.results)
 
 
-def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> bool:
-    """Fill in what one request at a time gives; whether all texts of this project are the same."""
+def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
+    """Fill in what one request at a time gives until ``end``; whether all texts of this project are the same."""
     ids, posts = subject.ids[: chosen.prompts], contest.posts(chosen.engines)
-    plan = contest.Plan(ids, chosen.tokens, chosen.temperatures, chosen.all_modes)
     same: list[bool] = []
 
     def tell(name: str, turns: report.Turns) -> None:
         cells = report.cells(turns, compared=name == "t0")
         document["cells"]["one"][name], document["one"][name] = cells, report.headline(cells)
-        document["how"].setdefault("one", {})[name] = {"prompts": len(ids), "tokens": chosen.tokens}
+        asked = max(map(len, turns.values()), default=0)
+        document["how"].setdefault("one", {})[name] = {"prompts": asked, "tokens": chosen.tokens}
         same.append(report.lossless(turns))
         console.print(report.table(f"One request, {name}", cells))
         keep(document, chosen.results)
@@ -177,6 +180,7 @@ def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) 
     with ExitStack() as stack:
         workers = contest.Crew()
         workers.hire(posts, subject.models, subject.ends, stack)
+        plan = contest.Plan(ids, chosen.tokens, chosen.temperatures, end - time.monotonic(), chosen.all_modes)
         contest.measure(workers, plan, tell)
     wanted = {mode for post in posts for mode in post.modes}
     document["missing"] = {mode: why for mode, why in document["missing"].items() if mode not in wanted} | workers.missing
@@ -206,7 +210,7 @@ def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = options(arguments)
+    chosen, begin = options(arguments), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
     contest.WORK.mkdir(exist_ok=True)
     models = models_of(chosen)
@@ -214,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "agreement" in chosen.only:
         agreement(document, chosen, subject)
     if "one" in chosen.only:
-        same = one(document, chosen, subject)
+        left = SERVED_S if "served" in chosen.only else 0.0
+        same = one(document, chosen, subject, begin + 60 * chosen.minutes - left)
     if "served" in chosen.only:
         serve(document, chosen, subject)
     keep(document, chosen.results)

@@ -37,7 +37,7 @@ def answers_and_head(
         cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=None)
         speculation = Speculation("off")
     with cascade:
-        completions = [cascade.generate(list(prompt), params, speculation) for prompt in prompts]
+        completions = cascade.generate(prompts, params, speculation)
     edges = [edge for completion in completions for edge in completion.stats.edges if edge.drafter == HEAD]
     return [_with_end(completion, end_ids) for completion in completions], first_guesses(edges)
 

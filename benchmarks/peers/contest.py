@@ -17,6 +17,8 @@ from benchmarks.peers.contract import BFLOAT16, FLOAT32, Models, Said, Setup, Tu
 WORK = Path(__file__).parents[1] / ".work"
 WARM_UP = 32  # tokens
 LOADING = 2  # engines of others that load at once
+LEAST = 2  # rounds at a temperature
+FIRST_WEIGHT = 2.0  # of the first temperature, which has all modes, in sharing out the time
 console = Console(stderr=True, highlight=False)
 
 
@@ -66,6 +68,7 @@ class Plan:
     prompts: Sequence[Sequence[int]]  # token ids
     tokens: int  # of an answer at most
     temperatures: Sequence[float]  # ascending
+    seconds: float  # after which no round begins, but for the first `LEAST` of a temperature
     all_modes: bool = False  # at every temperature, not only those that pay at the first
 
 
@@ -154,6 +157,7 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
     """
     for mode in list(crew_.workers):
         crew_.ask(Turn(mode, plan.prompts[0], 0, 0.0, min(WARM_UP, plan.tokens)))
+    end = time.monotonic() + plan.seconds
     found: dict[str, report.Turns] = {}
     for temperature in sorted(plan.temperatures):
         modes = list(crew_.workers)
@@ -161,15 +165,19 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
             paying = report.paying(next(iter(found.values())))
             modes = [mode for mode in modes if mode in paying]
         name = f"t{temperature}" if temperature else "t0"
-        found[name] = _in_turns(crew_, plan, temperature, modes)
+        weights = len(plan.temperatures) - len(found) + (0 if found else FIRST_WEIGHT - 1)
+        share = (end - time.monotonic()) * (1 if found else FIRST_WEIGHT) / weights
+        found[name] = _in_turns(crew_, plan, temperature, modes, time.monotonic() + share)
         tell(name, found[name])
     return found
 
 
-def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str]) -> report.Turns:
+def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str], end: float) -> report.Turns:
     """In a round every mode answers the same prompt, and the next round begins with another mode."""
     said: dict[str, list[Said]] = {mode: [] for mode in modes}
     for number, prompt in enumerate(plan.prompts):
+        if number >= LEAST and time.monotonic() >= end:
+            break
         first = number % max(1, len(modes))
         for mode in [*modes[first:], *modes[:first]]:
             if mode in crew_.workers and (answer := crew_.ask(Turn(mode, prompt, number + 1, temperature, plan.tokens))):

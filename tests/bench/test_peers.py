@@ -112,11 +112,11 @@ def test_all_modes_answer_the_same_prompts_and_begin_in_turn(monkeypatch: pytest
     asked: list[Turn] = []
     workers = contest.Crew(workers=dict.fromkeys(("generate", "vllm_alone"), None))  # type: ignore[arg-type]
     monkeypatch.setattr(contest.Crew, "ask", lambda _, turn: asked.append(turn) or said(1))
-    found = contest.measure(workers, contest.Plan([[1], [2]], 8, (0.7, 0.0)), lambda *_: None)
+    found = contest.measure(workers, contest.Plan([[1], [2], [3]], 8, (0.7, 0.0), seconds=0.0), lambda *_: None)
     assert list(found) == ["t0", "t0.7"]
     order = [(turn.temperature, turn.prompt[0], turn.mode) for turn in asked[2:6]]
     assert order == [(0, 1, "generate"), (0, 1, "vllm_alone"), (0, 2, "vllm_alone"), (0, 2, "generate")]
-    assert {(turn.prompt[0], turn.seed) for turn in asked[2:]} == {(1, 1), (2, 2)}
+    assert {(turn.prompt[0], turn.seed) for turn in asked[2:]} == {(1, 1), (2, 2)}  # the time is over
 
 
 def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_path: Path) -> None:

@@ -157,9 +157,9 @@ def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Sub
     asked = {"models": asdict(subject.models), "prompts": ids, "tokens": chosen.tokens, "end_ids": subject.ends}
     command = [sys.executable, "-m", "benchmarks.peers.agreement", json.dumps(asked)]
     with crew.Talker(command, contest.settings(None), contest.WORK / "agreement.log") as program:
-        document["agreement"] = program.greeting
+        document["agreement"] = program.greeting()
     document["how"]["agreement"] = {"prompts": len(ids), "tokens": chosen.tokens}
-    console.print(f"agreement: {program.greeting}")
+    console.print(f"agreement: {document['agreement']}")
     keep(document, chosen.results)
 
 

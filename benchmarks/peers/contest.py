@@ -104,25 +104,40 @@ class Crew:
 
     def hire(self, posts: Sequence[Post], models: Models, end_ids: Sequence[int], stack: ExitStack) -> None:
         """Load them; those of this project by itself, for it takes the price of a pass meanwhile."""
+        started: list[crew.Worker] = []
+
+        def close() -> None:
+            for worker in started:
+                worker.part()
+            for worker in started:
+                worker.close()
 
         def load(post: Post) -> None:
             setup = Setup(post.engine, post.modes, models, post.dtype, tuple(end_ids), str(WORK))
-            begin = time.perf_counter()
+            begin, worker = time.perf_counter(), None
             try:
                 worker = crew.Worker(setup, interpreter(post.environment), settings(post.environment))
+                started.append(worker)
+                worker.load()
             except (environments.Missing, crew.WorkerFailed) as error:
                 self.missing |= dict.fromkeys(post.modes, str(error))
                 console.print(f"{', '.join(post.modes)}: missing: {error}")
+                if worker is not None:
+                    worker.close()
                 return
-            stack.callback(worker.close)
             self.workers |= dict.fromkeys(post.modes, worker)
             self.versions |= worker.versions
             console.print(f"{', '.join(post.modes)}: loaded in {time.perf_counter() - begin:.0f} s")
 
         for post in posts:
             _try_environment(post.environment)
+        stack.callback(close)
         with ThreadPoolExecutor(LOADING) as pool:
-            list(pool.map(load, [post for post in posts if post.engine != "ours"]))
+            try:
+                list(pool.map(load, [post for post in posts if post.engine != "ours"]))
+            except BaseException:
+                close()  # so that nobody waits for them
+                raise
         for post in posts:
             if post.engine == "ours":
                 load(post)

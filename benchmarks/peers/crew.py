@@ -51,9 +51,8 @@ class Process:
         return sum(_processor_s(path, self._process.pid) for path in Path("/proc").glob("[0-9]*/stat"))
 
     def close(self) -> None:
-        """Let it end, and then whatever it has left behind."""
-        self._signal(signal.SIGCONT)
-        self._part()
+        """Let it end, and then whatever it has left behind; again is harmless."""
+        self.part()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PARTING_S)
         self._signal(signal.SIGKILL)
@@ -61,8 +60,9 @@ class Process:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """Tell it to end."""
+        self._signal(signal.SIGCONT)
         self._process.send_signal(signal.SIGINT)
 
     def __enter__(self) -> Self:
@@ -85,13 +85,11 @@ class Talker(Process):
     """A program that answers each line by one JSON document."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start it, and keep what it says first as ``greeting``. Raises `WorkerFailed`."""
         super().__init__(command, environment, log, piped=True)
-        try:
-            self.greeting = self._hear(LOAD_S)
-        except BaseException:
-            self.close()
-            raise
+
+    def greeting(self) -> dict[str, Any]:
+        """What it says before it is asked, when it is ready. Raises `WorkerFailed`."""
+        return self._hear(LOAD_S)
 
     def tell(self, document: object) -> dict[str, Any]:
         """Its answer. Raises `WorkerFailed` if it says that it cannot, or is gone."""
@@ -103,7 +101,8 @@ class Talker(Process):
         except BrokenPipeError:
             raise WorkerFailed(self._last_words()) from None
 
-    def _part(self) -> None:
+    def part(self) -> None:
+        self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -126,12 +125,17 @@ class Worker(Talker):
     """One engine, loaded; all its processes are stopped while it is not asked, so that none spins."""
 
     def __init__(self, setup: Setup, python: str, environment: Mapping[str, str]) -> None:
-        """Start and load it: ``python`` is the interpreter of its environment. Raises `WorkerFailed`."""
+        """Start it: ``python`` is the interpreter of its environment."""
         command = [python, "-m", "benchmarks.peers.worker", json.dumps(asdict(setup))]
         super().__init__(command, environment, Path(setup.work) / f"{setup.engine}-{setup.modes[0]}.log")
         self.setup = setup
-        self.versions: dict[str, str] = self.greeting["versions"]
+        self.versions: dict[str, str] = {}
+
+    def load(self) -> Self:
+        """Return when the engine is loaded. Raises `WorkerFailed`."""
+        self.versions = self.greeting()["versions"]
         self._signal(signal.SIGSTOP)
+        return self
 
     def ask(self, turn: Turn) -> Said:
         """Raises `WorkerFailed` if the engine does, or is gone."""

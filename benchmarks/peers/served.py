@@ -71,6 +71,7 @@ class Arena:
             command = [python, "-m", "benchmarks.peers.client"]
             log = contest.WORK / "client.log"
             self._client = stack.enter_context(crew.Talker(command, contest.settings(environments.VLLM), log))
+            self._client.greeting()
         except (environments.Missing, crew.WorkerFailed) as error:
             self.missing = dict.fromkeys(("alone", "auto", "vllm_alone", plan.drafter), f"no client: {error}")
             return

@@ -160,8 +160,12 @@ def test_a_distribution_is_listed_under_another_name(monkeypatch: pytest.MonkeyP
 
 def test_a_worker_that_cannot_load_says_why(model: str, tmp_path: Path) -> None:
     """Guards against a peer whose reason is lost with its process."""
-    with pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"):
-        crew.Worker(setup("nobody", ("nobody_alone",), model, tmp_path), sys.executable, {})
+    asked = setup("nobody", ("nobody_alone",), model, tmp_path)
+    with (
+        crew.Worker(asked, sys.executable, {}) as worker,
+        pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"),
+    ):
+        worker.load()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
@@ -179,6 +183,7 @@ def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
     """Guards those who compute against threads that spin, and workers against being left behind stopped."""
     asked = setup("huggingface", ("generate", "generate_lookup", "generate_assisted"), model, tmp_path)
     with crew.Worker(asked, sys.executable, {"OMP_NUM_THREADS": "1"}) as worker:
+        worker.load()
         answers = {mode: worker.ask(Turn(mode, [50, 51, 52], 1, 0.0, 4)) for mode in asked.modes}
         process = Path("/proc") / str(worker._process.pid)
         while state(process) != "T":  # a signal takes a moment

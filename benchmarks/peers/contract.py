@@ -5,9 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-POSITIONS = 1024  # of context: what the embedded family was made for
-MOST_REQUESTS = 8  # at once
+POSITIONS = 2048  # of context, of every engine that asks for a number
 NUM_DRAFTED = 4  # tokens a round of a draft model, where an engine asks for a number
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+HEAD = "eagle3"  # kind of the head
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Folders of one family, each as Transformers saves a model."""
+
+    full: str
+    tiny: str
+    medium: str
+    head: str  # an EAGLE-3 head of the full model
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +27,19 @@ class Setup:
 
     engine: str  # a module of `benchmarks.peers.engines`
     modes: tuple[str, ...]  # what it may be asked for
-    models: tuple[str, ...]  # folders of the family, bottom to top; the last one is answered for
+    models: Models
+    dtype: str  # of weights and products
+    end_ids: tuple[int, ...]  # tokens that end an answer
     work: str  # folder for what is made on the way
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Requests at once (one after another where an engine can do no better), each answered by exactly ``tokens`` tokens."""
+    """One request: the answer ends where the model ends it, or after ``tokens``."""
 
     mode: str
-    prompts: Sequence[Sequence[int]]
-    seeds: Sequence[int]
+    prompt: Sequence[int]
+    seed: int
     temperature: float
     tokens: int
 
@@ -35,8 +48,8 @@ class Turn:
 class Said:
     """What a turn took and gave."""
 
-    seconds: float  # from the prompts to the last token of all
-    token_ids: Sequence[Sequence[int]]
+    seconds: float  # from the prompt to the last token
+    token_ids: Sequence[int]  # with the token that ended the answer, if one did
     processor_s: float = 0.0  # that all processes of the worker computed meanwhile; the worker does not know
 
 
@@ -53,3 +66,11 @@ class Engine(Protocol):
 def num_threads() -> int:
     """Threads that every engine computes with: ``OMP_NUM_THREADS``, else the cores this process may use."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+
+
+def parsed_setup(fields: Mapping[str, object]) -> Setup:
+    """A setup from its JSON document."""
+    given = dict(fields)
+    given["models"] = Models(**given["models"])  # type: ignore[arg-type]
+    given["modes"], given["end_ids"] = tuple(given["modes"]), tuple(given["end_ids"])  # type: ignore[arg-type]
+    return Setup(**given)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""A Llama-architecture checkpoint as a GGUF file for llama.cpp: the same weights, in float32."""
+"""A Llama-architecture checkpoint as a GGUF file for llama.cpp: the same weights, in float32 or bfloat16."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,30 +65,39 @@ def _widened(raw: bytes, dtype: str) -> Array:
     raise ValueError(f"{dtype} weights are not converted: BF16 and F32 are")
 
 
-def converted(folder: Path, work: Path) -> Path:
-    """The GGUF file of a checkpoint, in ``work``; written if it is not there, or older than the weights."""
-    target = work / f"{folder.name}.gguf"
+def converted(folder: Path, dtype: str, work: Path) -> Path:
+    """The GGUF file of a checkpoint, in ``work``; written if it is not there, or older than the weights.
+
+    ``dtype`` is "float32" or "bfloat16"; norms are in float32 in either, as llama.cpp wants them.
+    """
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    target = work / f"{folder.name}-{name}-{dtype}.gguf"
     newest = max(path.stat().st_mtime for path in folder.iterdir())
     if not target.exists() or target.stat().st_mtime < newest:
-        draft = target.with_suffix(".part")
-        write(folder, draft)
+        draft = target.with_suffix(f".{os.getpid()}.part")
+        write(folder, dtype, draft)
         draft.replace(target)
     return target
 
 
-def write(folder: Path, target: Path) -> None:
+def write(folder: Path, dtype: str, target: Path) -> None:
     """Write the checkpoint in ``folder`` to ``target``."""
     import gguf  # in the environment of llama.cpp alone
 
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, "llama")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16)
     _write_config(writer, config)
     _write_vocabulary(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in tensors(folder).items():
         projection = name.split(".")[-2]
-        rows = permuted(weight, heads[projection]) if projection in heads else weight
-        writer.add_tensor(tensor_name(name), np.ascontiguousarray(rows))
+        rows = np.ascontiguousarray(permuted(weight, heads[projection]) if projection in heads else weight)
+        if dtype == "float32" or rows.ndim == 1:
+            writer.add_tensor(tensor_name(name), rows)
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(tensor_name(name), gguf.quants.quantize(rows, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,7 +105,6 @@ def write(folder: Path, target: Path) -> None:
 
 
 def _write_config(writer: Any, config: dict[str, Any]) -> None:
-    writer.add_file_type(0)  # float32
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -102,9 +112,10 @@ def _write_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 

@@ -1,123 +1,133 @@
-"""From what turns gave to the document: medians with spread, the best of a group, and whose text is whose."""
+"""From what turns gave to the document: tokens per second, the best of an engine, whose text is whose."""
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
 from benchmarks.peers.contract import Said
 
-REFERENCE = "generate"  # whose text the others' is compared with
-OURS = "cascade_"
-ALONE = ("cascade_alone", "generate", "vllm_alone", "llama_alone")
-DRAFTED = {
-    "cascade_best": ("cascade_auto", "cascade_drafter"),
-    "generate_best": ("generate_assisted", "generate_lookup"),
-    "vllm_best": ("vllm_ngram", "vllm_draft"),
-    "llama_best": ("llama_draft",),
-}
-
-
-class Cell(NamedTuple):
-    """What is asked of every mode in turn."""
-
-    temperature: float
-    requests: int  # at once
-
-    @property
-    def name(self) -> str:
-        """``t0`` or ``t0.8``."""
-        return f"t{self.temperature:g}"
-
-
 Turns: TypeAlias = Mapping[str, Sequence[Said]]  # of each mode, one a round
+REFERENCE = "generate"  # whose text the others' is compared with
+ALONE = {"cascade": "cascade_alone", "vllm": "vllm_alone", "llama": "llama_alone", "generate": "generate"}
+BF16 = "_bf16"
 
 
-def speed(said: Said) -> float:
-    """Tokens per second of all requests together, prompts read in that time included."""
-    return sum(map(len, said.token_ids)) / said.seconds
+def engine(mode: str) -> str:
+    return mode.partition("_")[0]
+
+
+def alone(mode: str) -> str:
+    """The mode of the same engine and dtype without drafts."""
+    return ALONE[engine(mode)] + (BF16 if mode.endswith(BF16) else "")
+
+
+def speed(turns: Sequence[Said]) -> float:
+    """Tokens per second of all answers together, prompts read in that time included."""
+    return sum(len(said.token_ids) for said in turns) / sum(said.seconds for said in turns)
 
 
 def thrift(turns: Sequence[Said]) -> float | None:
-    """Median tokens per second that a processor computed, which others on the machine hardly change."""
-    thrifts = [sum(map(len, said.token_ids)) / said.processor_s for said in turns if said.processor_s]
-    return round(statistics.median(thrifts), 1) if thrifts else None
+    """Tokens per second that a processor computed, which others on the machine hardly change."""
+    computed = sum(said.processor_s for said in turns)
+    return round(sum(len(said.token_ids) for said in turns) / computed, 1) if computed else None
 
 
-def spread(turns: Sequence[Said]) -> dict[str, float]:
-    """Tokens per second of the slowest round, the median one and the fastest."""
-    speeds = sorted(map(speed, turns))
+def spread(turns: Sequence[Said], base: Sequence[Said]) -> float | None:
+    """Standard error of the speed over that of ``base``, by leaving out one prompt at a time: a share of it.
+
+    ``base`` may be the turns themselves: then it is the error of their speed. ``None`` of one prompt.
+    """
+    n = len(turns)
+    if n < 2 or len(base) != n:
+        return None
+    own = turns is base
+
+    def left_out(index: int) -> float:
+        some = [[said for i, said in enumerate(group) if i != index] for group in (turns, base)]
+        return math.log(speed(some[0])) - (0.0 if own else math.log(speed(some[1])))
+
+    values = [left_out(index) for index in range(n)]
+    mean = sum(values) / n
+    return round(math.sqrt((n - 1) / n * sum((value - mean) ** 2 for value in values)), 3)
+
+
+def paying(turns: Turns) -> set[str]:
+    """Modes without drafts, what the planner chooses, and drafted modes that were faster than their engine alone."""
+    always = {mode for mode in turns if mode == alone(mode) or mode.startswith("cascade_auto")}
+    measured = {mode: said for mode, said in turns.items() if alone(mode) in turns}
+    return always | {mode for mode, said in measured.items() if speed(said) > speed(turns[alone(mode)])}
+
+
+def cells(turns: Turns, compared: bool) -> dict[str, dict[str, Any]]:
+    """All that is known of each mode at one temperature; texts are ``compared`` where they have to be the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for mode, said in turns.items():
+        base = turns.get(alone(mode))
+        found[mode] = {
+            "tokens_per_second": round(speed(said), 1),
+            "over_alone": round(speed(said) / speed(base), 3) if base else None,
+            "error": spread(said, base) if base else None,
+            "tokens_per_processor_second": thrift(said),
+            "tokens": sum(len(one.token_ids) for one in said),
+            "same_text_as_generate": same_text(said, turns.get(REFERENCE) if compared else None),
+        }
+    return found
+
+
+def same_text(turns: Sequence[Said], reference: Sequence[Said] | None) -> float | None:
+    """The share of prompts that are answered with the tokens of `REFERENCE`."""
+    if reference is None:
+        return None
+    same = [list(own.token_ids) == list(other.token_ids) for own, other in zip(turns, reference, strict=True)]
+    return round(sum(same) / len(same), 3)
+
+
+def lossless(turns: Turns) -> bool:
+    """Whether all modes of this project wrote the same, of each dtype."""
+    for kind in ("", BF16):
+        ours = [said for mode, said in turns.items() if engine(mode) == "cascade" and mode.endswith(BF16) == bool(kind)]
+        texts = [[list(one.token_ids) for one in said] for said in ours]
+        if any(text != texts[0] for text in texts):
+            return False
+    return True
+
+
+def headline(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Tokens per second in float32: alone, by the planner, and the best mode of each engine, drafts or none."""
+    speeds = {mode: cell["tokens_per_second"] for mode, cell in found.items() if not mode.endswith(BF16)}
+
+    def best(name: str) -> float | None:
+        return max((value for mode, value in speeds.items() if engine(mode) == name), default=None)
+
     return {
-        "low": round(speeds[0], 1),
-        "median": round(statistics.median(speeds), 1),
-        "high": round(speeds[-1], 1),
+        "alone": speeds.get("cascade_alone"),
+        "auto": speeds.get("cascade_auto"),
+        "best": best("cascade"),
+        "vllm_alone": speeds.get("vllm_alone"),
+        "vllm_best": best("vllm"),
+        "llama_alone": speeds.get("llama_alone"),
+        "llama_best": best("llama"),
+        "generate": speeds.get("generate"),
     }
 
 
-def headline(spreads: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Median tokens per second of full models alone and of the best drafted modes, and which modes these are."""
-    speeds = {mode: spreads[mode]["median"] for mode in ALONE if mode in spreads}
-    chosen: dict[str, str] = {}
-    for name, modes in DRAFTED.items():
-        if measured := [mode for mode in modes if mode in spreads]:
-            chosen[name] = max(measured, key=lambda mode: spreads[mode]["median"])
-            speeds[name] = spreads[chosen[name]]["median"]
-    return speeds, chosen
+def best_drafter(found: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+    """The fastest drafted float32 mode of an engine in the cells of one temperature."""
+    speeds = {
+        mode: cell["tokens_per_second"]
+        for mode, cell in found.items()
+        if engine(mode) == name and mode != alone(mode) and not mode.endswith(BF16)
+    }
+    return max(speeds, key=lambda mode: speeds[mode], default=None)
 
 
-def same_text(turns: Turns) -> dict[str, float]:
-    """The share of prompts that each mode answers with the tokens of `REFERENCE`."""
-    shares: dict[str, float] = {}
-    for mode, said in turns.items():
-        if mode != REFERENCE and REFERENCE in turns:
-            pairs = zip(_texts(said), _texts(turns[REFERENCE]), strict=True)
-            same = [list(own) == list(other) for own, other in pairs]
-            shares[mode] = round(sum(same) / len(same), 3)
-    return shares
-
-
-def _texts(turns: Sequence[Said]) -> list[Sequence[int]]:
-    return [text for said in turns for text in said.token_ids]
-
-
-def lossless(cells: Mapping[Cell, Turns]) -> bool:
-    """Whether all modes of this project wrote the same, in every cell and round."""
-    ours = [[_texts(said) for mode, said in turns.items() if mode.startswith(OURS)] for turns in cells.values()]
-    return all(texts == modes[0] for modes in ours for texts in modes)
-
-
-def figures(cells: Mapping[Cell, Turns]) -> dict[str, Any]:
-    """What the document says about one model."""
-    parts = ("tokens_per_second", "at_once", "spread", "best", "tokens_per_processor_second", "same_text_as_generate")
-    found: dict[str, Any] = {part: {} for part in parts}
-    for cell, turns in cells.items():
-        spreads = {mode: spread(said) for mode, said in turns.items() if said}
-        speeds, chosen = headline(spreads)
-        alone = cell.requests == 1
-        place = found["tokens_per_second"] if alone else found["at_once"].setdefault(str(cell.requests), {})
-        place[cell.name] = speeds
-        name = cell.name if alone else f"{cell.name}, {cell.requests} at once"
-        found["spread"][name], found["best"][name] = spreads, chosen
-        found["tokens_per_processor_second"][name] = {mode: thrift(said) for mode, said in turns.items()}
-        if not cell.temperature:
-            found["same_text_as_generate"][name] = same_text({mode: said for mode, said in turns.items() if said})
-    return found | {"cascade_lossless": lossless(cells)}
-
-
-def document(models: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The embedded model's figures at the top, those of others under their names, then what was measured how."""
-    rest = {name: dict(found) for name, found in models.items() if name != "embedded"}
-    return {**models.get("embedded", {}), **rest, **about}
-
-
-def table(name: str, found: Mapping[str, Any]) -> Table:
-    """Tokens per second of every mode in every cell: median (slowest to fastest)."""
-    grid = Table("mode", *found["spread"], title=f"{name}, tokens per second")
-    for mode in dict.fromkeys(mode for spreads in found["spread"].values() for mode in spreads):
-        grid.add_row(mode, *(_shown(spreads.get(mode)) for spreads in found["spread"].values()))
+def table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The cells of one temperature, or of one number of requests."""
+    columns = {"tokens/s": "tokens_per_second", "over alone": "over_alone", "±": "error", "same text": "same_text_as_generate"}
+    grid = Table("mode", *columns, title=title)
+    for mode, cell in found.items():
+        values = [cell.get(name) for name in columns.values()]
+        grid.add_row(mode, *("" if value is None else f"{value:g}" for value in values))
     return grid
-
-
-def _shown(numbers: Mapping[str, float] | None) -> str:
-    return "" if numbers is None else f"{numbers['median']:.1f} ({numbers['low']:.0f} to {numbers['high']:.0f})"

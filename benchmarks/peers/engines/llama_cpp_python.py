@@ -1,56 +1,59 @@
-"""llama.cpp: alone through its batches of several requests, and with a draft model through llama-cpp-python's own loop.
+"""llama.cpp through its C functions: alone, with prompt lookup, and with the tiny model as its draft.
 
-That loop takes one request at a time, and keeps a guess where it is what the full model chooses, at any temperature.
+The loop around drafts is that of llama.cpp's ``speculative-simple``: a pass scores the guesses, the sampler chooses behind
+each, and a guess stays where it is what was chosen.
 """
 
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
-from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from benchmarks.peers.contract import MOST_REQUESTS, NUM_DRAFTED, POSITIONS, Said, Setup, Turn, num_threads
+from benchmarks.peers.contract import FLOAT32, NUM_DRAFTED, POSITIONS, Said, Setup, Turn, num_threads
 from benchmarks.peers.gguf_file import converted
 
 F32 = 0  # of keys and values, in llama.cpp's list of types
+NUM_LOOKED_UP = 2  # tokens, as llama-cpp-python's documentation advises for processors
 
 
 class Context:
-    """A model and its keys and values, behind llama.cpp's C functions."""
+    """A model and its keys and values."""
 
-    def __init__(self, path: Path, sequences: int) -> None:
+    def __init__(self, path: Path, dtype: str) -> None:
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {path.name}")
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_seq_max = POSITIONS * sequences, POSITIONS * sequences, sequences
+        params.n_ctx = params.n_batch = POSITIONS
         params.n_threads = params.n_threads_batch = num_threads()
-        params.type_k = params.type_v = F32
+        if dtype == FLOAT32:
+            params.type_k = params.type_v = F32  # else float16, its default
         self.pointer = llama_cpp.llama_init_from_model(self._model, params)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
-        self._batch = llama_cpp.llama_batch_init(POSITIONS * sequences, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(POSITIONS, 0, 1)
 
     def forget(self, start: int = 0) -> None:
-        """Drop keys and values of all sequences from position ``start`` on."""
+        """Drop keys and values from position ``start`` on."""
         llama_cpp.llama_memory_seq_rm(self._memory, -1, start, -1)
 
-    def run(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> list[int]:
-        """Score rows of (sequence, first position, tokens); where in the batch the last token of each is."""
-        at, last = 0, []
-        for sequence, start, tokens in rows:
-            for offset, token in enumerate(tokens):
-                self._batch.token[at], self._batch.pos[at] = token, start + offset
-                self._batch.n_seq_id[at], self._batch.seq_id[at][0] = 1, sequence
-                self._batch.logits[at] = offset == len(tokens) - 1
-                at += 1
-            last.append(at - 1)
-        self._batch.n_tokens = at
+    def run(self, start: int, tokens: Sequence[int], wanted: int = 1) -> None:
+        """Score ``tokens`` from position ``start``, for logits behind the last ``wanted`` of them."""
+        for at, token in enumerate(tokens):
+            self._batch.token[at], self._batch.pos[at] = token, start + at
+            self._batch.n_seq_id[at], self._batch.seq_id[at][0] = 1, 0
+            self._batch.logits[at] = at >= len(tokens) - wanted
+        self._batch.n_tokens = len(tokens)
         if status := llama_cpp.llama_decode(self.pointer, self._batch):
             raise RuntimeError(f"llama_decode ended with {status}")
-        return last
+
+    def choose(self, chain: Any, at: int) -> int:
+        """The token behind the one at place ``at`` of the last pass."""
+        chosen: int = llama_cpp.llama_sampler_sample(chain, self.pointer, at)
+        return chosen
 
 
 def sampler(temperature: float, seed: int) -> Any:
@@ -63,26 +66,46 @@ def sampler(temperature: float, seed: int) -> Any:
     return chain
 
 
-class Drafter:
-    """A `LlamaDraftModel`: the tiny model's own text, a few tokens at a time."""
+class Drafter(Protocol):
+    """What guesses how a text goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._context = Context(path, 1)
+    def __call__(self, text: list[int]) -> list[int]: ...
+
+
+def nothing(text: list[int]) -> list[int]:
+    return []
+
+
+class Lookup:
+    """llama-cpp-python's prompt lookup."""
+
+    def __init__(self) -> None:
+        self._decoding = LlamaPromptLookupDecoding(num_pred_tokens=NUM_LOOKED_UP)
+
+    def __call__(self, text: list[int]) -> list[int]:
+        found: list[int] = self._decoding(np.array(text, dtype=np.intc)).tolist()
+        return found
+
+
+class Draft:
+    """The tiny model's own text, a few tokens at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._greedy = sampler(0.0, 0)
-        self._known: list[int] = []
+        self._known: list[int] = []  # with keys and values
 
-    def __call__(self, input_ids: npt.NDArray[np.intc], /, **options: Any) -> npt.NDArray[np.intc]:
-        text: list[int] = input_ids.tolist()
+    def __call__(self, text: list[int]) -> list[int]:
         same = min(self._shared(text), len(text) - 1)  # the last token is scored again, for its logits
         self._context.forget(same)
         guesses: list[int] = []
         rest = text[same:]
         for _ in range(NUM_DRAFTED):
-            (last,) = self._context.run([(0, same, rest)])
-            guesses.append(llama_cpp.llama_sampler_sample(self._greedy, self._context.pointer, last))
+            self._context.run(same, rest)
+            guesses.append(self._context.choose(self._greedy, len(rest) - 1))
             same, rest = same + len(rest), guesses[-1:]
         self._known = text + guesses[:-1]
-        return np.array(guesses, dtype=np.intc)
+        return guesses
 
     def _shared(self, text: list[int]) -> int:
         """Tokens at the beginning that are known."""
@@ -91,15 +114,15 @@ class Drafter:
 
 
 class LlamaCpp:
-    """Both ways to ask the full model; its file is mapped, so it is in memory once."""
+    """All ways to ask the full model."""
 
     def __init__(self, setup: Setup) -> None:
         llama_cpp.llama_backend_init()
-        full, tiny = (converted(Path(model), Path(setup.work)) for model in (setup.models[-1], setup.models[0]))
-        self._alone = Context(full, MOST_REQUESTS)
-        threads = {"n_threads": num_threads(), "n_threads_batch": num_threads()}
-        options: dict[str, Any] = {"n_ctx": POSITIONS, "type_k": F32, "type_v": F32, "verbose": False, **threads}
-        self._drafted = Llama(str(full), draft_model=Drafter(tiny), **options)
+        llama_cpp.llama_log_set(_quiet, None)
+        full, tiny = (converted(Path(model), setup.dtype, Path(setup.work)) for model in (setup.models.full, setup.models.tiny))
+        self._full = Context(full, setup.dtype)
+        self._end_ids = set(setup.end_ids)
+        self._drafters: dict[str, Drafter] = {"alone": nothing, "lookup": Lookup(), "draft": Draft(Context(tiny, setup.dtype))}
         self.versions = {"llama-cpp-python": llama_cpp.__version__, "llama.cpp": self._instructions()}
 
     def _instructions(self) -> str:
@@ -107,34 +130,34 @@ class LlamaCpp:
         return said.decode().strip()
 
     def generate(self, turn: Turn) -> Said:
+        draft = self._drafters[turn.mode.split("_")[1]]
+        chain = sampler(turn.temperature, turn.seed)
         begin = time.perf_counter()
-        said = self._together(turn) if turn.mode == "llama_alone" else self._one_by_one(turn)
-        return Said(time.perf_counter() - begin, said)
+        said = self._answer(turn, draft, chain)
+        seconds = time.perf_counter() - begin
+        llama_cpp.llama_sampler_free(chain)
+        return Said(seconds, said)
 
-    def _together(self, turn: Turn) -> list[list[int]]:
-        """All requests in one batch, as llama.cpp's server has them."""
-        self._alone.forget()
-        samplers = [sampler(turn.temperature, seed) for seed in turn.seeds]
-        said: list[list[int]] = [[] for _ in turn.prompts]
-        rows: list[tuple[int, int, Sequence[int]]] = [(index, 0, prompt) for index, prompt in enumerate(turn.prompts)]
-        for _ in range(turn.tokens):
-            for (index, _, _), last in zip(rows, self._alone.run(rows), strict=True):
-                said[index].append(llama_cpp.llama_sampler_sample(samplers[index], self._alone.pointer, last))
-            rows = [(index, start + len(tokens), said[index][-1:]) for index, start, tokens in rows]
-        for chain in samplers:
-            llama_cpp.llama_sampler_free(chain)
-        return said
-
-    def _one_by_one(self, turn: Turn) -> list[list[int]]:
-        said = []
-        for prompt, seed in zip(turn.prompts, turn.seeds, strict=True):
-            self._drafted.reset()  # no prompt is known
-            self._drafted.set_seed(seed)
-            tokens = self._drafted.generate(list(prompt), temp=turn.temperature, top_k=0, top_p=1.0, min_p=0.0)
-            said.append(list(islice(tokens, turn.tokens)))
+    def _answer(self, turn: Turn, draft: Drafter, chain: Any) -> list[int]:
+        prompt, said, known = list(turn.prompt), list[int](), 0
+        self._full.forget()
+        while len(said) < turn.tokens and not self._end_ids & set(said[-1:]):
+            text = prompt + said
+            rest, guesses = text[known:], draft(text)[: turn.tokens - len(said) - 1]
+            self._full.run(known, rest + guesses, 1 + len(guesses))
+            for place, guess in enumerate([*guesses, None], len(rest) - 1):
+                said.append(self._full.choose(chain, place))
+                if said[-1] != guess or said[-1] in self._end_ids:
+                    break
+            known = len(prompt) + len(said) - 1
+            self._full.forget(known)
         return said
 
     def close(self) -> None: ...
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _quiet(level: int, text: bytes, data: Any) -> None: ...
 
 
 def load(setup: Setup) -> LlamaCpp:

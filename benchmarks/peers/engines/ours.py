@@ -1,52 +1,70 @@
-"""This project's library, every tier in this process."""
+"""This project's library: one cascade without a head, and one with it, for a head's layers are read in every pass."""
 
-import asyncio
 import time
 from itertools import count
 
 import torch
 import transformers
 
-from benchmarks.peers.contract import Said, Setup, Turn
+from benchmarks.peers.contract import HEAD, Said, Setup, Turn
 from cascade.answer import Completion
+from cascade.drafters import DrafterSpec
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
-SPECULATIONS = {
+TEXT_DRAFTERS = ("suffix", "lookup")
+WITHOUT_HEAD = {
     "cascade_alone": Speculation("off"),
-    "cascade_auto": Speculation(),
-    "cascade_drafter": Speculation(),  # of a full tier without tiers below
+    "cascade_suffix": Speculation(tiers=("suffix",)),
+    "cascade_lookup": Speculation(tiers=("lookup",)),
+    "cascade_tiny": Speculation(tiers=("tiny",)),
+    "cascade_medium": Speculation(tiers=("medium",)),
+    "cascade_tiny_medium": Speculation(tiers=("tiny", "medium")),
 }
+WITH_HEAD = {
+    "cascade_auto": Speculation(),
+    "cascade_head": Speculation(tiers=(HEAD,)),
+    "cascade_head_suffix": Speculation(tiers=(HEAD, "suffix")),
+}
+MODES = (*WITHOUT_HEAD, *WITH_HEAD)
 
 
 class Ours:
-    """One cascade, or its full tier with the drafter inside it."""
+    """The cascades that the modes need."""
 
     def __init__(self, setup: Setup) -> None:
-        models = setup.models[-1:] if setup.modes == ("cascade_drafter",) else setup.models
-        self._cascade = Cascade.from_pretrained(models, dtype="float32")
         self._salts = count()
+        self._end_ids = setup.end_ids
+        self._cascades: dict[str, Cascade] = {}  # by mode
+        family = [setup.models.tiny, setup.models.medium, setup.models.full]
+        plain = [DrafterSpec(kind) for kind in TEXT_DRAFTERS]
+        headed = [DrafterSpec("suffix"), DrafterSpec(HEAD, setup.models.head)]
+        for modes, drafters in ((WITHOUT_HEAD, plain), (WITH_HEAD, headed)):
+            if wanted := [mode for mode in setup.modes if without_dtype(mode) in modes]:
+                alone = all(without_dtype(mode) == "cascade_alone" for mode in wanted)
+                models = family[-1:] if alone else family
+                cascade = Cascade.from_pretrained(models, dtype=setup.dtype, drafter=drafters)
+                self._cascades |= dict.fromkeys(wanted, cascade)
         self.versions = {"torch": torch.__version__, "transformers (below cascade)": transformers.__version__}
 
     def generate(self, turn: Turn) -> Said:
-        """All requests at once, each with its seed."""
-        begin = time.perf_counter()
-        said = asyncio.run(self._together(turn))
-        return Said(time.perf_counter() - begin, [list(completion.token_ids) for completion in said])
-
-    async def _together(self, turn: Turn) -> list[Completion]:
+        params = SamplingParams(max_tokens=turn.tokens, temperature=turn.temperature, seed=turn.seed)
         handling = Handling(cache_salt=str(next(self._salts)))  # no prompt is known, as none is to the others
-        return await asyncio.gather(*(self._one(turn, i, handling) for i in range(len(turn.prompts))))
-
-    async def _one(self, turn: Turn, index: int, handling: Handling) -> Completion:
-        seed, prompt = turn.seeds[index], list(turn.prompts[index])
-        params = SamplingParams(max_tokens=turn.tokens, temperature=turn.temperature, seed=seed, ignore_eos=True)
-        completion = await self._cascade.agenerate(prompt, params, SPECULATIONS[turn.mode], handling)
-        assert isinstance(completion, Completion)
-        return completion
+        speculation = (WITHOUT_HEAD | WITH_HEAD)[without_dtype(turn.mode)]
+        begin = time.perf_counter()
+        said = self._cascades[turn.mode].generate(list(turn.prompt), params, speculation, handling)
+        seconds = time.perf_counter() - begin
+        assert isinstance(said, Completion)
+        ended = said.stats.completion_tokens > len(said.token_ids)  # the ending token is counted, and not handed out
+        return Said(seconds, [*said.token_ids, *(self._end_ids[:1] if ended else ())])
 
     def close(self) -> None:
-        self._cascade.close()
+        for cascade in set(self._cascades.values()):
+            cascade.close()
+
+
+def without_dtype(mode: str) -> str:
+    return mode.removesuffix("_bf16")
 
 
 def load(setup: Setup) -> Ours:

@@ -1,0 +1,205 @@
+"""One request at a time: all modes of all engines answer the same prompts in turns."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.peers import crew, environments, report
+from benchmarks.peers.contract import BFLOAT16, FLOAT32, Models, Said, Setup, Turn, num_threads
+
+WORK = Path(__file__).parents[1] / ".work"
+WARM_UP = 32  # tokens
+LOADING = 2  # engines of others that load at once
+LEAST = 2  # rounds at a temperature
+FIRST_WEIGHT = 2.0  # of the first temperature, which has all modes, in sharing out the time
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A worker: its engine, the modes that it has loaded, and how."""
+
+    engine: str
+    modes: tuple[str, ...]
+    environment: environments.Environment | None = None
+    dtype: str = FLOAT32
+
+
+def _llama(suffix: str, dtype: str) -> Post:
+    ways = ("alone", "lookup", "draft")
+    return Post("llama_cpp_python", tuple(f"llama_{way}{suffix}" for way in ways), environments.LLAMA, dtype)
+
+
+OURS = (
+    "cascade_alone",
+    "cascade_auto",
+    "cascade_suffix",
+    "cascade_lookup",
+    "cascade_tiny",
+    "cascade_medium",
+    "cascade_tiny_medium",
+    "cascade_head",
+    "cascade_head_suffix",
+)
+POSTS = (
+    Post("huggingface", ("generate", "generate_lookup", "generate_assisted")),
+    Post("vllm_cpu", ("vllm_alone",), environments.VLLM),
+    Post("vllm_cpu", ("vllm_ngram",), environments.VLLM),
+    Post("vllm_cpu", ("vllm_suffix",), environments.VLLM),
+    Post("vllm_cpu", ("vllm_draft",), environments.VLLM),
+    _llama("", FLOAT32),
+    _llama("_bf16", BFLOAT16),
+    Post("ours", OURS),
+    Post("ours", ("cascade_alone_bf16", "cascade_auto_bf16"), dtype=BFLOAT16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    tokens: int  # of an answer at most
+    temperatures: Sequence[float]  # ascending
+    seconds: float  # after which no round begins, but for the first `LEAST` of a temperature
+    all_modes: bool = False  # at every temperature, not only those that pay at the first
+
+
+@cache
+def interpreter(environment: environments.Environment | None) -> str:
+    """The program that runs Python. Raises `environments.Missing`."""
+    if environment is None:
+        return sys.executable
+    if not environment.is_there:
+        console.print(f"making the environment of {environment.name}, which takes minutes")
+    return str(environment.python())
+
+
+def settings(environment: environments.Environment | None) -> dict[str, str]:
+    """Variables of a process: the same threads and large pages for all, and what an engine's documentation asks for."""
+    common = {
+        "OMP_NUM_THREADS": str(num_threads()),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CACHE_ROOT": str(WORK / "vllm"),
+    }
+    return common if environment is None else {**common, **environment.variables}
+
+
+@dataclass(slots=True)
+class Crew:
+    """All workers that could be loaded, and who is missing, for which reason."""
+
+    workers: dict[str, crew.Worker] = field(default_factory=dict)  # by mode
+    missing: dict[str, str] = field(default_factory=dict)  # by mode
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def hire(self, posts: Sequence[Post], models: Models, end_ids: Sequence[int], stack: ExitStack) -> None:
+        """Load them; those of this project by itself, for it takes the price of a pass meanwhile."""
+        started: list[crew.Worker] = []
+
+        def close() -> None:
+            for worker in started:
+                worker.part()
+            for worker in started:
+                worker.close()
+
+        def load(post: Post) -> None:
+            setup = Setup(post.engine, post.modes, models, post.dtype, tuple(end_ids), str(WORK))
+            begin, worker = time.perf_counter(), None
+            try:
+                worker = crew.Worker(setup, interpreter(post.environment), settings(post.environment))
+                started.append(worker)
+                worker.load()
+            except (environments.Missing, crew.WorkerFailed) as error:
+                self.missing |= dict.fromkeys(post.modes, str(error))
+                console.print(f"{', '.join(post.modes)}: missing: {error}")
+                if worker is not None:
+                    worker.close()
+                return
+            self.workers |= dict.fromkeys(post.modes, worker)
+            self.versions |= worker.versions
+            console.print(f"{', '.join(post.modes)}: loaded in {time.perf_counter() - begin:.0f} s")
+
+        for post in posts:
+            _try_environment(post.environment)
+        stack.callback(close)
+        with ThreadPoolExecutor(LOADING) as pool:
+            try:
+                list(pool.map(load, [post for post in posts if post.engine != "ours"]))
+            except BaseException:
+                close()  # so that nobody waits for them
+                raise
+        for post in posts:
+            if post.engine == "ours":
+                load(post)
+
+    def ask(self, turn: Turn) -> Said | None:
+        """A mode that fails is asked no more."""
+        try:
+            said = self.workers[turn.mode].ask(turn)
+            if not 0 < len(said.token_ids) <= turn.tokens:
+                raise crew.WorkerFailed(f"an answer of {len(said.token_ids)} tokens, of {turn.tokens} at most")
+            return said
+        except crew.WorkerFailed as error:
+            self.missing[turn.mode] = str(error)
+            del self.workers[turn.mode]
+            console.print(f"{turn.mode}: failed: {error}")
+            return None
+
+
+def _try_environment(environment: environments.Environment | None) -> None:
+    """Make it before two workers want it at once; what is wrong with it is told to each."""
+    try:
+        interpreter(environment)
+    except environments.Missing as missing:
+        console.print(f"an environment is missing: {missing}")
+
+
+def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) -> dict[str, report.Turns]:
+    """Turns of each mode by temperature; ``tell`` hears of each temperature when it is done.
+
+    A drafted mode that is slower than its engine alone at the first temperature is not asked again at higher ones, where
+    fewer guesses are right.
+    """
+    for mode in list(crew_.workers):
+        crew_.ask(Turn(mode, plan.prompts[0], 0, 0.0, min(WARM_UP, plan.tokens)))
+    end = time.monotonic() + plan.seconds
+    found: dict[str, report.Turns] = {}
+    for temperature in sorted(plan.temperatures):
+        modes = list(crew_.workers)
+        if found and not plan.all_modes:
+            paying = report.paying(next(iter(found.values())))
+            modes = [mode for mode in modes if mode in paying]
+        name = f"t{temperature}" if temperature else "t0"
+        weights = len(plan.temperatures) - len(found) + (0 if found else FIRST_WEIGHT - 1)
+        share = (end - time.monotonic()) * (1 if found else FIRST_WEIGHT) / weights
+        found[name] = _in_turns(crew_, plan, temperature, modes, time.monotonic() + share)
+        tell(name, found[name])
+    return found
+
+
+def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str], end: float) -> report.Turns:
+    """In a round every mode answers the same prompt, and the next round begins with another mode."""
+    said: dict[str, list[Said]] = {mode: [] for mode in modes}
+    for number, prompt in enumerate(plan.prompts):
+        if number >= LEAST and time.monotonic() >= end:
+            break
+        first = number % max(1, len(modes))
+        for mode in [*modes[first:], *modes[:first]]:
+            if mode in crew_.workers and (answer := crew_.ask(Turn(mode, prompt, number + 1, temperature, plan.tokens))):
+                said[mode].append(answer)
+    return {mode: turns for mode, turns in said.items() if mode in crew_.workers}
+
+
+def posts(engines: Sequence[str]) -> list[Post]:
+    """Those of the engines that are wanted."""
+    return [post for post in POSTS if post.engine in engines]

@@ -1,0 +1,162 @@
+"""Requests over HTTP: ``vllm bench serve`` asks this project's server and vLLM's, in turns."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.peers import contest, crew, environments
+from benchmarks.peers.contract import HEAD, POSITIONS, Models
+from benchmarks.peers.vllm_drafts import configuration
+from cascade.bench.prompts import Prompt
+from deployments.launch.server import LOOPBACK, free_port
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is asked."""
+
+    prompts: Sequence[Prompt]
+    tokens: int  # of an answer at most
+    temperature: float
+    requests: Mapping[int, int]  # at once, and in all
+    drafter: str  # vLLM's, by its mode of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A server and what is said to it beside the prompt."""
+
+    url: str
+    model: str
+    body: Mapping[str, Any]
+
+
+def cascade_config(models: Models) -> dict[str, Any]:
+    """Three tiers in float32, with the drafters that the family is served with."""
+
+    def tier(name: str, source: str, drafter: list[Any]) -> dict[str, Any]:
+        return {
+            "name": name,
+            "model_loading_config": {"model_id": name, "model_source": source},
+            "engine_kwargs": {"dtype": "float32", "drafter": drafter},
+        }
+
+    head = {"kind": HEAD, "source": models.head}
+    return {
+        "tiers": [
+            tier("tiny", models.tiny, ["suffix"]),
+            tier("medium", models.medium, ["suffix"]),
+            tier("full", models.full, ["suffix", head]),
+        ]
+    }
+
+
+class Arena:
+    """All servers and the client, and who is missing."""
+
+    def __init__(self, models: Models, plan: Plan, stack: ExitStack) -> None:
+        self.missing: dict[str, str] = {}
+        self.modes: dict[str, Mode] = {}
+        self._models = models
+        self._plan = plan
+        self._stack = stack
+        self._prompts = contest.WORK / "prompts.jsonl"
+        contest.WORK.mkdir(exist_ok=True)
+        self._prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in plan.prompts))
+        try:
+            python = contest.interpreter(environments.VLLM)
+            command = [python, "-m", "benchmarks.peers.client"]
+            log = contest.WORK / "client.log"
+            self._client = stack.enter_context(crew.Talker(command, contest.settings(environments.VLLM), log))
+            self._client.greeting()
+        except (environments.Missing, crew.WorkerFailed) as error:
+            self.missing = dict.fromkeys(("alone", "auto", "vllm_alone", plan.drafter), f"no client: {error}")
+            return
+        for mode in ("vllm_alone", plan.drafter):
+            self._vllm(mode, python)
+        self._cascade()
+
+    def _cascade(self) -> None:
+        """One server, asked with drafts and without."""
+        config = contest.WORK / "serve.yaml"
+        config.write_text(json.dumps(cascade_config(self._models)))  # JSON is YAML
+        ports = [str(free_port()), str(free_port())]
+        command = [sys.executable, "-m", "cascade.cli.main", "serve", str(config), "--port", ports[0], "--http-port", ports[1]]
+        bodies: dict[str, dict[str, Any]] = {"alone": {"speculation": {"mode": "off"}, "seed": 1}, "auto": {"seed": 1}}
+        self._start(bodies, command, contest.settings(None), ports[1])
+
+    def _vllm(self, mode: str, python: str) -> None:
+        port = str(free_port())
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", self._models.full, "--host", LOOPBACK, "--port", port]
+        command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--max-num-seqs", str(max(self._plan.requests))]
+        command += ["--served-model-name", "full", "--generation-config", "vllm"]
+        if drafts := configuration(mode, self._models.tiny):
+            command += ["--speculative-config", json.dumps(drafts)]
+        self._start({mode: {}}, command, contest.settings(environments.VLLM), port)
+
+    def _start(self, bodies: Mapping[str, Mapping[str, Any]], command: list[str], variables: dict[str, str], port: str) -> None:
+        url, log = f"http://{LOOPBACK}:{port}", contest.WORK / f"serve-{next(iter(bodies))}.log"
+        try:
+            server = self._stack.enter_context(crew.Server(command, variables, log, url))
+        except crew.WorkerFailed as error:
+            self.missing |= dict.fromkeys(bodies, str(error))
+            return
+        self.modes |= {mode: Mode(url, server.model, body) for mode, body in bodies.items()}
+        contest.console.print(f"{', '.join(bodies)}: served at {url}")
+
+    def ask(self, mode: str, at_once: int, requests: int, salt: str) -> dict[str, Any] | None:
+        """What ``vllm bench serve`` says of a mode; one that fails is asked no more."""
+        place = self.modes[mode]
+        body = {**place.body, "cache_salt": salt}  # no prompt is known from another cell
+        arguments = ["--backend", "openai-chat", "--base-url", place.url, "--endpoint", "/v1/chat/completions"]
+        arguments += ["--model", place.model, "--tokenizer", self._models.full, "--dataset-name", "custom"]
+        arguments += ["--dataset-path", str(self._prompts), "--skip-chat-template", "--disable-shuffle"]
+        arguments += ["--custom-output-len", str(self._plan.tokens), "--num-prompts", str(requests)]
+        arguments += ["--max-concurrency", str(at_once), "--temperature", str(self._plan.temperature)]
+        arguments += ["--extra-body", json.dumps(body), "--percentile-metrics", "ttft,tpot", "--disable-tqdm"]
+        try:
+            result = self._client.tell(arguments)
+            if result["completed"] != requests:
+                raise crew.WorkerFailed(f"{result['completed']} of {requests} requests were answered")
+            return result
+        except crew.WorkerFailed as error:
+            self.missing[mode] = str(error)
+            del self.modes[mode]
+            contest.console.print(f"{mode}: failed: {error}")
+            return None
+
+
+def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], None]) -> dict[str, dict[str, Any]]:
+    """Cells by requests at once, then by mode; ``tell`` hears of each number of requests when it is done."""
+    for mode in list(arena.modes):
+        arena.ask(mode, 1, 1, f"warm-up {mode}")
+    found: dict[str, dict[str, Any]] = {}
+    for number, (at_once, requests) in enumerate(plan.requests.items()):
+        modes = list(arena.modes)
+        first = number % max(1, len(modes))
+        cells: dict[str, Any] = {}
+        for mode in [*modes[first:], *modes[:first]]:
+            if result := arena.ask(mode, at_once, requests, f"{mode} {at_once}"):
+                cells[mode] = _cell(result)
+        found[str(at_once)] = {mode: cells[mode] for mode in modes if mode in cells}
+        tell(at_once, found[str(at_once)])
+    return found
+
+
+def _cell(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tokens_per_second": round(result["output_throughput"], 1),
+        "tokens": result["total_output_tokens"],
+        "ttft_ms": round(result["mean_ttft_ms"], 1),
+        "tpot_ms": round(result["mean_tpot_ms"], 2),
+    }
+
+
+def headline(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Tokens per second of this project alone and by the planner, and of vLLM's better mode."""
+    speeds = {mode: cell["tokens_per_second"] for mode, cell in cells.items()}
+    vllm = max((speed for mode, speed in speeds.items() if mode.startswith("vllm")), default=None)
+    return {"alone": speeds.get("alone"), "auto": speeds.get("auto"), "vllm": vllm}

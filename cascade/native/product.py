@@ -4,6 +4,8 @@ The matrix lies in blocks of sixteen columns, each read from its beginning to it
 those of a checkpoint saved in it, are kept in it, and widened on the way: the same numbers from half the memory traffic.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +64,7 @@ class Blocks:
         out = x.new_empty(rows, self.width)
         if rows:
             given = interleaved(x)
-            run_step(self.step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
+            run_step(self._step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
         return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
     @property
@@ -70,8 +72,14 @@ class Blocks:
         """Numbers of a row of the product, those that fill its last block included."""
         return int(self.blocks.shape[0]) * LANES
 
-    def step(self, x: int, rows: int, out: int) -> Step:
-        """The product of interleaved rows, to ``[rows, width]`` at ``out``."""
+    def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
+        """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for as many rows."""
+        if rows > 1:
+            yield interleave_step(x, room, rows, int(self.blocks.shape[1]))
+        yield self._step(room if rows > 1 else x, rows, out)
+
+    def _step(self, x: int, rows: int, out: int) -> Step:
+        """The product of interleaved rows."""
         count, depth, _ = self.blocks.shape
         return Step(_multiply, (x, self.blocks.data_ptr(), out, rows, depth, self.width, count, group_of(rows), self.halves))
 

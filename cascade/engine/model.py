@@ -344,7 +344,7 @@ class Model:
             self.reader.join(seen)
         self._windows = seen.windows
         if not self._chosen:
-            self._attention, self._chosen = choose_attention(self.device, self._between, seen), True
+            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen, wide=self._wide), True
         if self.reader is not None:
             self.reader.settle(self._attention, self._windows)
         self._network.set_attn_implementation(self._attention.name)

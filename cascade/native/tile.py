@@ -176,6 +176,8 @@ onward = _tiles(32, onward=True)
 """The same in one chain that goes on from what is at ``out``: two tiles of a part of the depth each are one of all of it."""
 tile_of_halves = _tiles(16)
 """`tile` for weights in bfloat16, which are widened on the way."""
+onward_of_halves = _tiles(16, onward=True)
+"""`onward` for the same."""
 wide_tile = _wide_tiles(32)
 """`tile` for ``WIDE[rows]`` blocks side by side, whose weights are ``apart`` numbers apart; for few rows alone."""
 wide_tile_of_halves = _wide_tiles(16)

@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.native.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
-from cascade.native.tile import LANES, ROWS, WIDE, tile, tile_of_halves, wide_tile, wide_tile_of_halves
+from cascade.native.tile import LANES, ROWS, side_by_side, tile, tile_of_halves, wide_tile, wide_tile_of_halves
 
 CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
-
-
-_SIDE_BY_SIDE = tuple(WIDE.get(rows, 1) for rows in range(len(WIDE) + 1))  # blocks, by rows
 
 
 @kernel
@@ -26,15 +23,14 @@ def _multiply(given: int) -> None:
     here, threads = thread_num(), num_threads()
     size = depth * LANES * (2 if halves else 4)
     block, last = blocks * here // threads, blocks * (here + 1) // threads
-    if rows < len(_SIDE_BY_SIDE):
-        many = _SIDE_BY_SIDE[rows]
-        while block + many <= last:
-            to = out + block * LANES * 4
-            if halves:
-                wide_tile_of_halves(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-            else:
-                wide_tile(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-            block += many
+    many = side_by_side(rows)
+    while many > 1 and block + many <= last:
+        to = out + block * LANES * 4
+        if halves:
+            wide_tile_of_halves(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
+        else:
+            wide_tile(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
+        block += many
     while block < last:
         row = 0
         while row < rows:  # a block is read once from memory, and again from a cache

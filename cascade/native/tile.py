@@ -25,6 +25,15 @@ HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
+_SIDE_BY_SIDE = tuple(WIDE.get(rows, 1) for rows in range(len(WIDE) + 1))
+
+
+@inlined
+def side_by_side(rows: int) -> Any:
+    """Blocks that a wide tile of so many rows takes at once; 1 if there is no such tile."""
+    return _SIDE_BY_SIDE[rows] if rows < len(_SIDE_BY_SIDE) else 1
+
+
 class _Loop:
     """Builds a tile of so many rows and blocks, their weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
 

@@ -153,7 +153,9 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide
     A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
     """
     layers = [module for module in network.modules() if is_plain(module)]
-    if not wide and host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
+    if not wide and host_memory() < FREE_FACTOR * sum(
+        layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"
+    ):
         return 1
     left = dict.fromkeys(layers)
     for group in groups:

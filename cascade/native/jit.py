@@ -210,6 +210,16 @@ def floats(_: Any, address: Any) -> Any:
 
 
 @intrinsic
+def floats64(_: Any, address: Any) -> Any:
+    """A pointer to float64, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float64)))
+
+    return types.CPointer(types.float64)(types.int64), build
+
+
+@intrinsic
 def halves(_: Any, address: Any) -> Any:
     """A pointer to numbers of 16 bits, such as bfloat16, which is indexed like an array."""
 

@@ -85,18 +85,20 @@ class NativePass:
 
 
 class Native:
-    """Each session by itself, in the order that suits our own kernel: float32 on a CPU."""
+    """Each session by itself, in the order that suits our own kernel, which takes float32 on a CPU."""
 
     name = NATIVE
     fills = True
     shares_pass = True
 
-    def __init__(self, found: Survey) -> None:
+    def __init__(self, found: Survey, dtype: torch.dtype) -> None:
+        """``dtype`` is that of keys and values as they are held, float32 or bfloat16."""
+        self._dtype = dtype
         self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
         self._shapes |= {layer: Shape(1, 0, width) for layer, width in found.kept.items()}
 
     def new_cache(self) -> BlockedCache:
-        return BlockedCache(self._shapes)
+        return BlockedCache(self._shapes, self._dtype)
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> NativePass:
         rows = [(span.cache, span.begin, span.end - span.begin, span.start) for span in spans]
@@ -305,10 +307,13 @@ AttentionInterface.register(GATHERED, attend_gathered)
 AttentionInterface.register(NATIVE, attend_native)
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey) -> Attention:
-    """The best strategy on ``device`` for a model with the layers that were found."""
+def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey, *, wide: bool = False) -> Attention:
+    """The best strategy on ``device`` for a model of ``dtype`` with the layers that were found.
+
+    For a ``wide`` one, see `cascade.engine.wide`, ``dtype`` is that of its weights.
+    """
     if device.type != "cuda":
-        return Native(found) if dtype is torch.float32 else Contiguous()
+        return Native(found, dtype) if wide or dtype is torch.float32 else Contiguous()
     kernel = find_kernel(device, dtype, found)
     if kernel is None:
         log.warning("PyTorch %s has no kernel for this model on %s: keys and values are gathered", torch.__version__, device)

@@ -92,7 +92,7 @@ def compiled() -> Kit:
 
 
 def choose_kit(device: torch.device, dtype: torch.dtype) -> Kit:
-    """The best for a network of ``dtype`` on ``device``."""
+    """The best for a network on ``device`` whose hidden states are of ``dtype``."""
     if device.type == "cuda":
         return compiled()
     return NATIVE if device.type == "cpu" and dtype is torch.float32 else PLAIN

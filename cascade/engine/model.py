@@ -38,6 +38,7 @@ from cascade.engine.survey import Survey
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
 from cascade.engine.whole_network import WholeNetwork
+from cascade.engine.wide import claim, is_wide, widen
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Row, Scored
@@ -76,6 +77,7 @@ class Model:
         ``head`` guesses behind rows that want it; passes whose hidden states it reads are not captured.
         """
         self._network = network.eval()
+        self._wide = claim(network) if attention is None else is_wide(network)
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
@@ -161,6 +163,8 @@ class Model:
             raise ModelError(f"drafter_kind is {drafter_kind!r}, but layers are named: those are for 'exit'")
         if drafter is None:
             return cls(network, **options)
+        if options.get("attention") is None:
+            claim(network)
         model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
         probe(model, drafter or drafter_kind)
         return model
@@ -199,6 +203,11 @@ class Model:
         place = processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         return f"{str(self.dtype).removeprefix('torch.')} on {place}, {self.path}; logits {bits}"
+
+    @property
+    def _between(self) -> torch.dtype:
+        """The dtype of what lies between products."""
+        return torch.float32 if self._wide else self.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -276,7 +285,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions, in the model's dtype."""
+        """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
         packed = Packed.of(rows)
         wanted = len(packed.keep)
         if self._attention.fills:
@@ -316,7 +325,9 @@ class Model:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        self._fewest = pack(network, together)
+        if self._wide:
+            widen(network)
+        self._fewest = pack(network, together, wide=self._wide)
         try:
             found = self._packed(texts, expected)
             routed = self.dtype is torch.float32 and mixes(network)  # the probe may miss what experts with few tokens do
@@ -333,11 +344,11 @@ class Model:
             self.reader.join(seen)
         self._windows = seen.windows
         if not self._chosen:
-            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen), True
+            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen, wide=self._wide), True
         if self.reader is not None:
             self.reader.settle(self._attention, self._windows)
         self._network.set_attn_implementation(self._attention.name)
-        if slim(self._network, choose_kit(self.device, self.dtype)):
+        if slim(self._network, choose_kit(self.device, self._between)):
             self._whole = whole_network(self._network)
             with contextlib.suppress(*_REFUSALS):
                 if agree(self._network, found := self._replay(texts), expected):

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from cascade.engine.huge_pages import collapse
+<<<<<<< HEAD
 from cascade.engine.memory import host_memory
+=======
+from cascade.native.pairs import Pairs
+>>>>>>> h6
 from cascade.native.product import Blocks
 
 MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`
@@ -33,17 +37,17 @@ Times: TypeAlias = Callable[[Tensor], Tensor]  # [..., in_features] to [..., out
 
 
 class InBlocks:
-    """Our own product: float32 on a CPU."""
+    """Our own product of float32 on a CPU, with weights in float32, or in bfloat16 where there are tiles for it."""
 
     __slots__ = ("bias", "blocks")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.blocks = Blocks(weight)
-        self.bias = bias
+        self.blocks = Blocks(weight) if weight.dtype is torch.float32 else Pairs(weight)
+        self.bias = None if bias is None else bias.float()
         collapse(self.blocks.blocks.data_ptr(), self.blocks.blocks.nbytes)
 
     def __call__(self, input: Tensor) -> Tensor:
-        out = self.blocks.times(input.reshape(-1, input.shape[-1]))
+        out = self.blocks.times(input.reshape(-1, input.shape[-1]).float())
         if self.bias is not None:
             out += self.bias
         return out.view(*input.shape[:-1], out.shape[1])
@@ -146,25 +150,27 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 
 @torch.inference_mode(False)  # the network stays one that others may use, too
 @torch.no_grad()
-def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
+def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide: bool = False) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 
-    Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
+    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
     """
-    layers = [module for module in network.modules() if _plain(module)]
-    if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"):
+    layers = [module for module in network.modules() if is_plain(module)]
+    if not wide and host_memory() < FREE_FACTOR * sum(
+        layer.weight.nbytes for layer in layers if layer.weight.device.type == "cpu"
+    ):
         return 1
     left = dict.fromkeys(layers)
     for group in groups:
         if len(group) > 1 and all(layer in left for layer in group) and _alike(group):
-            _join(group)
+            _join(group, wide)
             for layer in group:
                 del left[layer]
     for layer in left:
-        if _packer(layer) is not None:
-            _join([layer])
+        if _packer(layer, wide) is not None:
+            _join([layer], wide)
     others = [parameter for parameter in network.parameters() if parameter.dtype is not torch.float32]
-    return MIN_ROWS if others or mixes(network) else 1
+    return MIN_ROWS if others and not wide or mixes(network) else 1
 
 
 def mixes(network: nn.Module) -> bool:
@@ -188,8 +194,8 @@ def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
         return all(torch.equal(product.part(0, rows[:n]), product.part(0, rows)[:n]) for n in (1, 4))
 
 
-def _join(group: Sequence[Linear]) -> None:
-    product = Product(group, _packer(group[0]))
+def _join(group: Sequence[Linear], wide: bool) -> None:
+    product = Product(group, _packer(group[0], wide))
     for place, layer in enumerate(group):
         # the layer stays what it is to all who look at it: hooks, adapters, plans of ranks, tied weights
         layer.forward = partial(product.part, place)  # type: ignore[method-assign]
@@ -197,11 +203,11 @@ def _join(group: Sequence[Linear]) -> None:
         torch.cuda.empty_cache()  # the weights that were there lie between others, of no use for larger ones
 
 
-def _packer(layer: Linear) -> Callable[[Tensor, Tensor | None], Times] | None:
+def _packer(layer: Linear, wide: bool = False) -> Callable[[Tensor, Tensor | None], Times] | None:
     """The best order for the weights of a layer, if there is a better one than PyTorch's."""
     if layer.weight.device.type != "cpu":
         return None
-    if layer.weight.dtype is torch.float32:
+    if layer.weight.dtype is torch.float32 or wide:
         return InBlocks
     ordered = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if ordered and layer.weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -220,6 +226,6 @@ def _matrix(layer: Linear) -> Tensor:
     return layer.weight.data.t() if isinstance(layer, Conv1D) else layer.weight.data
 
 
-def _plain(module: nn.Module) -> TypeGuard[Linear]:
+def is_plain(module: nn.Module) -> TypeGuard[Linear]:
     """Not a quantised, an adapted or a packed layer."""
     return type(module) in (nn.Linear, Conv1D) and type(module.weight.data) is Tensor and "forward" not in vars(module)

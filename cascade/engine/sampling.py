@@ -19,12 +19,15 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from cascade.native.leading import leading
 from cascade.native.noise import ROOM, contenders
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+TOGETHER = 4  # rows of a vocabulary that are filtered at once: they stay in a cache
+UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.native.leading`
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
 Noisy: TypeAlias = tuple[slice, SamplingParams, int]
@@ -114,13 +117,29 @@ def _seed(params: SamplingParams) -> int:
 
 
 def adjusted(logits: Tensor, noisy: Sequence[Noisy]) -> Tensor:
-    """`adjust` of all rows with noise, those alone: ``[n, V]`` float32 without gaps."""
-    if len(noisy) > 1 and all(demand(params) == NOISY for _, params, _ in noisy):
-        temperatures = [params.temperature for part, params, _ in noisy for _ in range(_len(part))]
-        scores = torch.cat([logits[part] for part, _, _ in noisy]).float()
-        return (scores - scores.amax(-1, keepdim=True)) / torch.tensor(temperatures, dtype=torch.float32)[:, None]
-    parts = [adjust(logits[part], params) for part, params, _ in noisy]
-    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    """`adjust` of all rows with noise, those alone: ``[n, V]`` float32 without gaps, on a CPU."""
+    rows = [(place, params) for part, params, _ in noisy for place in range(part.start, part.stop)]
+    out = torch.empty(len(rows), logits.shape[-1])
+    for begin in range(0, len(rows), TOGETHER):
+        places, some = zip(*rows[begin : begin + TOGETHER], strict=True)
+        out[begin : begin + TOGETHER] = _adjusted(logits[list(places)].float(), some)
+    return out
+
+
+def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """`adjust` of ``[n, V]`` float32, which may be overwritten, by the parameters of each row."""
+    scores -= scores.amax(-1, keepdim=True)
+    scores /= _column([params.temperature for params in rows])
+    if places := [place for place, params in enumerate(rows) if params.top_k or params.top_p < 1]:
+        scores[places] = filtered(scores[places], [rows[place] for place in places])
+    if any(params.min_p > 0 for params in rows):
+        least = _column([_log(params.min_p) if params.min_p > 0 else -math.inf for params in rows])
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return scores
+
+
+def _column(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)[:, None]
 
 
 def _perturbed(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
@@ -224,21 +243,55 @@ def adjust(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     scores = logits.float()
     scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
-    if 0 < params.top_k < scores.shape[-1]:
-        least = scores.topk(params.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    if params.top_p < 1:
-        scores = _nucleus(scores, params.top_p)
+    scores = _filtered(scores, params)
     if params.min_p > 0:
         # scores are relative to the likeliest token's, so p(x) < min_p * p(max) reads
         scores = scores.masked_fill(scores < _log(params.min_p), -torch.inf)
     return scores
 
 
+def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """Top-k and top-p of `adjust` of ``[n, V]`` on a CPU, to the bit, without ordering the whole vocabulary.
+
+    Scores are relative to the likeliest token's. Where a token is so near to the border that rounding could decide, its row is
+    ordered.
+    """
+    size = scores.shape[-1]
+    numbers = torch.tensor([params.top_k if 0 < params.top_k < size else 0 for params in rows])
+    limits = torch.tensor([params.top_p for params in rows], dtype=torch.float64)
+    shares = [0.0 if number else limit for number, limit in zip(numbers.tolist(), limits.tolist(), strict=True)]
+    found = leading(scores, shares, numbers.tolist())
+    held, order = found.scores.sort(dim=-1, descending=True, stable=True)
+    least = held.gather(1, (numbers - 1).clamp(0, held.shape[1] - 1)[:, None])
+    held = held.masked_fill((held < least) & (numbers > 0)[:, None], -torch.inf)
+    exact = held.double().exp()
+    probabilities = exact / torch.where(numbers > 0, exact.sum(-1), found.totals)[:, None]
+    before, limit = probabilities.cumsum(-1) - probabilities, limits[:, None]
+    beyond = (before >= limit) & (limit < 1)
+    unsure = ((before - limit).abs() < UNSURE) & (limit < 1) & held.isfinite()
+    unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # which of them is in is by chance
+    out = scores.new_full((len(scores), size + 1), -torch.inf)
+    out.scatter_(1, found.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
+    out = out[:, :size]
+    for place, params in enumerate(rows):
+        if unsure[place].any() or found.counts[place] > found.tokens.shape[1]:
+            out[place] = _filtered(scores[place : place + 1], params)[0]
+    return out
+
+
+def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
+    """The same by what top-k and top-p are, on any device."""
+    if 0 < params.top_k < scores.shape[-1]:
+        least = scores.topk(params.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return _nucleus(scores, params.top_p) if params.top_p < 1 else scores
+
+
 def _nucleus(scores: Tensor, top_p: float | Tensor) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probability reaches ``top_p`` (Holtzman et al., arXiv 1904.09751)."""
     ordered, order = scores.sort(-1, descending=True)
-    probabilities = ordered.softmax(-1)
+    exact = torch.float64 if scores.device.type == "cpu" else torch.float32  # there a token more or less costs little
+    probabilities = ordered.softmax(-1, dtype=exact)
     before = probabilities.cumsum(-1) - probabilities
     beyond = before >= top_p  # never the likeliest, before which there is nothing
     return scores.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

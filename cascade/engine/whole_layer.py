@@ -16,7 +16,6 @@ from cascade.engine.packed_linear import InBlocks
 from cascade.native.attention import Heads, Kind, Sizes, Spans, attend_step, scratch_of, store_step
 from cascade.native.jit import Step
 from cascade.native.layers import Rows, add_step, gate_step, norm_step, rotate_step, shift_step
-from cascade.native.product import interleave_step
 from cascade.native.program import Program
 
 
@@ -41,7 +40,7 @@ class Desk:
 
     heard: Rows  # what attention gives; rows that it leaves out must be numbers
     normed: Rows
-    mixed: Rows  # interleaved, for a product
+    mixed: Rows  # in the order of a product
     heads: Rows
     middle: Rows
     gated: Rows
@@ -164,10 +163,7 @@ class WholeLayer:
 
 
 def _times(layer: InBlocks, x: int, mixed: int, tokens: int, out: Rows) -> Iterator[Step]:
-    """The product of ``tokens`` rows at ``x``, which lie behind each other; they are interleaved at ``mixed``."""
-    if tokens > 1:
-        yield interleave_step(x, mixed, tokens, layer.blocks.blocks.shape[1])
-        x = mixed
-    yield layer.blocks.step(x, tokens, out.address)
+    """The product of ``tokens`` rows at ``x``, which lie behind each other; they are put in its order at ``mixed``."""
+    yield from layer.blocks.steps(x, mixed, tokens, out.address)
     if layer.bias is not None:
         yield shift_step(out, tokens, layer.bias)

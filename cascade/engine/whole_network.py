@@ -103,7 +103,7 @@ class Room:
         tokens, threads = len(ids), torch.get_num_threads()
         spans = [planned.spans[layer.number] for layer in self._layers]
         x, angles = self._x[:tokens], Angles(*(one[:tokens] for one in self._angles))
-        torch.index_select(self._embedding, 0, ids, out=x)
+        x.copy_(self._embedding.index_select(0, ids))
         self._turns.put(positions, spans[0].longest, angles)
         if (tokens, threads) not in self._programs:
             self._programs[tokens, threads] = self._program(tokens, planned)

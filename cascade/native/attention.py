@@ -1,7 +1,7 @@
 """Attention of packed rows over sessions' keys and values, in tiles of the same kind as products.
 
 Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 16]``, values in blocks of sixteen dimensions,
-``[kv_heads, blocks, capacity, 16]``: so scores are products of queries with keys, and what comes out is one of weights with
+``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16: so scores are products of queries with keys, and what comes out is one of weights with
 values. What a query gets is added up in the order of positions, and what it does not see adds nothing: its bits depend on its
 text alone.
 
@@ -26,23 +26,36 @@ from cascade.native.jit import (
     arguments,
     bits,
     floats,
+    halves,
     inlined,
     integer,
     kernel,
     num_threads,
     power_of_two,
     real,
+    rounded,
     run,
     run_step,
     thread_num,
 )
-from cascade.native.tile import LANES, ROWS, onward, tile
+from cascade.native.tile import (
+    LANES,
+    ROWS,
+    onward,
+    onward_of_halves,
+    side_by_side,
+    tile,
+    tile_of_halves,
+    wide_tile,
+    wide_tile_of_halves,
+)
 
 # Of a span: first token, tokens, first position; capacity of its storage, position at which that begins and from which on it
 # counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
 FIELDS = 11
 LEAST = -87.0  # whose exponential is still a number that is held with all its digits
 LOWEST = -3.4028235e38
+LARGEST = 3.3895314e38  # that bfloat16 holds, too
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
@@ -73,7 +86,7 @@ def _tanh(x: float) -> Any:
 @inlined
 def _finite(x: float) -> Any:
     """What overflowed in a wrong draft must not reach those that do not see it: they count it 0 times."""
-    return x if abs(x) <= float32(3.4028235e38) else float32(0.0)
+    return x if abs(x) <= float32(LARGEST) else float32(0.0)
 
 
 @inlined
@@ -83,16 +96,25 @@ def _write(given: int, span: int, head: int) -> None:
     blocks = (value_size + LANES - 1) // LANES
     new_keys, new_values = floats(integer(given, 4)), floats(integer(given, 7))
     keys, values = floats(integer(span, 7)), floats(integer(span, 8))
+    short_keys, short_values, short = halves(integer(span, 7)), halves(integer(span, 8)), integer(given, 23)
     for token in range(integer(span, 1)):
         position, at = integer(span, 2) + token - integer(span, 4), integer(span, 0) + token
         source = head * integer(given, 5) + at * integer(given, 6)
         to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
         for place in range(key_size):
-            keys[to + place * LANES] = _finite(new_keys[source + place])
+            number = _finite(new_keys[source + place])
+            if short:
+                short_keys[to + place * LANES] = rounded(number)
+            else:
+                keys[to + place * LANES] = number
         source = head * integer(given, 8) + at * integer(given, 9)
         for place in range(value_size):
             to = ((head * blocks + place // LANES) * capacity + position) * LANES + place % LANES
-            values[to] = _finite(new_values[source + place])
+            number = _finite(new_values[source + place])
+            if short:
+                short_values[to] = rounded(number)
+            else:
+                values[to] = number
 
 
 @inlined
@@ -123,18 +145,38 @@ def _soften(given: int, scores: int, length: int, first: int, last: int, head: i
 
 
 @inlined
+def _times(given: int, rows: int, x: int, w: int, out: int, shape: Any, blocks: int, apart: int) -> None:
+    """Tiles with blocks of keys or of values that lie as many numbers apart; ``shape`` is an outcome's stride and the depth."""
+    (stride, depth), many, block = shape, side_by_side(rows), 0
+    size = apart * (2 if integer(given, 23) else 4)
+    while many > 1 and block + many <= blocks:
+        if integer(given, 23):
+            wide_tile_of_halves(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth, apart)
+        else:
+            wide_tile(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth, apart)
+        block += many
+    while block < blocks:
+        if integer(given, 23):
+            tile_of_halves(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth)
+        else:
+            tile(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth)
+        block += 1
+
+
+@inlined
 def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, asked: int, scores: int, spare: int) -> None:
     """Products of ``rows`` queries with the keys of ``length`` positions from ``begin`` on, those of a fork's base first."""
     key_size, capacity, origin = integer(given, 11), integer(span, 3), integer(span, 4)
-    size, shared = key_size * LANES * 4, max(0, integer(span, 5) - begin)
+    size, shared = key_size * LANES * (2 if integer(given, 23) else 4), max(0, integer(span, 5) - begin)
     own = integer(span, 7) + (head * (capacity // LANES) + (begin - origin) // LANES) * size
     common = integer(span, 9) + (head * (integer(span, 6) // LANES) + begin // LANES) * size
-    for block in range(0, length, LANES):
-        keys = (common if block < shared else own) + block // LANES * size
-        tile(rows, asked, keys, scores + block * 4, length, key_size, key_size)
+    before, shape, apart = -(-shared // LANES), (length, key_size), key_size * LANES
+    _times(given, rows, asked, common, scores, shape, before, apart)
+    after = length // LANES - before
+    _times(given, rows, asked, own + before * size, scores + before * LANES * 4, shape, after, apart)
     if shared % LANES:  # the block in which the fork begins has positions of both
         block = shared // LANES * LANES
-        tile(rows, asked, own + block // LANES * size, spare, LANES, key_size, key_size)
+        _times(given, rows, asked, own + block // LANES * size, spare, (LANES, key_size), 1, apart)
         held, said = floats(scores), floats(spare)
         for one in range(rows):
             for lane in range(shared % LANES, LANES):
@@ -146,16 +188,19 @@ def _weigh(given: int, span: int, head: int, rows: int, begin: int, length: int,
     """Products of weights with the values of ``length`` positions from ``begin`` on, those of a fork's base first."""
     capacity, common_capacity = integer(span, 3), integer(span, 6)
     blocks, shared = (integer(given, 12) + LANES - 1) // LANES, max(0, integer(span, 5) - begin)
-    own = integer(span, 8) + (head * blocks * capacity + begin + shared - integer(span, 4)) * LANES * 4
-    common = integer(span, 10) + (head * blocks * common_capacity + begin) * LANES * 4
+    size, stride, rest = LANES * (2 if integer(given, 23) else 4), blocks * LANES, length - shared
+    own = integer(span, 8) + (head * blocks * capacity + begin + shared - integer(span, 4)) * size
+    common = integer(span, 10) + (head * blocks * common_capacity + begin) * size
+    if not shared:
+        _times(given, rows, weights, own, out, (stride, length), blocks, capacity * LANES)
+        return
+    _times(given, rows, weights, common, out, (stride, shared), blocks, common_capacity * LANES)
     for block in range(blocks):
-        at, values = out + block * LANES * 4, own + block * capacity * LANES * 4
-        if shared:
-            tile(rows, weights, common + block * common_capacity * LANES * 4, at, blocks * LANES, shared, shared)
-            rest = length - shared
-            onward(rows, weights + shared * rows * 4, values, at, blocks * LANES, rest, rest)
+        at, values = out + block * LANES * 4, own + block * capacity * size
+        if integer(given, 23):
+            onward_of_halves(rows, weights + shared * rows * 4, values, at, stride, rest, rest)
         else:
-            tile(rows, weights, values, at, blocks * LANES, length, length)
+            onward(rows, weights + shared * rows * 4, values, at, stride, rest, rest)
 
 
 @inlined
@@ -240,6 +285,7 @@ class Spans:
     table: npt.NDArray[np.int64]
     address: int  # of the table
     longest: int  # position of a row's last token, at most, and one more
+    halves: bool = False  # keys and values are bfloat16
 
 
 def blocks_of(size: int) -> int:
@@ -258,7 +304,7 @@ def store(key: Tensor, value: Tensor, spans: Spans) -> None:
         *value.stride()[:2],
         *(0, key.shape[2], value_size, 0, 0, 0, 0, 0),
         spans.address,
-        *(0, kv_heads, 0, 0),
+        *(0, kv_heads, 0, 0, spans.halves),
     )
     run(_store, given, tokens * kv_heads * (key.shape[2] + value_size))
 
@@ -337,7 +383,7 @@ def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, si
         bits(kind.softcap or 0.0),
         sinks,
     )
-    rest = (heads * value_size, kv_heads, scratch, 4 * scratch_of(spans, sizes))
+    rest = (heads * value_size, kv_heads, scratch, 4 * scratch_of(spans, sizes), spans.halves)
     return Step(_attend, (len(spans.table), *queries, *keys, *values, *shape, spans.address, *rest))
 
 

@@ -24,17 +24,18 @@ class Shape(NamedTuple):
 
 
 class BlockedCache:
-    """Keys and values of one session, float32, finite everywhere.
+    """Keys and values of one session, float32 or bfloat16, finite everywhere.
 
     Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
-    __slots__ = ("_keys", "_values", "addresses", "capacity", "shapes")
+    __slots__ = ("_keys", "_values", "addresses", "capacity", "dtype", "shapes")
     block = TILE
 
-    def __init__(self, shapes: Mapping[int, Shape]) -> None:
+    def __init__(self, shapes: Mapping[int, Shape], dtype: torch.dtype = torch.float32) -> None:
         """``shapes`` are those of the layers, in their order."""
         self.shapes = shapes
+        self.dtype = dtype
         self.capacity = 0  # positions
         self._keys: list[Tensor] = []  # by layer [kv_heads, capacity / 16, key_size, 16]
         self._values: list[Tensor] = []  # by layer [kv_heads, blocks, capacity, 16]
@@ -54,8 +55,8 @@ class BlockedCache:
         keys, values, held = self._keys, self._values, self.capacity
         self._keys, self._values, self.capacity = [], [], positions
         for layer, shape in enumerate(self.shapes.values()):
-            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=torch.float32))
-            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=torch.float32))
+            self._keys.append(torch.zeros(shape.kv_heads, positions // LANES, shape.key_size, LANES, dtype=self.dtype))
+            self._values.append(torch.zeros(shape.kv_heads, blocks_of(shape.value_size), positions, LANES, dtype=self.dtype))
             if held:
                 self._keys[layer][:, : held // LANES] = keys[layer]
                 self._values[layer][:, :, :held] = values[layer]
@@ -136,8 +137,8 @@ class BlockedFork:
     def _grow(self, capacity: int) -> None:
         before, self.capacity = self.layers(), capacity
         *begins, size = accumulate(self._sizes(), initial=0)
-        self._memory = torch.zeros(size, dtype=torch.float32)
-        self.addresses = self._memory.data_ptr() + 4 * np.array(begins).reshape(-1, 2)
+        self._memory = torch.zeros(size, dtype=self.base.dtype)
+        self.addresses = self._memory.data_ptr() + self._memory.itemsize * np.array(begins).reshape(-1, 2)
         for old, new in zip(before, self.layers() if before else (), strict=True):
             new[0][:, : old[0].shape[1]] = old[0]
             new[1][:, :, : old[1].shape[2]] = old[1]
@@ -198,7 +199,7 @@ def _put(values: Tensor, start: int, states: Tensor) -> None:
 
 
 def _get(values: Tensor, start: int, end: int, shape: Shape) -> Tensor:
-    return values[0, :, start:end].transpose(0, 1).flatten(1)[:, : shape.value_size]
+    return values[0, :, start:end].transpose(0, 1).flatten(1)[:, : shape.value_size].float()
 
 
 def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
@@ -213,4 +214,9 @@ def tables(rows: Sequence[tuple[BlockedCache | BlockedFork, int, int, int]], sha
             table[:, number, 9:] = cache.base.addresses
     longest = max(start + tokens for _, _, tokens, start in rows)
     addresses = count(table.ctypes.data, table.strides[0])
-    return {layer: Spans(part, address, longest) for layer, part, address in zip(shapes, table, addresses, strict=False)}
+    short = all(_dtype(cache) is torch.bfloat16 for cache, *_ in rows)
+    return {layer: Spans(part, address, longest, short) for layer, part, address in zip(shapes, table, addresses, strict=False)}
+
+
+def _dtype(cache: BlockedCache | BlockedFork) -> torch.dtype:
+    return cache.dtype if isinstance(cache, BlockedCache) else cache.base.dtype

@@ -210,6 +210,38 @@ def floats(_: Any, address: Any) -> Any:
 
 
 @intrinsic
+def floats64(_: Any, address: Any) -> Any:
+    """A pointer to float64, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float64)))
+
+    return types.CPointer(types.float64)(types.int64), build
+
+
+@intrinsic
+def halves(_: Any, address: Any) -> Any:
+    """A pointer to numbers of 16 bits, such as bfloat16, which is indexed like an array."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int16)))
+
+    return types.CPointer(types.int16)(types.int64), build
+
+
+@intrinsic
+def rounded(_: Any, number: Any) -> Any:
+    """A float32 as bfloat16, an int16: to the nearest, and of two to the even one."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        word = b.bitcast(given[0], I32)
+        even = b.and_(b.lshr(word, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+        return b.trunc(b.lshr(b.add(b.add(word, even), ir.Constant(I32, 0x7FFF)), ir.Constant(I32, 16)), I16)
+
+    return types.int16(types.float32), build
+
+
+@intrinsic
 def integers(_: Any, address: Any) -> Any:
     """A pointer to int64, which is indexed like an array."""
 

@@ -4,17 +4,16 @@ The matrix lies in blocks of sixteen columns, each read from its beginning to it
 those of a checkpoint saved in it, are kept in it, and widened on the way: the same numbers from half the memory traffic.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.native.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
-from cascade.native.tile import LANES, ROWS, WIDE, tile, tile_of_halves, wide_tile, wide_tile_of_halves
+from cascade.native.tile import LANES, ROWS, side_by_side, tile, tile_of_halves, wide_tile, wide_tile_of_halves
 
 CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
-
-
-_SIDE_BY_SIDE = tuple(WIDE.get(rows, 1) for rows in range(len(WIDE) + 1))  # blocks, by rows
 
 
 @kernel
@@ -24,15 +23,14 @@ def _multiply(given: int) -> None:
     here, threads = thread_num(), num_threads()
     size = depth * LANES * (2 if halves else 4)
     block, last = blocks * here // threads, blocks * (here + 1) // threads
-    if rows < len(_SIDE_BY_SIDE):
-        many = _SIDE_BY_SIDE[rows]
-        while block + many <= last:
-            to = out + block * LANES * 4
-            if halves:
-                wide_tile_of_halves(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-            else:
-                wide_tile(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-            block += many
+    many = side_by_side(rows)
+    while many > 1 and block + many <= last:
+        to = out + block * LANES * 4
+        if halves:
+            wide_tile_of_halves(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
+        else:
+            wide_tile(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
+        block += many
     while block < last:
         row = 0
         while row < rows:  # a block is read once from memory, and again from a cache
@@ -62,7 +60,7 @@ class Blocks:
         out = x.new_empty(rows, self.width)
         if rows:
             given = interleaved(x)
-            run_step(self.step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
+            run_step(self._step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
         return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
     @property
@@ -70,8 +68,14 @@ class Blocks:
         """Numbers of a row of the product, those that fill its last block included."""
         return int(self.blocks.shape[0]) * LANES
 
-    def step(self, x: int, rows: int, out: int) -> Step:
-        """The product of interleaved rows, to ``[rows, width]`` at ``out``."""
+    def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
+        """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for as many rows."""
+        if rows > 1:
+            yield interleave_step(x, room, rows, int(self.blocks.shape[1]))
+        yield self._step(room if rows > 1 else x, rows, out)
+
+    def _step(self, x: int, rows: int, out: int) -> Step:
+        """The product of interleaved rows."""
         count, depth, _ = self.blocks.shape
         return Step(_multiply, (x, self.blocks.data_ptr(), out, rows, depth, self.width, count, group_of(rows), self.halves))
 

@@ -25,6 +25,15 @@ HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
+_SIDE_BY_SIDE = tuple(WIDE.get(rows, 1) for rows in range(len(WIDE) + 1))
+
+
+@inlined
+def side_by_side(rows: int) -> Any:
+    """Blocks that a wide tile of so many rows takes at once; 1 if there is no such tile."""
+    return _SIDE_BY_SIDE[rows] if rows < len(_SIDE_BY_SIDE) else 1
+
+
 class _Loop:
     """Builds a tile of so many rows and blocks, their weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
 
@@ -176,6 +185,8 @@ onward = _tiles(32, onward=True)
 """The same in one chain that goes on from what is at ``out``: two tiles of a part of the depth each are one of all of it."""
 tile_of_halves = _tiles(16)
 """`tile` for weights in bfloat16, which are widened on the way."""
+onward_of_halves = _tiles(16, onward=True)
+"""`onward` for the same."""
 wide_tile = _wide_tiles(32)
 """`tile` for ``WIDE[rows]`` blocks side by side, whose weights are ``apart`` numbers apart; for few rows alone."""
 wide_tile_of_halves = _wide_tiles(16)

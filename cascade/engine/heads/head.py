@@ -12,6 +12,7 @@ from cascade.engine.heads.guesses import Text
 from cascade.engine.kv import Span
 from cascade.engine.lean import choose_kit, slim
 from cascade.engine.packed_linear import pack
+from cascade.engine.wide import widen
 from cascade.scorer import MAX_FORKED
 
 
@@ -104,11 +105,13 @@ class Head(nn.Module):
         """Layers that are given one input, always all of them."""
         return [group for module in self.modules() for group in _groups(module)]
 
-    def hasten(self) -> None:
-        """Pack its products and take leaner forms of its layers, as the model's."""
+    def hasten(self, *, wide: bool = False) -> None:
+        """Pack its products and take leaner forms of its layers, as the model's; ``wide`` says whether that is."""
         weight = next(self.parameters())
-        pack(self, self.grouped())
-        slim(self, choose_kit(weight.device, weight.dtype))
+        if wide:
+            widen(self)
+        pack(self, self.grouped(), wide=wide)
+        slim(self, choose_kit(weight.device, torch.float32 if wide else weight.dtype))
 
 
 def _groups(module: nn.Module) -> list[list[nn.Linear]]:

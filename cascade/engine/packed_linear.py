@@ -21,11 +21,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from cascade.engine.huge_pages import collapse
-<<<<<<< HEAD
 from cascade.engine.memory import host_memory
-=======
 from cascade.native.pairs import Pairs
->>>>>>> h6
 from cascade.native.product import Blocks
 
 MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`

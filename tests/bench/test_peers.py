@@ -15,20 +15,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import __main__ as peers
-<<<<<<< HEAD
-from benchmarks.peers import crew, environments, gguf_file, report
-from benchmarks.peers.contract import Said, Setup
-from benchmarks.peers.prompts import PROMPTS
-from benchmarks.peers.report import Cell
-from tests import small
-=======
 from benchmarks.peers import contest, crew, environments, gguf_file, report, served, vllm_drafts
 from benchmarks.peers.agreement import agreement, first_guesses
 from benchmarks.peers.contract import Models, Said, Setup, Turn
 from cascade.bench.prompts import Prompt
 from cascade.messages import Edge
 from cascade.settings.config import CascadeConfig
->>>>>>> h4
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +140,11 @@ def test_a_peer_that_cannot_be_installed_is_named(model: str, monkeypatch: pytes
     contest.interpreter.cache_clear()
     workers = contest.Crew()
     with ExitStack() as stack:
-<<<<<<< HEAD
-        run = peers.Run(small.paths(), peers.Plan([[1]], 4, ["llama_cpp_python"]), stack)
-        assert run.measure(ONE) == {}
-    assert set(run.missing) == {"llama_alone", "llama_draft"}
-    assert "no C++ compiler" in run.missing["llama_alone"]
-=======
         workers.hire([post for post in contest.POSTS if post.environment is environments.LLAMA], models(model), (2,), stack)
     contest.interpreter.cache_clear()
     assert workers.workers == {}
     assert len(workers.missing) == 6
     assert "no C++ compiler" in workers.missing["llama_alone_bf16"]
->>>>>>> h4
 
 
 def test_a_distribution_is_listed_under_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,11 +160,6 @@ def test_a_distribution_is_listed_under_another_name(monkeypatch: pytest.MonkeyP
 
 def test_a_worker_that_cannot_load_says_why(model: str, tmp_path: Path) -> None:
     """Guards against a peer whose reason is lost with its process."""
-<<<<<<< HEAD
-    setup = Setup("nobody", ("nobody_alone",), tuple(small.paths()), str(tmp_path))
-    with pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"):
-        crew.Worker(setup, peers.interpreter(None), {})
-=======
     asked = setup("nobody", ("nobody_alone",), model, tmp_path)
     with (
         crew.Worker(asked, sys.executable, {}) as worker,
@@ -193,7 +173,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with pytest.raises(crew.WorkerFailed, match="no such model"):
         crew.Server(command, {}, tmp_path / "log", "http://127.0.0.1:9")
->>>>>>> h4
 
 
 def state(process: Path) -> str:
@@ -202,18 +181,10 @@ def state(process: Path) -> str:
 
 def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
     """Guards those who compute against threads that spin, and workers against being left behind stopped."""
-<<<<<<< HEAD
-    tiny = small.paths()[0]
-    setup = Setup("huggingface", ("generate", "generate_assisted", "generate_lookup"), (tiny, tiny), str(tmp_path))
-    with crew.Worker(setup, peers.interpreter(None), {"OMP_NUM_THREADS": "1"}) as worker:
-        plan = peers.Plan([[50, 51, 52], [60, 61]], 4, ())
-        said = {mode: worker.ask(plan.turn(mode, Cell(0.0, 2), 0)) for mode in setup.modes}
-=======
     asked = setup("huggingface", ("generate", "generate_lookup", "generate_assisted"), model, tmp_path)
     with crew.Worker(asked, sys.executable, {"OMP_NUM_THREADS": "1"}) as worker:
         worker.load()
         answers = {mode: worker.ask(Turn(mode, [50, 51, 52], 1, 0.0, 4)) for mode in asked.modes}
->>>>>>> h4
         process = Path("/proc") / str(worker._process.pid)
         while state(process) != "T":  # a signal takes a moment
             time.sleep(0.01)
@@ -283,14 +254,8 @@ def test_projections_are_permuted_for_the_other_rotation() -> None:
 
 def test_weights_are_read_exactly(model: str, tmp_path: Path) -> None:
     """Guards `same weights`: bfloat16 is widened bit by bit, and every tensor has a name in GGUF."""
-<<<<<<< HEAD
-    folder = Path(small.paths()[0])
-    found = gguf_file.tensors(folder)
-    expected = load_file(folder / "model.safetensors")
-=======
     found = gguf_file.tensors(Path(model))
     expected = load_file(Path(model) / "model.safetensors")
->>>>>>> h4
     assert set(found) == set(expected)
     for name, weight in expected.items():
         assert np.array_equal(found[name], weight.float().numpy())

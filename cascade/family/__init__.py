@@ -34,6 +34,7 @@ HEAD = "eagle3"
 """The kind and the folder of the head that reads the full model."""
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # which all tiers have from the full model
 HUB_TIMEOUT_S = 3.0  # for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -53,10 +54,19 @@ def path(name: str) -> str:
     """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is not there."""
     if name == NAMES[-1]:
         return full()
-    folder = WEIGHTS / name
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"There is no folder {str(folder)!r}, which this package ships: install it anew")
-    return str(folder)
+    packed = WEIGHTS / name
+    if not (packed / "config.json").is_file():
+        raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
+    from cascade.family.packed import unpacked  # with PyTorch
+
+    try:
+        return str(
+            unpacked(packed, () if name == HEAD else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()])
+        )
+    except OSError as error:
+        raise ModelError(
+            f"The model {name} cannot be unpacked ({error.strerror or error}): set CASCADE_CACHE to another folder"
+        ) from error
 
 
 def head() -> str:

@@ -12,7 +12,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.native",),
     ("cascade.drafters", "cascade.client"),
     ("cascade.chain", "cascade.engine"),
-    ("cascade.simulation", "cascade.processes", "cascade.family"),
+    ("cascade.simulation", "cascade.processes", "cascade.family", "cascade.training"),
     ("cascade.settings", "cascade.placement", "cascade.requests"),
     ("cascade.local",),
     ("cascade.bench",),
@@ -92,7 +92,7 @@ def test_the_library_knows_no_serving() -> None:
         names = {name.split(".")[0] for name in imported(path)}
         if not str(path.relative_to(ROOT)).startswith(WIRED):
             assert not names & SERVING, module
-        if room(module) not in ("cascade.engine", "cascade.settings"):
+        if room(module) not in ("cascade.engine", "cascade.settings", "cascade.training"):
             assert not names & {"transformers", "tokenizers"}, module
 
 

@@ -21,7 +21,9 @@ def drafter() -> None:
     help="What is trained.",
 )
 @click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
-@click.option("--data", multiple=True, required=True, type=click.Path(path_type=Path), help="Text like its own; repeatable.")
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Text like its own; repeat. It writes some if none."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("drafter"), show_default=True, help="Its folder.")
 @click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1), help="Of training.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
@@ -46,7 +48,7 @@ def train(
     device: str | None,
 ) -> None:
     """Train a drafter on texts and the model's own hidden states; goes on where it was interrupted."""
-    from cascade.engine.heads.recipe import Plan, train
+    from cascade.training.heads import Plan, train
 
     plan = Plan(kind, steps, batch_size, context, vocab_size, num_heads, block_size)
     loss = train(model, data, out, plan, device=device)

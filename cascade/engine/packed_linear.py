@@ -167,7 +167,7 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide
         if _packer(layer, wide) is not None:
             _join([layer], wide)
     others = [parameter for parameter in network.parameters() if parameter.dtype is not torch.float32]
-    return MIN_ROWS if others and not wide or mixes(network) else 1
+    return MIN_ROWS if (others and not wide) or mixes(network) else 1
 
 
 def mixes(network: nn.Module) -> bool:

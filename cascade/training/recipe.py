@@ -25,7 +25,7 @@ from cascade.errors import ConfigError
 from cascade.training.distillation import CAUSAL, Run, distil
 from cascade.training.student import Shape, cost, cut
 from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, padded, score
-from cascade.training.writing import Turns, Written, given_prompts, own_prompts, write
+from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,7 @@ class Distillation:
         self.plan, self._out, self._work, self._data, self._source = plan, out, work, data, source
         self._texts, self._answers = work / "text", work / out.name
         self._check_work()
-        end = self.teacher.generation_config.eos_token_id
-        ends = [end] if isinstance(end, int) else list(end or [self.tokenizer.eos_token_id])
-        self.turns = Turns.of(self.tokenizer, ends)
+        self.turns = Turns.of(self.tokenizer, end_tokens(self.teacher, self.tokenizer))
         self.agreement: dict[float, float] = {}  # by temperature of the text
 
     def run(self, tell: Tell = lambda progress: None) -> dict[float, float]:

@@ -44,15 +44,24 @@ class Turns:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> "Turns":
-        """Of the tokenizer's chat template; ``ends`` are the model's end tokens."""
+        """Of the tokenizer's chat template; ``ends`` are the model's end tokens. Without turns, of the start token."""
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else ends[0]
+        base = cls((int(start),), (), frozenset(ends))
         if not tokenizer.chat_template:
-            start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else ends[0]
-            return cls((int(start),), (), frozenset(ends))
+            return base
         asked = [{"role": "user", "content": USERS_TEXT}]
         text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
         before, _, after = text.partition(USERS_TEXT)
         opening, answering, *starts = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after, *STARTS))
+        if not opening or not answering:  # a template that only joins texts
+            return base
         return cls(tuple(opening), tuple(answering), frozenset({*ends, answering[0]}), tuple(map(tuple, starts)))
+
+
+def end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a model's text."""
+    end = network.generation_config.eos_token_id
+    return [end] if isinstance(end, int) else list(end or [tokenizer.eos_token_id])
 
 
 @dataclass(slots=True)

@@ -80,5 +80,6 @@ def test_turns_of_a_chat_template() -> None:
     )
     turns = Turns.of(tokenizer, [0])
     assert tokenizer.decode([*turns.opening, *turns.answering]) == "<|user|>\n<|a|>"
-    tokenizer.chat_template = None
-    assert Turns.of(tokenizer, [0]).answering == ()
+    for without in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        tokenizer.chat_template = without
+        assert Turns.of(tokenizer, [0]).answering == ()

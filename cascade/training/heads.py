@@ -1,5 +1,6 @@
-"""A drafter for a model, from nothing but the model and texts like those that it will write."""
+"""A drafter that reads a model, trained for it on texts like those that it will write: given ones, or its own."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from cascade.engine.checkpoint import context_len
 from cascade.engine.heads.block_training import BlockShape, train_dflash
@@ -18,12 +21,14 @@ from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
+from cascade.training.writing import Turns, end_tokens, own_prompts, write
 
 KINDS = ("eagle3", "medusa", "dflash", "dspark")
 OF_BLOCKS = ("dflash", "dspark")
 VOCAB_SIZE = 32_768  # tokens that an EAGLE-3 head knows
 HEADS = 4  # of Medusa
 BLOCK_SIZE = 8  # of DFlash and DSpark
+OWN_TEXT = "text.npy"  # beside the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Plan:
     vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
     num_heads: int | None = None  # of medusa: guesses behind a text, each by a head with an output embedding of its own
     block_size: int | None = None  # of dflash and dspark: the last token and the guesses behind it
+    text_tokens: int = 300_000  # that the model writes where no texts are given
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -56,11 +62,13 @@ class Plan:
 def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *, device: str | None = None) -> float:
     """Train a drafter for the model at ``source``, a path or hub id, and write it to ``out``.
 
-    Goes on where it was interrupted. Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
+    Without ``files`` the model writes the texts itself, see `cascade.training.writing`. Goes on where it was interrupted.
+    Returns the mean loss of the last steps, nats a guess; raises `ConfigError` if the texts
     are too short or cannot be read, or if another drafter was trained in ``out``, `ModelError` if the model cannot be loaded.
     """
     network = load(source, device=device).requires_grad_(False)
-    tokens = _tokens(Tokenizer.from_pretrained(source), files)
+    tokenizer = Tokenizer.from_pretrained(source)
+    tokens = _tokens(tokenizer, files) if files else _own_tokens(network, tokenizer, plan.text_tokens, out / OWN_TEXT)
     context = min(plan.context, context_len(network.config))
     if len(tokens) <= context:
         raise ConfigError(f"The texts have {len(tokens)} tokens: give more than the {context} of one row")
@@ -84,6 +92,26 @@ def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
     return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _own_tokens(network: PreTrainedModel, tokenizer: Tokenizer, wanted: int, kept: Path) -> Tensor:
+    """Conversations that the model writes, one behind the other; those of an earlier call if there are any."""
+    if kept.exists():
+        return torch.from_numpy(np.load(kept))
+    turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))
+    tokens: list[int] = []
+    bar = tqdm(total=wanted, desc="write", unit="token", mininterval=5)
+    with torch.autocast(network.device.type, torch.bfloat16), bar:
+        for text in write(network, turns, own_prompts(turns)):
+            tokens += text.tokens
+            bar.update(len(text.tokens))
+            if len(tokens) >= wanted:
+                break
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(".partial.npy")
+    np.save(partial, np.asarray(tokens))
+    os.replace(partial, kept)
+    return torch.tensor(tokens)
 
 
 def _shape(text: Any, tokens: Tensor, vocab_size: int) -> Shape:

@@ -1,0 +1,88 @@
+"""`cascade distill`, from a model to a folder that others load."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cascade.cli.main import main
+from tests import small
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model with turns."""
+    folder = tmp_path_factory.mktemp("teacher")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).symlink_to(Path(small.paths()[0]) / name)
+    tokenizer = AutoTokenizer.from_pretrained(small.paths()[0])
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def distill(teacher: str, out: Path, *more: str) -> str:
+    threads = torch.get_num_threads()
+    try:
+        command = ["distill", "--model", teacher, "--out", str(out), "--cost", "0.6", "--rows", "16", "--max-len", "64", *more]
+        result = CliRunner().invoke(main, command)
+    finally:
+        torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path: Path) -> None:
+    """Guards the whole way, and a second call with more time: it must not begin anew."""
+    out = tmp_path / "student"
+    said = distill(teacher, out, "--hours", "0.004")
+    assert "at this share of held-out positions" in said
+    student, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert student.dtype is torch.bfloat16
+    whole = AutoModelForCausalLM.from_pretrained(teacher)
+    assert student.num_parameters() < whole.num_parameters()
+    assert student.generation_config.eos_token_id == whole.generation_config.eos_token_id
+    assert tokenizer.chat_template == CHAT
+    assert "| tokens learnt" in (out / "README.md").read_text()
+    before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
+    distill(teacher, out, "--hours", "0.006")
+    after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
+    assert after["step"] > before["step"] > 0
+    assert after["seconds"] > before["seconds"]
+    assert not list(tmp_path.rglob("*partial*"))
+
+
+def test_text_of_files_is_learnt_instead(teacher: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("def f(x):\n    return x\n" * 400)
+    distill(teacher, tmp_path / "student", "--hours", "0.003", "--data", str(data))
+    assert "of the given files" in (tmp_path / "student" / "README.md").read_text()
+
+
+def test_work_of_another_model_is_refused(teacher: str, tmp_path: Path) -> None:
+    """Guards text of one teacher against being learnt as another's."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "teacher.json").write_text(json.dumps({"model": "other"}))
+    command = ["distill", "--model", teacher, "--out", str(tmp_path / "s"), "--cost", "0.6", "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "is the work of 'other'" in result.output
+
+
+def test_heads_learn_from_text_that_the_model_writes(teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `cascade drafter train` without data, and the text that a second call must find again."""
+    from cascade.training import heads
+
+    plan = heads.Plan(steps=2, batch_size=2, context=32, text_tokens=1500)
+    heads.train(teacher, [], tmp_path / "head", plan)
+    written = (tmp_path / "head" / heads.OWN_TEXT).read_bytes()
+    heads.train(teacher, [], tmp_path / "head", plan)
+    assert (tmp_path / "head" / heads.OWN_TEXT).read_bytes() == written
+    assert (tmp_path / "head" / "model.safetensors").exists()

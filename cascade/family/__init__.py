@@ -50,9 +50,11 @@ def paths() -> list[str]:
 
 
 def path(name: str) -> str:
-    """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is not there."""
+    """Folder of "tiny", "medium" or "full"; raises `ModelError` if it is not there. And that of "eagle3", see `head`."""
     if name == NAMES[-1]:
         return full()
+    if name == HEAD:
+        return head()
     folder = WEIGHTS / name
     if not (folder / "config.json").is_file():
         raise ModelError(f"There is no folder {str(folder)!r}, which this package ships: install it anew")
@@ -60,8 +62,8 @@ def path(name: str) -> str:
 
 
 def head() -> str:
-    """Folder of the head that reads the full model, as EAGLE-3 heads are published; raises `ModelError` if it is not there."""
-    return path(HEAD)
+    """Folder of the head that reads the full model, as EAGLE-3 heads are published; who loads it says if it is not there."""
+    return str(WEIGHTS / HEAD)
 
 
 def full() -> str:

@@ -7,6 +7,7 @@ benchmarks, `Cascade.demo` and a server without a configuration use them.
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from cascade.engine.gguf import converted, is_gguf
@@ -54,24 +55,28 @@ def path(name: str) -> str:
     """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is not there."""
     if name == NAMES[-1]:
         return full()
+    if name == HEAD:
+        return head()
+    tokenizer = [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
+    return _unpacked(name, tokenizer)
+
+
+def head() -> str:
+    """Folder of the head that reads the full model, as EAGLE-3 heads are published; raises `ModelError` if it is not there."""
+    return _unpacked(HEAD, [])
+
+
+def _unpacked(name: str, beside: Sequence[Path]) -> str:
     packed = WEIGHTS / name
     if not (packed / "config.json").is_file():
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
     from cascade.family.packed import unpacked  # with PyTorch
 
     try:
-        return str(
-            unpacked(packed, () if name == HEAD else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()])
-        )
+        return str(unpacked(packed, beside))
     except OSError as error:
-        raise ModelError(
-            f"The model {name} cannot be unpacked ({error.strerror or error}): set CASCADE_CACHE to another folder"
-        ) from error
-
-
-def head() -> str:
-    """Folder of the head that reads the full model, as EAGLE-3 heads are published; raises `ModelError` if it is not there."""
-    return path(HEAD)
+        reason = error.strerror or error
+        raise ModelError(f"The model {name} cannot be unpacked ({reason}): set CASCADE_CACHE to another folder") from error
 
 
 def full() -> str:

@@ -19,7 +19,7 @@ from benchmarks.turns import ALONE, AUTO, Answers, Question
 from cascade.answer import Completion, Stats
 from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
 
 RESULTS = Path(asked.__file__).parent / "results"
 QUESTIONS = (Question([1, 2], "code"), Question([3], "chat"))
@@ -176,6 +176,6 @@ def test_rules_by_formula() -> None:
     """Guards what rules are said to give and to weigh, on the family: blocks give no less than ratio lines."""
     [question, *_] = turns.questions(1)
     given = rules.tokens_per_round(1.0, [question], 12)
-    assert 1 <= given["ratio"] <= given["block"] <= 1 + rules.LOCKSTEP_WINDOW
+    assert 1 <= given["ratio"] <= given["block"] <= 1 + LOCKSTEP_WINDOW
     weights = list(rules.bytes_per_token(1.0, [question], top_p=0.9).values())
     assert 1 < weights[0] < weights[1] <= weights[2]

@@ -14,10 +14,10 @@ from cascade.params import Handling, SamplingParams, Speculation
 LOWER = family.NAMES[:-1]
 FIRST = LOWER[0]
 INSIDE = tuple(kind for kind in KINDS if kind != "corpus")  # which needs a user's own texts
-HEADS = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
+HEADS = (family.HEAD, EXIT)  # which read the full model
 CHAINS = (
     *((kind,) for kind in INSIDE),
-    *((one.kind,) for one in HEADS),
+    *((kind,) for kind in HEADS),
     *((name,) for name in LOWER),
     LOWER,
     ("suffix", FIRST),
@@ -54,5 +54,6 @@ def served() -> Iterator[Served]:
     with ExitStack() as stack:
         default = stack.enter_context(Cascade.demo())
         plain = stack.enter_context(Cascade.demo(drafter=inside))
-        by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in HEADS}
+        heads = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
+        by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in heads}
         yield Served(default, plain, by_head)

@@ -19,7 +19,7 @@ from benchmarks.turns import ALONE, AUTO, Answers, Question
 from cascade.answer import Completion, Stats
 from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
 
 RESULTS = Path(asked.__file__).parent / "results"
 QUESTIONS = (Question([1, 2], "code"), Question([3], "chat"))
@@ -114,6 +114,7 @@ def test_crowds_are_compared() -> None:
     assert (cell["ratio"], cell["error"], cell["same_text"]) == (1.1, 0.1, False)
 
 
+@pytest.mark.slow
 def test_runner_ups_add_to_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the part of bench-trees that serves nothing: a runner-up can only add to a share, on real texts of the family."""
     monkeypatch.setattr(trees, "Plan", lambda: trees.QUICK)
@@ -168,8 +169,13 @@ def test_rules_are_compared_fairly() -> None:
         assert replace(ways[-1], branches=0) == ways[-2]  # trees beside lines
     assert rules.expected("ratio", [0.5, 0.5]) == 0.75
     assert rules.expected("block", [0.5, 0.5]) == 1.25
+
+
+@pytest.mark.slow
+def test_rules_by_formula() -> None:
+    """Guards what rules are said to give and to weigh, on the family: blocks give no less than ratio lines."""
     [question, *_] = turns.questions(1)
     given = rules.tokens_per_round(1.0, [question], 12)
-    assert 1 <= given["ratio"] <= given["block"] <= 1 + rules.LOCKSTEP_WINDOW
+    assert 1 <= given["ratio"] <= given["block"] <= 1 + LOCKSTEP_WINDOW
     weights = list(rules.bytes_per_token(1.0, [question], top_p=0.9).values())
     assert 1 < weights[0] < weights[1] <= weights[2]

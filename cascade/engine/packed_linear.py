@@ -13,7 +13,7 @@ another order.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 from cascade.engine.devices import host_memory
 from cascade.engine.huge_pages import collapse
-from cascade.native.pairs import Pairs
 from cascade.native.product import Blocks
+
+if TYPE_CHECKING:
+    from cascade.native.pairs import Pairs
 
 MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`
 EXPECTED_ROWS = 8  # for which its order is chosen
@@ -39,7 +41,7 @@ class InBlocks:
     __slots__ = ("bias", "blocks")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.blocks = Blocks(weight) if weight.dtype is torch.float32 else Pairs(weight)
+        self.blocks = _blocks(weight)
         self.bias = None if bias is None else bias.float()
         collapse(self.blocks.blocks.data_ptr(), self.blocks.blocks.nbytes)
 
@@ -48,6 +50,14 @@ class InBlocks:
         if self.bias is not None:
             out += self.bias
         return out.view(*input.shape[:-1], out.shape[1])
+
+
+def _blocks(weight: Tensor) -> "Blocks | Pairs":
+    if weight.dtype is torch.float32:
+        return Blocks(weight)
+    from cascade.native.pairs import Pairs  # its kernels are compiled when it is imported, for processors that have tiles
+
+    return Pairs(weight)
 
 
 def in_onednns_order(weight: Tensor, bias: Tensor | None) -> Times:

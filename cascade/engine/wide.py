@@ -58,6 +58,6 @@ def widen(network: nn.Module) -> None:
                     part.data = part.data.float()
 
 
-def _embed(module: Any, ids: Tensor) -> Tensor:
-    out: Tensor = type(module).forward(module, ids)
+def _embed(module: Any, *given: Any, **named: Any) -> Tensor:
+    out: Tensor = type(module).forward(module, *given, **named)
     return out.float()

@@ -160,7 +160,8 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide: bool = False) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 
-    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
+    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that
+    a row has the same bits in all of them, as far as products go.
     """
     layers = [module for module in network.modules() if is_plain(module)]
     if not wide and host_memory() < FREE_FACTOR * sum(
@@ -177,7 +178,7 @@ def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide
         if _packer(layer, wide) is not None:
             _join([layer], wide)
     others = [parameter for parameter in network.parameters() if parameter.dtype is not torch.float32]
-    return MIN_ROWS if others and not wide or mixes(network) else 1
+    return MIN_ROWS if (others and not wide) or mixes(network) else 1
 
 
 def mixes(network: nn.Module) -> bool:

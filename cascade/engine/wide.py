@@ -1,7 +1,7 @@
 """bfloat16 on processors with matrix tiles: products take it, and whatever lies between them is float32.
 
-Weights are the checkpoint's, a product rounds what it multiplies, and keys and values are rounded as they are kept, as in a network
-in bfloat16. Hidden states and norms are not: what lies between products is a small part of a pass. A network and its
+Weights are the checkpoint's, a product rounds what it multiplies, and keys and values are rounded as they are kept, as in a
+network in bfloat16. Hidden states and norms are not: what lies between products is a small part of a pass. A network and its
 head are both wide, or none is: they share hidden states.
 """
 

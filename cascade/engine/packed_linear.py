@@ -13,7 +13,7 @@ another order.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from cascade.engine.huge_pages import collapse
 from cascade.engine.memory import host_memory
 from cascade.native.pairs import Pairs
 from cascade.native.product import Blocks
+
+if TYPE_CHECKING:
+    from cascade.native.pairs import Pairs
 
 MIN_ROWS = 4  # of a product by oneDNN, at least; passes are filled up, see `cascade.engine.model.fill`
 EXPECTED_ROWS = 8  # for which its order is chosen
@@ -39,7 +42,7 @@ class InBlocks:
     __slots__ = ("bias", "blocks")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.blocks = Blocks(weight) if weight.dtype is torch.float32 else Pairs(weight)
+        self.blocks = _blocks(weight)
         self.bias = None if bias is None else bias.float()
         collapse(self.blocks.blocks.data_ptr(), self.blocks.blocks.nbytes)
 
@@ -48,6 +51,14 @@ class InBlocks:
         if self.bias is not None:
             out += self.bias
         return out.view(*input.shape[:-1], out.shape[1])
+
+
+def _blocks(weight: Tensor) -> "Blocks | Pairs":
+    if weight.dtype is torch.float32:
+        return Blocks(weight)
+    from cascade.native.pairs import Pairs  # its kernels are compiled when it is imported, for processors that have tiles
+
+    return Pairs(weight)
 
 
 def in_onednns_order(weight: Tensor, bias: Tensor | None) -> Times:
@@ -150,7 +161,8 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide: bool = False) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 
-    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that a row has the same bits in all of them, as far as products go.
+    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have so that
+    a row has the same bits in all of them, as far as products go.
     """
     layers = [module for module in network.modules() if is_plain(module)]
     if not wide and host_memory() < FREE_FACTOR * sum(

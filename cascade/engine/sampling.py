@@ -26,7 +26,7 @@ from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-TOGETHER = 4  # rows of a vocabulary that are filtered at once: they stay in a cache
+TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.native.leading`
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
@@ -120,9 +120,10 @@ def adjusted(logits: Tensor, noisy: Sequence[Noisy]) -> Tensor:
     """`adjust` of all rows with noise, those alone: ``[n, V]`` float32 without gaps, on a CPU."""
     rows = [(place, params) for part, params, _ in noisy for place in range(part.start, part.stop)]
     out = torch.empty(len(rows), logits.shape[-1])
-    for begin in range(0, len(rows), TOGETHER):
-        places, some = zip(*rows[begin : begin + TOGETHER], strict=True)
-        out[begin : begin + TOGETHER] = _adjusted(logits[list(places)].float(), some)
+    together = max(1, TOGETHER // logits.shape[-1])
+    for begin in range(0, len(rows), together):
+        places, some = zip(*rows[begin : begin + together], strict=True)
+        out[begin : begin + together] = _adjusted(logits[list(places)].float(), some)
     return out
 
 
@@ -273,9 +274,8 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     out = scores.new_full((len(scores), size + 1), -torch.inf)
     out.scatter_(1, found.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
     out = out[:, :size]
-    for place, params in enumerate(rows):
-        if unsure[place].any() or found.counts[place] > found.tokens.shape[1]:
-            out[place] = _filtered(scores[place : place + 1], params)[0]
+    for place in (unsure.any(-1) | (torch.tensor(found.counts) > found.tokens.shape[1])).nonzero().flatten().tolist():
+        out[place] = _filtered(scores[place : place + 1], rows[place])[0]
     return out
 
 

@@ -1,7 +1,7 @@
 """bfloat16 on processors with matrix tiles: products take it, and whatever lies between them is float32.
 
-Weights are the checkpoint's, a product rounds what it multiplies, and keys and values are rounded as they are kept, as in a network
-in bfloat16. Hidden states and norms are not: what lies between products is a small part of a pass. A network and its
+Weights are the checkpoint's, a product rounds what it multiplies, and keys and values are rounded as they are kept, as in a
+network in bfloat16. Hidden states and norms are not: what lies between products is a small part of a pass. A network and its
 head are both wide, or none is: they share hidden states.
 """
 
@@ -58,6 +58,6 @@ def widen(network: nn.Module) -> None:
                     part.data = part.data.float()
 
 
-def _embed(module: Any, ids: Tensor) -> Tensor:
-    out: Tensor = type(module).forward(module, ids)
+def _embed(module: Any, *given: Any, **named: Any) -> Tensor:
+    out: Tensor = type(module).forward(module, *given, **named)
     return out.float()

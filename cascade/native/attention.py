@@ -1,9 +1,9 @@
 """Attention of packed rows over sessions' keys and values, in tiles of the same kind as products.
 
 Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 16]``, values in blocks of sixteen dimensions,
-``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16: so scores are products of queries with keys, and what comes out is one of weights with
-values. What a query gets is added up in the order of positions, and what it does not see adds nothing: its bits depend on its
-text alone.
+``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16: so scores are products of queries with keys, and what comes
+out is one of weights with values. What a query gets is added up in the order of positions, and what it does not see adds
+nothing: its bits depend on its text alone.
 
 A fork holds its positions in blocks of its own, the first of which may begin with some that are its base's. Its rows look at
 both, in the order of positions: nothing is copied. All rows of a pass are stored before any looks.

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row: as many as have a share of the probability, and a number, found without ordering the vocabulary.
+"""The likeliest tokens of a row, as many as have a share of the probability or as are asked for, without ordering all.
 
 A bound is sought among powers of two, by how much lies above it. So a few more tokens are told than were asked for.
 """
@@ -119,13 +119,14 @@ def leading(scores: Tensor, shares: Sequence[float], numbers: Sequence[int]) -> 
     that are as likely as the last.
     """
     rows, size = scores.shape
-    tokens, held = torch.full((rows, ROOM), size), scores.new_full((rows, ROOM), -torch.inf)
+    most = min(ROOM, size)
+    tokens, held = torch.full((rows, most), size), scores.new_full((rows, most), -torch.inf)
     counts, totals = torch.empty(2, rows, dtype=torch.int64)
     room = scores.new_empty(torch.get_num_threads(), size)
     asked = zip((share + _MARGIN * (1 - share) for share in shares), numbers, strict=True)
     wanted = (part for share, number in asked for part in (bits(share), number))
     addresses = (part.data_ptr() for part in (scores, room, tokens, held, counts))
-    run(_find, arguments(rows, size, ROOM, *addresses, *wanted), scores.numel())
+    run(_find, arguments(rows, size, most, *addresses, *wanted), scores.numel())
     told = counts.tolist()
-    most = max((count for count in told if count <= ROOM), default=1)
+    most = max((count for count in told if count <= most), default=1)
     return Leading(tokens[:, :most], held[:, :most], told, totals.view(torch.float64))

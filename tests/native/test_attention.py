@@ -52,20 +52,23 @@ def written_out(text: tuple[Tensor, ...], kind: Kind) -> Tensor:
     return out.transpose(0, 1).reshape(LENGTH, -1).float()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_in_any_pieces(heads: str, kind: str) -> None:
+def test_attention_in_any_pieces(heads: str, kind: str, dtype: torch.dtype) -> None:
     """Guards the numbers, and their bits: pieces of any size, wrong drafts that are rolled back, and growing room."""
     shape, rng = Shape(*HEADS[heads]), random.Random(kind)
     text, wrong = texts(shape), texts(shape, 1)
-    whole = score(BlockedCache({0: shape}), shape, text, 0, LENGTH, KINDS[kind])
-    cache, found, start = BlockedCache({0: shape}), [], 0
+    whole = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, KINDS[kind])
+    cache, found, start = BlockedCache({0: shape}, dtype), [], 0
     while start < LENGTH:
         score(cache, shape, wrong, start, min(LENGTH, start + 9), KINDS[kind])
         end = min(LENGTH, start + rng.choice([1, 2, 3, 7, 30]))
         found.append(score(cache, shape, text, start, end, KINDS[kind]))
         start = end
-    torch.testing.assert_close(whole, written_out(text, KINDS[kind]), rtol=1e-4, atol=3e-5)
+    query, *held = text
+    expected = written_out((query, *(part.to(dtype).float() for part in held)), KINDS[kind])
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=3e-5)
     assert torch.equal(torch.cat(found), whole)
 
 
@@ -114,7 +117,8 @@ def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str)
         rows = [(piece.store, sum(sizes[:number]), sizes[number], piece.start) for number, piece in enumerate(pieces)]
         return attend(*parts, tables(rows, {0: shape})[0], KINDS[kind]).split(sizes)
 
-    check_forks(rng, lambda: BlockedCache({0: shape}), score, LENGTH)
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    check_forks(rng, lambda: BlockedCache({0: shape}, dtype), score, LENGTH)
 
 
 def test_forks_take_little_memory() -> None:

@@ -7,7 +7,6 @@ benchmarks, `Cascade.demo` and a server without a configuration use them.
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from cascade.engine.gguf import converted, is_gguf
@@ -57,23 +56,23 @@ def path(name: str) -> str:
         return full()
     if name == HEAD:
         return head()
-    tokenizer = [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
-    return _unpacked(name, tokenizer)
+    return _unpacked(name)
 
 
 def head() -> str:
     """Folder of the head that reads the full model, as EAGLE-3 heads are published; raises `ModelError` if it is not there."""
-    return _unpacked(HEAD, [])
+    return _unpacked(HEAD)
 
 
-def _unpacked(name: str, beside: Sequence[Path]) -> str:
+def _unpacked(name: str) -> str:
     packed = WEIGHTS / name
     if not (packed / "config.json").is_file():
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
     from cascade.family.packed import unpacked  # with PyTorch
 
+    tokenizer = [] if name == HEAD else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
     try:
-        return str(unpacked(packed, beside))
+        return str(unpacked(packed, tokenizer))
     except OSError as error:
         reason = error.strerror or error
         raise ModelError(f"The model {name} cannot be unpacked ({reason}): set CASCADE_CACHE to another folder") from error

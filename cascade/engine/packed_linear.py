@@ -160,8 +160,8 @@ def watch(network: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def pack(network: nn.Module, groups: Sequence[Sequence[nn.Linear]] = (), *, wide: bool = False) -> int:
     """Pack the linear layers of ``network``, ``groups`` of them into one product as far as they can be.
 
-    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products alone. Returns how many rows passes must have
-    so that a row has the same bits in all of them, as far as products go.
+    A ``wide`` one, see `cascade.engine.wide`, is packed by our own products. Returns how many rows passes must have so that
+    a row has the same bits in all of them, as far as products go.
     """
     layers = [module for module in network.modules() if is_plain(module)]
     if not wide and host_memory() < FREE_FACTOR * sum(

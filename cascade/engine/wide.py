@@ -51,7 +51,7 @@ def widen(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, nn.Embedding):
             if "forward" not in vars(module):
-                module.forward = partial(_embed, module)
+                module.forward = partial(_embed, module)  # type: ignore[method-assign]
         elif not isinstance(module, nn.Linear) and not is_plain(module):
             for part in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if part.dtype is torch.bfloat16:

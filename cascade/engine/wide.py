@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from cascade.engine.devices import host_memory
+from cascade.engine.memory import host_memory
 from cascade.engine.packed_linear import FREE_FACTOR, is_plain, mixes
 from cascade.native.matrix_tile import has_matrix_tiles
 
@@ -53,9 +53,9 @@ def widen(network: nn.Module) -> None:
             if "forward" not in vars(module):
                 module.forward = partial(_embed, module)  # type: ignore[method-assign]
         elif not isinstance(module, nn.Linear) and not is_plain(module):
-            for part in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if part.dtype is torch.bfloat16:
-                    part.data = part.data.float()
+            for name, part in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if part.dtype is torch.bfloat16:  # another network may hold the same tensor
+                    setattr(module, name, nn.Parameter(part.float(), False) if isinstance(part, nn.Parameter) else part.float())
 
 
 def _embed(module: Any, *given: Any, **named: Any) -> Tensor:

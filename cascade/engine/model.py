@@ -77,7 +77,7 @@ class Model:
         ``head`` guesses behind rows that want it; passes whose hidden states it reads are not captured.
         """
         self._network = network.eval()
-        self._wide = claim(network) if attention is None else is_wide(network)
+        self._wide = claim(network) if attention is None and head is None else is_wide(network)  # heads are as wide
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
@@ -155,6 +155,8 @@ class Model:
         **options: Any,
     ) -> Self:
         """Take over a loaded network and its head, see `from_pretrained`, if there is one; raises `ModelError`."""
+        if options.get("attention") is None and (drafter is not None or drafter_kind == Exit.kind):
+            claim(network)  # before its head is made
         if drafter_kind == Exit.kind:
             model = cls(network, head=Exit(network), **options)
             select(model, layers, skip)
@@ -163,8 +165,6 @@ class Model:
             raise ModelError(f"drafter_kind is {drafter_kind!r}, but layers are named: those are for 'exit'")
         if drafter is None:
             return cls(network, **options)
-        if options.get("attention") is None:
-            claim(network)
         model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
         probe(model, drafter or drafter_kind)
         return model

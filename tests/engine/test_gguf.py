@@ -126,7 +126,7 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
     source = gguf_files.write(tmp_path / "tiny.gguf")
     code = (
         "import sys, time; from pathlib import Path; from cascade.engine import gguf\n"
-        "def make(source, folder):\n"
+        "def make(source, folder, dtype):\n"
         "    (folder / 'model.safetensors').write_bytes(b'half'); print('begun', flush=True); time.sleep(600)\n"
         "gguf._convert = make; gguf.converted(sys.argv[1])"
     )

@@ -258,7 +258,7 @@ RECORDED = [
 def test_recorded_passes_need_nothing_of_the_host(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards capture itself: a number read on the host, or a tensor made anew, would be that of the first pass for ever."""
     monkeypatch.setattr("cascade.engine.graphs.BUCKETS", [Bucket(1, 1), Bucket(4, 4)])
-    monkeypatch.setattr("cascade.engine.packed_linear._packer", lambda layer: None)  # a CPU's own kernels are not recorded
+    monkeypatch.setattr("cascade.engine.packed_linear._packer", lambda *_: None)  # a CPU's own kernels are not recorded
     monkeypatch.setattr("cascade.engine.model.choose_kit", lambda device, dtype: PLAIN)
     captured = Model(build(name), attention=over(attention, _sealed), capture=recorded, cache_tokens=1024)
     plain = models(name, attention)[1]

@@ -91,7 +91,7 @@ def test_joined_layers_need_no_partner(packer: object, monkeypatch: pytest.Monke
     assert groups == [[network.left, network.right]]
     plain = Fork()
     plain.load_state_dict(network.state_dict())
-    monkeypatch.setattr(packed_linear, "_packer", lambda layer: packer)
+    monkeypatch.setattr(packed_linear, "_packer", lambda *_: packer)
     assert pack(network, groups) == 1
     assert _joined(network) == {"left": 2, "right": 2}
     assert all(torch.equal(one, other) for one, other in zip(network.parameters(), plain.parameters(), strict=True))

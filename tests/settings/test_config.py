@@ -16,6 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cascade import family
 from cascade.cli.main import main
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
@@ -629,7 +630,7 @@ def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", small.head()))
+    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
     assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
     assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None, ())
     assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None, ())

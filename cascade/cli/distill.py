@@ -19,6 +19,9 @@ from cascade.cli.screen import console
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Text to learn from; repeatable.",
 )
+@click.option(
+    "--start", type=click.Path(exists=True, file_okay=False, path_type=Path), help="An earlier student, to go on with it."
+)
 @click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it; more when called again goes on.")
 @click.option(
     "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder of text and checkpoints. OUT.work unless given."
@@ -32,6 +35,7 @@ def distill(
     out: Path,
     cost: float,
     data: tuple[Path, ...],
+    start: Path | None,
     hours: float,
     work: Path | None,
     rows: int,
@@ -53,7 +57,8 @@ def distill(
     if threads is not None:
         torch.set_num_threads(threads)
     plan = recipe.Plan(cost, hours, max_len, rows)
-    run = recipe.Distillation(model, out, plan, work=work or out.with_name(out.name + ".work"), data=data, device=device)
+    work = work or out.with_name(out.name + ".work")
+    run = recipe.Distillation(model, out, plan, work=work, data=data, start=start, device=device)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task, last = bar.add_task("", total=1.0), [0.0]

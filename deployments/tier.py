@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray.util
+import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.chain.profile import Profile, measure
@@ -22,8 +24,10 @@ from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
 from cascade.settings.config import LinkTLS, TierConfig
+from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.recording import fake
@@ -31,7 +35,6 @@ from deployments.links.awake import Awake
 from deployments.links.downlink import Downlink
 from deployments.links.handover import Handover
 from deployments.links.lessor import lessor
-from deployments.links.ranks import Ranks, bind_threads
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
@@ -44,7 +47,6 @@ from deployments.tracing.export import flush, tracing
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-RANK_CHECK_S = 0.5  # between two looks at ranks that load
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for so long
 
@@ -71,8 +73,7 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._ranks = Ranks(self._config) if engine.tensor_parallel_size > 1 else None
-        self._model = await _start(self._config, self._ranks)
+        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
@@ -132,8 +133,8 @@ class TierReplica:
             "device": str(self._model.device),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "same_bits": self._model.same_bits,
+            "engine": "vllm" if isinstance(self._model, VllmModel) else "cascade",
             "pid": os.getpid(),
-            "rank_pids": [] if self._ranks is None else self._ranks.pids,
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
@@ -158,8 +159,6 @@ class TierReplica:
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
         self._handover.check()
-        if self._ranks is not None:
-            self._ranks.check()
         if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
@@ -180,19 +179,23 @@ async def _apart(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(apart, work)
 
 
-async def _start(config: TierConfig, ranks: Ranks | None) -> Model | Emulated:
-    """The model; raises `ModelError`, at once when one of several ranks cannot load its share."""
-    if ranks is None:
-        return await _apart(partial(_load if config.engine_kwargs.emulated is None else _emulate, config))
-    leading = asyncio.create_task(_apart(ranks.lead))
-    while not leading.done():
-        ranks.check()
-        await asyncio.wait([leading], timeout=RANK_CHECK_S)
-    return leading.result()
+def bind_threads(engine: EngineKwargs) -> None:
+    """Bind all threads of this process to the configured cores, and limit those of a pass."""
+    if engine.cpu_affinity is not None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
+    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker; in a fork PyTorch has looked before
+    threads = engine.num_threads or (int(given) if given.isdigit() else None)
+    if threads:
+        torch.set_num_threads(threads)
 
 
-def _load(config: TierConfig) -> Model:
+def _load(config: TierConfig) -> Model | VllmModel:
     engine = config.engine_kwargs
+    if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
+        share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
+        source = config.model_loading_config.source
+        return VllmModel(source, cache_tokens=engine.cache_tokens, options={**share, **engine.vllm_options})
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
@@ -219,6 +222,7 @@ def _emulate(config: TierConfig) -> Emulated:
     cost = Profile(device.points, device.context_s)
     if device.agreement is None:
         model = _load(config)
+        assert isinstance(model, Model)
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
     source = config.model_loading_config.source
@@ -229,7 +233,7 @@ def _emulate(config: TierConfig) -> Emulated:
     return Emulated(fake(read.get_text_config().vocab_size, device.agreement, device.recording, **limits), cost)
 
 
-def _profile(model: Model | Emulated, max_tokens: int) -> Profile:
+def _profile(model: Model | VllmModel | Emulated, max_tokens: int) -> Profile:
     """What passes cost: those of an emulated device are known, and too long to be timed."""
     return model.profile if isinstance(model, Emulated) else measure(model, max_tokens=max_tokens)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers import contest, crew, environments
-from benchmarks.peers.contract import HEAD, POSITIONS, Models
+from benchmarks.peers.contract import FLOAT32, HEAD, POSITIONS, Models
 from benchmarks.peers.vllm_drafts import configuration
 from cascade.bench.prompts import Prompt
 from deployments.launch.server import LOOPBACK, free_port
@@ -57,7 +57,18 @@ def cascade_config(models: Models) -> dict[str, Any]:
 class Arena:
     """All servers and the client, and who is missing."""
 
-    def __init__(self, models: Models, plan: Plan, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        models: Models,
+        plan: Plan,
+        stack: ExitStack,
+        *,
+        config: dict[str, Any] | None = None,
+        dtype: str = FLOAT32,
+        python: str | None = None,
+    ) -> None:
+        """``config`` is this project's, three tiers in float32 unless given; ``python`` runs vLLM, here its build for CPUs."""
+        self._config, self._dtype = config or cascade_config(models), dtype
         self.missing: dict[str, str] = {}
         self.modes: dict[str, Mode] = {}
         self._models = models
@@ -67,7 +78,7 @@ class Arena:
         contest.WORK.mkdir(exist_ok=True)
         self._prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in plan.prompts))
         try:
-            python = contest.interpreter(environments.VLLM)
+            python = python or contest.interpreter(environments.VLLM)
             command = [python, "-m", "benchmarks.peers.client"]
             log = contest.WORK / "client.log"
             self._client = stack.enter_context(crew.Talker(command, contest.settings(environments.VLLM), log))
@@ -82,7 +93,7 @@ class Arena:
     def _cascade(self) -> None:
         """One server, asked with drafts and without."""
         config = contest.WORK / "serve.yaml"
-        config.write_text(json.dumps(cascade_config(self._models)))  # JSON is YAML
+        config.write_text(json.dumps(self._config))  # JSON is YAML
         ports = [str(free_port()), str(free_port())]
         command = [sys.executable, "-m", "cascade.cli.main", "serve", str(config), "--port", ports[0], "--http-port", ports[1]]
         bodies: dict[str, dict[str, Any]] = {"alone": {"speculation": {"mode": "off"}, "seed": 1}, "auto": {"seed": 1}}
@@ -91,7 +102,7 @@ class Arena:
     def _vllm(self, mode: str, python: str) -> None:
         port = str(free_port())
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", self._models.full, "--host", LOOPBACK, "--port", port]
-        command += ["--dtype", "float32", "--max-model-len", str(POSITIONS), "--max-num-seqs", str(max(self._plan.requests))]
+        command += ["--dtype", self._dtype, "--max-model-len", str(POSITIONS), "--max-num-seqs", str(max(self._plan.requests))]
         command += ["--served-model-name", "full", "--generation-config", "vllm"]
         if drafts := configuration(mode, self._models.tiny):
             command += ["--speculative-config", json.dumps(drafts)]

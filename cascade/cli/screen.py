@@ -131,12 +131,13 @@ def predictions(rows: Iterable[Prediction]) -> Table:
 
 def needs(tiers: Iterable[Need]) -> Table:
     """What each tier needs of its device."""
-    columns = ("tier", "architecture", "parameters", "weights", "dtype", "cache a token")
+    columns = ("tier", "engine", "architecture", "parameters", "weights", "dtype", "cache a token")
     table = Table(*columns, "device", "tokens that fit", "context", title="Tiers")
     for need in tiers:
         model = need.anatomy
         table.add_row(
             need.tier,
+            need.engine,
             model.architecture,
             _parameters(model.parameters),
             _bytes(model.weight_bytes) + (f" + {_bytes(need.drafter_bytes)} of its drafter" if need.drafter_bytes else ""),

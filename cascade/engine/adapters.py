@@ -19,8 +19,6 @@ class AdaptedModel(Model):
     as its rows have adapters. Keys and values depend on the adapter, so prefixes must not be shared between adapters.
     """
 
-    captures = False  # what a layer does depends on the adapter
-
     def __init__(self, network: PreTrainedModel, adapters: Mapping[str, str], **options: Any) -> None:
         """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
         super().__init__(network, **options)

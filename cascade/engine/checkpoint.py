@@ -101,26 +101,6 @@ def unlike_attention(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def rank_problem(source: str, ranks: int, *, revision: str | None = None, trust_remote_code: bool = False) -> str | None:
-    """Why ``ranks`` processes cannot share the model of a path or hub id, by its configuration; ``None`` if they can."""
-    if ranks == 1:
-        return None
-    text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    if not getattr(text, "base_model_tp_plan", None):
-        return (
-            f"tensor_parallel_size is {ranks}, but Transformers has no tensor-parallel plan for {text.model_type}: set it to 1"
-        )
-    if heads % ranks or kv_heads % ranks:
-        fit = ", ".join(str(n) for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n)
-        return (
-            f"tensor_parallel_size is {ranks}, which does not divide the {heads} heads and {kv_heads} key/value heads of "
-            f"{source!r}: take one of {fit}"
-        )
-    return None
-
-
 def context_len(config: PreTrainedConfig) -> int:
     """Positions a model was made for, and up to which its logits do not depend on how long the text will be."""
     text = config.get_text_config()

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
 from cascade.engine import budget
 from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy, reason
 from cascade.engine.devices import default_device, free_bytes, processor
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
-from cascade.engine.quantization import quantize_shares, quantizer
+from cascade.engine.quantization import quantizer
 from cascade.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -27,33 +26,23 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
-    ranks: int = 1,
 ) -> PreTrainedModel:
     """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
 
     ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
     GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
-    or has more weights than the device has memory. With more than one of ``ranks`` the process must have joined them, see
-    `cascade.engine.parallel`, and loads its share to its own device.
+    or has more weights than the device has memory.
     """
     place = find_device(source, device)
     known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, told = _plan(source, place, dtype, quantization, ranks, **known)
-    options: dict[str, Any] = {"quantization_config": config} if config and ranks == 1 else {}
+    config, told = _plan(source, place, dtype, quantization, **known)
+    options: dict[str, Any] = {"quantization_config": config} if config else {}
     chosen = DTYPES[dtype] if dtype else None
-    _check_room(source, told, place, ranks)
+    _check_room(source, told, place)
     if told.widened is not None:
         chosen = told.dtype
         log.info(_WIDENED, source, told.widened, processor(), chosen)
-    if ranks > 1:
-        _check_rank(source, place)
-        options["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
-    else:
-        options["device_map"] = {"": place}
-    network = _loaded(converted(source), place, dtype=chosen or "auto", **known, **options)
-    if quantization and ranks > 1:
-        quantize_shares(network, quantization)
-    return network
+    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known, **options)
 
 
 def check_room(
@@ -71,14 +60,12 @@ def check_room(
         taken += told.weight_bytes
 
 
-def _plan(
-    source: str, place: torch.device, dtype: str | None, quantization: str | None, ranks: int = 1, **known: Any
-) -> tuple[Any, Anatomy]:
+def _plan(source: str, place: torch.device, dtype: str | None, quantization: str | None, **known: Any) -> tuple[Any, Anatomy]:
     """Transformers' configuration of the quantization, if one is asked for, and what the model will be like."""
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     config = quantizer(quantization, place, DTYPES[dtype] if dtype else None) if quantization else None
-    return config, anatomy(source, dtype=dtype, device=place, quantization=quantization if ranks == 1 else None, **known)
+    return config, anatomy(source, dtype=dtype, device=place, quantization=quantization, **known)
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
@@ -120,18 +107,8 @@ def find_device(source: str, device: str | None) -> torch.device:
     return place
 
 
-def _check_rank(source: str, device: torch.device) -> None:
-    """Ranks load to the devices they see: Transformers does not ask."""
-    seen = torch.device(default_device())
-    if device.type != seen.type:
-        raise ModelError(
-            f"The ranks of {source!r} cannot load to {device} while they see {seen}: "
-            f"hide it from them, or set device to {seen.type}"
-        )
-
-
-def _check_room(source: str, told: Anatomy, device: torch.device, ranks: int = 1, *, taken: int = 0) -> None:
-    need, free = told.weight_bytes // ranks, free_bytes(device) - taken
+def _check_room(source: str, told: Anatomy, device: torch.device, *, taken: int = 0) -> None:
+    need, free = told.weight_bytes, free_bytes(device) - taken
     if need > free:
         raise ModelError(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 
 from cascade.engine import budget
 from cascade.engine.agreement import agree, probe_texts
-from cascade.engine.attention import Attention, Contiguous, Paged, choose_attention
+from cascade.engine.attention import Attention, Contiguous, choose_attention
 from cascade.engine.checkpoint import context_len, reason, unlike_attention
 from cascade.engine.devices import add_exactly, processor
-from cascade.engine.drawing import drawn
-from cascade.engine.graphs import Capture, Graphs, Recorder
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
@@ -29,11 +27,11 @@ from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select
 from cascade.engine.lean import choose_kit, fatten, slim, whole_network
 from cascade.engine.loading import load
-from cascade.engine.logits_processors import report, shape
+from cascade.engine.logits_processors import report
 from cascade.engine.packed_linear import mixes, pack, watch
-from cascade.engine.packing import Packed, unpacked
+from cascade.engine.packing import Packed
 from cascade.engine.quantization import nbytes
-from cascade.engine.sampling import own_tokens, own_tokens_and_next
+from cascade.engine.scoring import Report, scored
 from cascade.engine.survey import Survey
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
@@ -46,16 +44,11 @@ from cascade.scorer import UNREAD, Row, Scored
 log = logging.getLogger(__name__)
 
 _REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
-UNDRAWN = SamplingParams(temperature=0, seed=0)  # of rows whose own tokens are drawn otherwise
 SCORED = 16  # own tokens of a timed pass, at most
-
-Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.logits_processors.report`
 
 
 class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
-
-    captures = True  # passes may be captured: they do the same whenever they run
 
     def __init__(
         self,
@@ -64,7 +57,6 @@ class Model:
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = budget.UTILIZATION,
         attention: Attention | None = None,
-        capture: Capture | None = None,
         num_threads: int | None = None,
         head: Head | None = None,
     ) -> None:
@@ -72,9 +64,8 @@ class Model:
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
         room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
-        ``capture`` makes passes over blocks into graphs, by default CUDA graphs on a GPU. Passes on a CPU take ``num_threads``;
-        without a number, as many of those PyTorch may use as they are worth, see `cascade.engine.threads`.
-        ``head`` guesses behind rows that want it; passes whose hidden states it reads are not captured.
+        Passes on a CPU take ``num_threads``; without a number, as many of those PyTorch may use as they are worth, see
+        `cascade.engine.threads`. ``head`` guesses behind rows that want it.
         """
         self._network = network.eval()
         self._wide = claim(network) if attention is None and head is None else is_wide(network)  # heads are as wide
@@ -95,13 +86,7 @@ class Model:
             self._take_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
-        room = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
-        try:
-            self.cache_tokens: int = self._attention.hold(room)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(f"{self.device} has no memory for a cache of {room} tokens: set cache_tokens to fewer") from error
-        noted = head is not None and head.reads  # hidden states of each pass
-        self._pass = self._captured(capture) if self.captures and not noted else self._score
+        self.cache_tokens = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         self.threads: Threads = self._counted(num_threads)
 
     @classmethod
@@ -190,19 +175,11 @@ class Model:
         return self.reader.head.cost if self.reader is not None else 0.0
 
     @property
-    def path(self) -> str:
-        """How keys and values are held and whether passes are captured, for people."""
-        held = type(self._attention).__name__.lower()
-        if self.reader is not None and self.reader.head.reads:
-            return f"{held}, not captured, for {self.drafter} reads hidden states"
-        return held + ("" if self._pass == self._score else ", captured")
-
-    @property
     def summary(self) -> str:
         """One line about it, for a log."""
         place = processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
-        return f"{str(self.dtype).removeprefix('torch.')} on {place}, {self.path}; logits {bits}"
+        return f"{str(self.dtype).removeprefix('torch.')} on {place}; logits {bits}"
 
     @property
     def _between(self) -> torch.dtype:
@@ -225,7 +202,7 @@ class Model:
         return True
 
     def close(self) -> None:
-        """End what runs outside this process, such as other ranks."""
+        """End what runs outside this process: nothing does."""
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -235,9 +212,8 @@ class Model:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
         with self._busy, self.threads.use(sum(len(row.fed) for row in rows)):
-            alike: dict[str, Any] = {"vocab_size": self.vocab_size, "shares_pass": self._attention.shares_pass}
-            scored = run_trees(rows, self._pass, **alike) if trees else self._pass(rows)
-            return scored if self.reader is None else self.reader.draft(rows, scored)
+            found = run_trees(rows, self._score, vocab_size=self.vocab_size, shares_pass=True) if trees else self._score(rows)
+            return found if self.reader is None else self.reader.draft(rows, found)
 
     def _counted(self, num_threads: int | None) -> Threads:
         """How many threads passes get."""
@@ -249,47 +225,20 @@ class Model:
         """A pass, to time it."""
         tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
         cache = self.new_cache()
-        self._pass([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
+        self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
         cache.free()
-
-    def _captured(self, capture: Capture | None) -> Callable[..., list[Scored]]:
-        """How passes are run: by graphs where there is one, if the device and the model have any."""
-        attention = self._attention
-        if capture is None and self.device.type == "cuda":
-            capture = Recorder(self.device)
-        if capture is None or not isinstance(attention, Paged):
-            return self._score
-        positions = min(self.context_len, self.cache_tokens)
-        sizes = {"vocab_size": self.vocab_size, "context_len": positions}
-        graphs = Graphs(self._forward, attention, self._windows, dtype=self.dtype, device=self.device, **sizes)
-        if not graphs.record(capture):
-            return self._score
-        return lambda rows, tell=report: graphs.run(rows) or self._score(rows, tell)
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[Row], tell: Report = report) -> list[Scored]:
         """Own tokens of rows whose drafts are lines; ``tell`` hears of all that have a state, as `report` does."""
-        wanted = [
-            (row.params if row.draw is None else UNDRAWN, row.start + len(row.fed) - row.num_scored + 1, row.num_scored)
-            for row in rows
-        ]
-        logits = self.logits(rows)
-        shaped, known = shape(logits, rows)
-        number = max((row.runner_ups for row in rows), default=0)
-        said = own_tokens_and_next(shaped, wanted, number) if number else own_tokens(shaped, wanted)[None]
-        scored = list(unpacked(said.tolist(), rows, known))
-        if any(row.draw is not None for row in rows):
-            scored = drawn(shaped, rows, scored)
-        tell(logits, rows, [one.own for one in scored])
-        return scored
+        return scored(self.logits(rows), rows, tell)
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
         packed = Packed.of(rows)
         wanted = len(packed.keep)
-        if self._attention.fills:
-            packed.fill(self._fewest)
+        packed.fill(self._fewest)
         # one copy to the device for all three
         sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
         n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)

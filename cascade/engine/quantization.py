@@ -1,7 +1,6 @@
 """Weights in fewer bits, by what Transformers passes on to: torchao and bitsandbytes.
 
 All methods are weight-only, or scale every token by itself: what a row scores never depends on its companions in a pass.
-Ranks that share a model quantise their shares to the very numbers that one rank would have.
 """
 
 import importlib.util
@@ -10,10 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
 from cascade.engine.devices import has_bfloat16
 from cascade.errors import ModelError
@@ -45,31 +40,6 @@ def quantizer(name: str, device: torch.device, dtype: torch.dtype | None = None)
     return method.config(device)
 
 
-def quantize_shares(network: PreTrainedModel, name: str) -> None:
-    """Quantise the linear layers of a network that ranks share, as `quantizer` would those of the whole, once it is loaded.
-
-    A scale is made of a whole row of weights. Where ranks share rows out, each takes the row's extremes beside its share.
-    """
-    from torchao.quantization import quantize_
-
-    head = network.get_output_embeddings()
-    layers: list[Any] = [module for module in network.modules() if isinstance(module, nn.Linear) and module is not head]
-    for layer in layers:
-        weight, inputs = layer.weight.data, layer.weight.shape[1]
-        if isinstance(weight, DTensor):
-            whole, weight = weight, weight.to_local()
-            inputs = weight.shape[1]
-            if whole.placements == (Shard(1),):
-                top = weight.abs().amax(1, keepdim=True)
-                dist.all_reduce(top, dist.ReduceOp.MAX, whole.device_mesh.get_group())
-                weight = torch.cat([weight, top, -top], dim=1)
-        share = nn.Linear(1, 1, bias=False, device="meta")
-        share.weight = nn.Parameter(weight, requires_grad=False)
-        quantize_(share, SHARED[name]())
-        layer.weight = nn.Parameter(share.weight[:, :inputs], requires_grad=False)
-        layer._hf_quantized_needs_local_tp = True  # for Transformers: its plan gets no DTensor
-
-
 def nbytes(tensor: torch.Tensor) -> int:
     """Memory of a weight, of what it is packed into if it is quantised."""
     if hasattr(tensor, "__tensor_flatten__"):  # torchao's tensors consist of others
@@ -79,9 +49,10 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def _int8(device: torch.device) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(_int8_rows())
+    return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _int4(device: torch.device) -> Any:
@@ -107,13 +78,6 @@ def _nf4(device: torch.device) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
 
 
-def _int8_rows() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig()
-
-
-SHARED = {"int8": _int8_rows}  # torchao's configs of methods for models that ranks share
 METHODS = {
     "int8": Method(1.02, "torchao", ("cpu", "cuda"), _int8),
     "int4": Method(0.54, "torchao", ("cuda",), _int4),

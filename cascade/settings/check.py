@@ -9,12 +9,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from cascade.drafters import EXIT, head_of
-from cascade.engine.checkpoint import Anatomy, anatomy, context_len, rank_problem, read_config
+from cascade.engine.checkpoint import Anatomy, anatomy, context_len, read_config
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.heads.formats import num_weights
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.memory import GIB
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm import installed
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 
@@ -33,6 +34,7 @@ class Need:
     drafter_weights: int  # of its head, beside the model's
     device: str  # such as cuda, cpu or H100
     device_bytes: int  # of each rank; free now on a device of this machine, all of it on a named accelerator
+    engine: str = "cascade"  # that runs its passes
 
     @property
     def weight_bytes(self) -> int:
@@ -76,7 +78,7 @@ def remarks(found: Sequence[Need]) -> list[str]:
         if need.anatomy.widened is not None
     ]
     full = found[-1]
-    if not full.anatomy.same_bits:
+    if not full.anatomy.same_bits or full.engine == "vllm":
         said.append(
             f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are as near as "
             "that, texts may part (docs/algorithm.md)."
@@ -123,7 +125,7 @@ def verify(config: CascadeConfig) -> None:
                 f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
             )
         text = _config(tier).get_text_config()
-        _check_ranks(tier)
+        _check_engine(tier)
         _drafter_weights(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
@@ -162,26 +164,28 @@ def _need(tier: TierConfig) -> Need:
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
-            quantization=engine.quantization if ranks == 1 else None,  # ranks quantise their shares once they hold them
+            quantization=engine.quantization if _engine(tier) == "cascade" else None,  # vLLM knows its own methods
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
     except ModelError as error:
         raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
     weights = _drafter_weights(tier) or 0
-    return Need(tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, weights, device, size)
-
-
-def _check_ranks(tier: TierConfig) -> None:
-    engine = tier.engine_kwargs
-    problem = rank_problem(
-        tier.model_loading_config.source,
-        engine.tensor_parallel_size,
-        revision=engine.revision,
-        trust_remote_code=engine.trust_remote_code,
+    return Need(
+        tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, weights, device, size, _engine(tier)
     )
-    if problem:
-        raise ConfigError(f"The model of tier {tier.name} cannot be shared: {problem}")
+
+
+def _check_engine(tier: TierConfig) -> None:
+    """Engine arguments are vLLM's to know: they are checked where it is installed, else by the replica that starts it."""
+    if _engine(tier) != "vllm" or not installed():
+        return
+    from cascade.engine.vllm.model import check_options
+
+    try:
+        check_options(tier.engine_kwargs.vllm_options)
+    except ConfigError as error:
+        raise ConfigError(f"Tier {tier.name}: {error}") from None
 
 
 def _drafter_weights(tier: TierConfig) -> int | None:
@@ -196,6 +200,12 @@ def _drafter_weights(tier: TierConfig) -> int | None:
         return num_weights(head.source)
     except ModelError as error:
         raise ConfigError(f"The drafter of tier {tier.name} cannot be used: {error}") from None
+
+
+def _engine(tier: TierConfig) -> str:
+    """What runs its passes, as far as this machine can tell."""
+    gpu = bool(_accelerator(tier) or tier.deployment_config.ray_actor_options.get("num_gpus")) or default_device() == "cuda"
+    return tier.engine_kwargs.runs_on(gpu=gpu)
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:

@@ -2,19 +2,19 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from cascade import family
 from cascade.chain.policy import Policy
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
-from cascade.engine.sharing import sharing_problem
+from cascade.engine import vllm
 from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 
 EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
-RANK_DEVICES = ("cpu", "cuda")  # each rank has its own, so no number is named
+QUANTIZATION = ("int8", "int4", "fp8", "nf4")  # of our own engine, see `cascade.engine.quantization`
 OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
 
@@ -97,21 +97,24 @@ def _listed(chosen: Any) -> Any:
 
 
 class EngineKwargs(Section):
-    """How a replica runs its model."""
+    """How a replica runs its model. On vLLM it takes vLLM's engine arguments, too, by their own names."""
 
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    engine: Literal["cascade", "vllm"] | None = None  # vLLM where it is installed and the tier has a GPU, see `runs_on`
     # the checkpoint's if not given, or float32 on processors that are slow with 16 bits
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # the GPU if there is one
     revision: str | None = None
     trust_remote_code: bool = False
-    quantization: Literal["int8", "int4", "fp8", "nf4"] | None = None  # of the weights, see docs/models.md
+    quantization: str | None = None  # of the weights, see docs/models.md: int8, int4, fp8 or nf4; on vLLM its own methods
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
     )  # adapters of the full tier that requests may name: paths or hub ids
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # ranks that share the model, each with its own resources
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share the model; more than one takes vLLM
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
-        None  # cores the replica is bound to, each of its ranks
+        None  # cores the replica is bound to
     )
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
@@ -127,10 +130,67 @@ class EngineKwargs(Section):
             head = head_of(self.drafters)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        if head and (self.tensor_parallel_size > 1 or self.lora_modules):
-            other = "lora_modules" if self.lora_modules else f"tensor_parallel_size is {self.tensor_parallel_size}"
-            raise ValueError(f"drafter {head.kind!r} reads a whole model without adapters, and {other}: remove one of the two")
+        if head and self.lora_modules:
+            raise ValueError(f"drafter {head.kind!r} reads a model without adapters, and lora_modules: remove one of the two")
         return self
+
+    @model_validator(mode="after")
+    def _suits_its_engine(self) -> Self:
+        """What only the other engine takes is refused."""
+        extra, head = sorted(self.model_extra or ()), head_of(self.drafters)
+        if self.engine == "vllm":
+            only_ours = {
+                "emulated": self.emulated is not None,
+                "device": self.device is not None,
+                "lora_modules": bool(self.lora_modules),
+                f"drafter {head.kind!r}" if head else "": head is not None,
+            }
+            for name, given in only_ours.items():
+                if given:
+                    raise ValueError(f"{name} is for our own engine: remove it, or set engine to 'cascade'")
+            return self
+        if extra:
+            raise ValueError(f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'")
+        if self.quantization is not None and self.quantization not in QUANTIZATION and not self._needs_vllm:
+            raise ValueError(
+                f"quantization is {self.quantization!r}: "
+                f"it must be {', '.join(QUANTIZATION)}, or one of vLLM's with engine 'vllm'"
+            )
+        if self._needs_vllm and (self.engine is not None or self._needs_cascade):
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and only vLLM shares a model among GPUs: "
+                "set engine to 'vllm', and remove what only our own engine takes"
+            )
+        return self
+
+    @property
+    def _needs_vllm(self) -> bool:
+        return self.tensor_parallel_size > 1
+
+    @property
+    def _needs_cascade(self) -> bool:
+        """Whether something is given that only our own engine takes."""
+        ours = (self.emulated, self.device, self.lora_modules, self.quantization, head_of(self.drafters), self.num_threads)
+        return any(ours)
+
+    def runs_on(self, *, gpu: bool) -> Literal["cascade", "vllm"]:
+        """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
+
+        What only one of them takes decides before that.
+        """
+        if self.engine is not None:
+            return self.engine
+        if self._needs_vllm:
+            return "vllm"
+        return "vllm" if gpu and not self._needs_cascade and vllm.installed() else "cascade"
+
+    @property
+    def vllm_options(self) -> dict[str, Any]:
+        """vLLM's engine arguments, those that are given."""
+        names = ("dtype", "revision", "quantization", "gpu_memory_utilization")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}
+        return {**given, **shared, **(self.model_extra or {})}
 
     @model_validator(mode="after")
     def _emulated_plainly(self) -> Self:
@@ -138,11 +198,6 @@ class EngineKwargs(Section):
             return self
         if self.device not in (None, "cpu"):
             raise ValueError(f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two")
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, and emulated is the only device of a replica: "
-                "remove one of the two"
-            )
         given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head_of(self.drafters))
         if self.is_toy and given:
             raise ValueError(f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two")
@@ -157,17 +212,6 @@ class EngineKwargs(Section):
     def drafters(self) -> tuple[DrafterSpec, ...]:
         """What guesses inside the tier."""
         return specs(AUTO if one.kind == AUTO else one.spec for one in self.drafter)
-
-    @model_validator(mode="after")
-    def _shared_plainly(self) -> Self:
-        if problem := sharing_problem(self.tensor_parallel_size, self.quantization, self.lora_modules):
-            raise ValueError(problem)
-        if self.tensor_parallel_size > 1 and self.device not in (None, *RANK_DEVICES):
-            raise ValueError(
-                f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks has a device of its own: "
-                f"say {' or '.join(RANK_DEVICES)}, or nothing"
-            )
-        return self
 
     @property
     def policy(self) -> Policy:

@@ -14,7 +14,7 @@ from cascade.chain.block_manager import BlockManager
 from cascade.chain.local_links import join
 from cascade.chain.tier import Tier
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
+from cascade.engine.attention import Attention, Contiguous
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.errors import ModelError
@@ -24,7 +24,6 @@ from cascade.scorer import BLOCK, TILE, Row
 from cascade.simulation.toy import ToyModel, full_text
 from tests.architectures import SERVED, build
 from tests.chain.test_tier import PROMPT, Inbox, Silent, finish, opening, settle, text_of
-from tests.kernels import varlen
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 CPU = torch.device("cpu")
@@ -196,8 +195,7 @@ def _score(model: Model, pool: BlockManager, tokens: Sequence[int], num_own: int
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *itertools.product([name for name in SERVED if name != "phi3-longrope"], [Contiguous, lambda: Gathered(2 * BLOCK)]),
-        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Gathered]),
+        *itertools.product([name for name in SERVED if name != "phi3-longrope"], [Contiguous]),
     ],
 )
 def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Callable[[], Attention]) -> None:
@@ -254,9 +252,7 @@ def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Contiguous, lambda: Gathered(BLOCK)]),
-        *itertools.product(["llama", "mistral"], [lambda: Varlen(varlen, CPU, BLOCK)]),
-        ("llama", lambda: Gathered(3 * BLOCK)),
+        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Contiguous]),
     ],
 )
 def test_texts_of_real_models_do_not_depend_on_memory(name: str, attention: Callable[[], Attention]) -> None:

@@ -11,9 +11,8 @@ from cascade.engine.heads import probe as probing
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
-from cascade.engine.parallel import LeadingModel, check_ranks
 from tests.architectures import VOCAB, build
-from tests.heads import Made, eagle, eagle3, make, medusa
+from tests.heads import Made, eagle, eagle3, make
 
 LAYERS = 6
 
@@ -137,16 +136,6 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
     shallow = build("llama", num_hidden_layers=1)
     with pytest.raises(ModelError, match="hidden states 2, 0, -2, and the model has 1 layers"):
         load_head(eagle3(tmp_path / "deep").write(), shallow)
-
-
-def test_ranks_refuse_heads(tmp_path: Path) -> None:
-    """Guards models that several processes share, whose followers know no heads."""
-    source = medusa(tmp_path).write()
-    network = build("llama", num_hidden_layers=LAYERS)
-    with pytest.raises(ModelError, match="take one rank"):
-        LeadingModel(network, head=load_head(source, network))
-    with pytest.raises(ModelError, match="take one rank"):
-        check_ranks("anything", 2, drafter=source)
 
 
 @pytest.mark.parametrize("style", ["eagle3", "dflash"])

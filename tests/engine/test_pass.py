@@ -22,16 +22,13 @@ from transformers.masking_utils import (
 
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft
-from cascade.engine.attention import Attention, Contiguous, Gathered, Varlen
+from cascade.engine.attention import Attention, Contiguous
 from cascade.engine.contiguous_cache import Cache
-from cascade.engine.kernels import takes
 from cascade.engine.kv import Pass, Span, attend
-from cascade.engine.lean import fatten
 from cascade.engine.model import Model
-from cascade.engine.survey import Survey, window_of_mask
-from cascade.scorer import BLOCK, TILE, Row, Scored
+from cascade.engine.survey import window_of_mask
+from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
-from tests.kernels import varlen
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 PROMPTS = ((5, 9, 2), (1, *range(20, 41)), (7, 7, 8, 3, 60, 61, 62, 63, 64, 11, 12))
@@ -43,12 +40,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def way(name: str) -> Attention | None:
-    """A new strategy: "native", which is chosen here, "contiguous", "gathered" or "varlen"."""
-    if name == "native":
-        return None
-    if name == "contiguous":
-        return Contiguous()
-    return Gathered(BLOCK) if name == "gathered" else Varlen(varlen, torch.device("cpu"), BLOCK)
+    """A new strategy: "native", which is chosen here, or "contiguous"."""
+    return None if name == "native" else Contiguous()
 
 
 @cache
@@ -65,10 +58,6 @@ def served(name: str, attention: str = "native") -> tuple[Model, tuple[tuple[int
     return Model(build(name), attention=way(attention), cache_tokens=4096), written(name)
 
 
-LATENT = {"deepseek_v3", "deepseek_v2", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "mimo_v2_flash"}
-SINKS = {"gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
-CAPPED = {"gemma2", "vaultgemma"}
-NOT_FOR_KERNELS = LATENT | SINKS | CAPPED
 CONTIGUOUS = ("llama", "gemma2", "deepseek_v3")  # by default: it is for 16 bits, and the others have tests of their bits
 WAYS = [
     pytest.param(
@@ -78,8 +67,7 @@ WAYS = [
         marks=() if name in DEFAULT and (attention != "contiguous" or name in CONTIGUOUS) else pytest.mark.slow,
     )
     for name in SERVED
-    for attention in ("native", "contiguous", "gathered", "varlen")
-    if attention != "varlen" or name not in NOT_FOR_KERNELS
+    for attention in ("native", "contiguous")
 ]
 
 
@@ -159,15 +147,7 @@ def test_rollback_equals_recompute(name: str, attention: str) -> None:
     assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", each())
-def test_kernels_are_given_what_they_take(name: str) -> None:
-    """Guards layers whose values are smaller than their keys, that cap scores or have sinks: a kernel would ignore it."""
-    model = Model(build(name))
-    fatten(model._network)
-    assert takes(Survey.of(model._network)) == (name not in NOT_FOR_KERNELS)
-
-
-@pytest.mark.parametrize("attention", ["contiguous", "gathered"])
+@pytest.mark.parametrize("attention", ["contiguous"])
 @pytest.mark.parametrize("scores", [1, 500, 2000])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3"])
 def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +207,7 @@ def test_window_hides_what_is_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [
-        *itertools.product(["mistral", "gpt_oss", "gemma2"], ["contiguous", "gathered"]),
-        *itertools.product(["mistral", "qwen2-sliding"], ["varlen"]),
-    ],
+    list(itertools.product(["mistral", "gpt_oss", "gemma2", "qwen2-sliding"], ["contiguous"])),
 )
 def test_a_narrow_window_forgets(name: str, attention: str) -> None:
     """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
@@ -422,7 +399,7 @@ def test_cache_holds_and_frees() -> None:
     assert store.nbytes == 0
 
 
-@pytest.mark.parametrize("attention", [lambda: None, Contiguous, lambda: Gathered(BLOCK)])
+@pytest.mark.parametrize("attention", [lambda: None, Contiguous])
 def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention | None]) -> None:
     """Guards texts before and behind a wrong draft whose keys are not numbers: 0 times that is not 0."""
     network = build("llama-untied-bias")

@@ -15,10 +15,9 @@ from torch import Tensor
 from cascade import SamplingParams, Structured
 from cascade.chain.rounds import _first
 from cascade.draft import NO_DRAFT, Dist, Draft
-from cascade.engine.attention import Attention, Contiguous, Gathered, Paged, Varlen
+from cascade.engine.attention import Attention, Contiguous
 from cascade.engine.drawing import tree_tokens
 from cascade.engine.grammar import Grammars
-from cascade.engine.graphs import eager
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import Constraint, SequenceState
 from cascade.engine.tokenizer import Tokenizer
@@ -27,7 +26,6 @@ from cascade.messages import Logprobs, Open
 from cascade.scorer import BLOCK, MAX_FORKED, Draw, Row, RunnerUp, Scored
 from tests import small
 from tests.architectures import VOCAB, build
-from tests.kernels import varlen
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 ROUNDS = 3
@@ -39,16 +37,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def model_of(name: str, attention: str, seed: int = 0) -> Model:
-    """A small model: "native", which is chosen on a CPU, "contiguous", "gathered", or "captured" passes over blocks."""
+    """A small model: "native", which is chosen on a CPU, or "contiguous"."""
     ways: dict[str, Attention | None] = {
         "native": None,
         "contiguous": Contiguous(),
-        "gathered": Gathered(BLOCK),
-        "varlen": Varlen(varlen, torch.device("cpu"), BLOCK),
-        "captured": Gathered(BLOCK),
     }
-    capture = eager if attention == "captured" else None
-    return Model(build(name, seed), attention=ways[attention], capture=capture, cache_tokens=4096)
+    return Model(build(name, seed), attention=ways[attention], cache_tokens=4096)
 
 
 @dataclass
@@ -185,17 +179,13 @@ SEEDS = st.integers(0, 999)
 NAMES = [
     ("llama", "native"),
     ("llama", "contiguous"),
-    ("llama", "varlen"),
     ("gemma2", "native"),
-    ("gemma2", "gathered"),
+    ("gemma2", "contiguous"),
     ("gemma3_text", "contiguous"),
-    ("gemma3_text", "captured"),
     ("gpt_oss", "native"),
-    ("gpt_oss", "captured"),
+    ("gpt_oss", "contiguous"),
     ("deepseek_v3", "native"),
-    ("deepseek_v3", "gathered"),
     ("mixtral", "native"),
-    ("mixtral", "gathered"),
 ]
 
 
@@ -206,8 +196,6 @@ def rounds(sessions: Sequence[Session], trees: Sequence[Sequence[tuple[int, ...]
         rows = [session.row(session.guess(parents), runner_ups) for session, parents in zip(sessions, shape, strict=True)]
         for session, scored in zip(sessions, model.run(rows), strict=True):
             session.check(scored)
-    if isinstance(model._attention, Paged):
-        model._attention.blocks.check([session.store for session in sessions])
     for session in sessions:
         session.store.free()
 
@@ -226,7 +214,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
     rounds([Session(model, params, text, random.Random(seed)) for text in texts(seed)], trees, runner_ups=2)
 
 
-@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered", "captured"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 @settings(deadline=None, derandomize=True, max_examples=12)
 @given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
 def test_branches_have_histories_of_their_own(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
@@ -236,7 +224,7 @@ def test_branches_have_histories_of_their_own(attention: str, trees: Any, params
     rounds([Session(model, one, text, random.Random(seed)) for one, text in zip(chosen, texts(seed), strict=True)], trees)
 
 
-@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered", "captured"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 @settings(deadline=None, derandomize=True, max_examples=6)
 @given(trees=st.lists(shapes(), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
 def test_trees_are_judged_by_what_their_paths_say(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
@@ -272,7 +260,7 @@ class Short:
         return (torch.arange(vocab_size) % 2 == 0).expand(rows, -1).clone()
 
 
-@pytest.mark.parametrize("attention", ["native", "gathered"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_a_grammar_that_cannot_follow_a_branch_cuts_there(attention: str) -> None:
     """Guards how much is known: of each line by itself, and of the tree up to its first node that is not."""
     params = SamplingParams(temperature=0.0, seed=1, structured=Structured(regex="a"))
@@ -320,7 +308,7 @@ def forks_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 STAR = Draft((5, 6, 7, 8, 9), bytes(5), b"", (-1, 0, -1, 2, 0))
 
 
-@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: branches that nobody follows, and those of passes that fail; the row may be scored again."""
     model = model_of("llama", attention)
@@ -340,54 +328,29 @@ def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.
         session.check(scored)
     assert len(forks) == 8
     assert not any(fork.nbytes for fork in forks)
-    if isinstance(model._attention, Paged):
-        model._attention.blocks.check([session.store])
     session.store.free()
-
-
-def test_branches_without_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards full memory: what is known of a tree is less then, and the pass does not fail."""
-    model = Model(build("llama"), attention=Gathered(BLOCK), cache_tokens=2 * BLOCK)
-    forks = forks_of(model, monkeypatch)
-    session = Session(model, GREEDY, [1, 2, 3], random.Random(0))
-    draft = session.guess(STAR.parents)
-    session.store.reserve(BLOCK)
-    alone = [session.expected(path_to(draft.tokens, draft.parents, node))[0].own[0] for node in range(-1, len(draft))]
-    for taken, known in ((0, 5), (1, 4), (2, 2)):  # blocks by others; there are two for branches
-        other = model.new_cache()
-        other.reserve(taken * BLOCK)
-        [scored] = model.run([session.row(draft)])
-        assert list(scored.own) == alone[: 1 + known]
-        other.free()
-    beside = Session(model, GREEDY, [4, 5, 6], random.Random(0))
-    [scored, said] = model.run([session.row(draft), beside.row(NO_DRAFT)])  # which has no blocks yet
-    assert list(scored.own) == alone[:5]
-    session.store.free()
-    beside.check(said)
-    assert not any(fork.nbytes for fork in forks)
 
 
 @pytest.mark.parametrize(
     "params", [GREEDY, SamplingParams(temperature=0, seed=0, presence_penalty=1.0)], ids=["plain", "shaped"]
 )
-@pytest.mark.parametrize("attention", ["native", "gathered"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_long_texts_are_not_read_again(attention: str, params: SamplingParams) -> None:
     """Guards prompts with a tree behind them: branches share what was read, or are left out where they would read it again."""
     model = model_of("llama", attention)
     for size in (MAX_READ_AGAIN, MAX_READ_AGAIN + 1, 3 * BLOCK):
         session = Session(model, params, list(range(20, 20 + size)), random.Random(0))
-        shares = attention == "native"
-        tree = Tree(session.row(STAR), shares_pass=shares)
+        tree = Tree(session.row(STAR), shares_pass=True)
         lines = tree.grow()
         tree.free()
         few = sum(len(line.row.fed) for line in lines) - size - len(STAR)
         assert few <= (len(lines) - 1) * MAX_READ_AGAIN + 2
-        assert few == 0 or attention == "gathered" or params.shaped
+        assert few == 0 or params.shaped
         [scored] = model.run([session.row(session.guess(STAR.parents))])
-        session.check(scored, None if shares or size <= MAX_READ_AGAIN else 2)
+        session.check(scored)
 
 
-@pytest.mark.parametrize("attention", ["native", "gathered"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_no_branch_is_longer_than_a_fork(attention: str) -> None:
     """Guards what forks promise: a node further away is not known, nor what stands behind it in the order of nodes."""
     model = model_of("llama", attention)
@@ -396,7 +359,7 @@ def test_no_branch_is_longer_than_a_fork(attention: str) -> None:
     session = Session(model, GREEDY, [1, 2], random.Random(0))
     session.drafts = draft
     [scored] = model.run([session.row(draft)])
-    session.check(scored, 1 + MAX_FORKED - (0 if attention == "native" else 2))
+    session.check(scored, 1 + MAX_FORKED)
 
 
 def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
@@ -409,7 +372,7 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
         assert len(one[0].own) == num_own + 2
 
 
-@pytest.mark.parametrize("attention", ["native", "contiguous", "gathered"])
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(parents=shapes(), seed=SEEDS)
 def test_nodes_have_the_bits_of_their_paths(attention: str, parents: tuple[int, ...], seed: int) -> None:
@@ -419,7 +382,7 @@ def test_nodes_have_the_bits_of_their_paths(attention: str, parents: tuple[int, 
         pytest.skip(f"this machine does not promise it: {model.summary}")
     session = Session(model, GREEDY, [1, 2, 3, 4], random.Random(seed))
     draft = session.guess(parents)
-    trees = [Tree(session.row(draft), shares_pass=model._attention.shares_pass)]
+    trees = [Tree(session.row(draft), shares_pass=True)]
     lines = [line for tree in trees for line in tree.grow()]
     found = model.logits([line.row for line in lines])
     nodes = [node for line in lines for node in line.nodes] if draft.parents else list(range(-1, len(draft)))

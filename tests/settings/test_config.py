@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "emulated on a GPU": (emulated(None, device="cuda"), r"device is 'cuda', and an emulated one .* remove one of the two"),
     "emulated by ranks": (
         emulated(None, tensor_parallel_size=2),
-        r"tensor_parallel_size is 2, and emulated is the only device",
+        r"tensor_parallel_size is 2, and only vLLM shares a model among GPUs",
     ),
     "toys with a dtype": (emulated([], dtype="float32"), r"dtype is for a model, and emulated\.agreement makes the tier a toy"),
     "some emulated": (
@@ -104,9 +104,21 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"drafter": "head"}),
         r"'head' needs a source: the path or hub id",
     ),
-    "head of ranks": (
-        one(engine_kwargs={"drafter": {"kind": "head", "source": "a/b"}, "tensor_parallel_size": 2}),
-        r"reads a whole model without adapters, and tensor_parallel_size is 2: remove one of the two",
+    "head on vLLM": (
+        one(engine_kwargs={"drafter": {"kind": "head", "source": "a/b"}, "engine": "vllm"}),
+        r"drafter 'head' is for our own engine: remove it, or set engine to 'cascade'",
+    ),
+    "ranks of our own engine": (
+        one(engine_kwargs={"engine": "cascade", "tensor_parallel_size": 2}),
+        r"tensor_parallel_size is 2, and only vLLM shares a model among GPUs: set engine to 'vllm'",
+    ),
+    "an argument of vLLM without it": (
+        one(engine_kwargs={"enforce_eager": True}),
+        r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
+    ),
+    "a method of vLLM without it": (
+        one(engine_kwargs={"quantization": "awq"}),
+        r"quantization is 'awq': it must be int8, int4, fp8, nf4, or one of vLLM's with engine 'vllm'",
     ),
     "layers without a kind": (one(engine_kwargs={"drafter": {"layers": 4}}), r"need their kind beside them, 'exit'"),
     "layers of a lookup": (

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cascade.draft import Draft
-from cascade.engine.attention import Attention, Paged
+from cascade.engine.attention import Attention
 from cascade.engine.contiguous_cache import Fork
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
 from cascade.engine.kv import Span
-from cascade.engine.paged_cache import PagedCache
 from cascade.engine.survey import Survey
 from cascade.errors import ModelError
 from cascade.native.cache import BlockedFork
@@ -113,17 +112,11 @@ class Reader:
     # what the head asks for
 
     def keep(self, spans: Sequence[Span], states: Tensor) -> None:
-        if isinstance(self._attention, Paged):
-            slots = _slots([Part(span.cache, span.start, span.start + span.end - span.begin) for span in spans])
-            self._attention.blocks.put(self._kept, slots, states)
-            return
         for span in spans:
             cache: Any = span.cache
             cache.put(self._kept, span.start, states[span.begin : span.end])
 
     def states(self, parts: Sequence[Part]) -> Tensor:
-        if isinstance(self._attention, Paged):
-            return self._attention.blocks.get(self._kept, _slots(parts))
         return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts])
 
     def plan(self, spans: Sequence[Span]) -> Any:
@@ -149,26 +142,16 @@ class Reader:
                 fork.free()
 
 
-def _slots(parts: Sequence[Part]) -> list[int]:
-    """Where positions lie among those of all blocks."""
-    return [slot for part in parts for slot in part.store.slot_mapping(part.start, part.end)]
-
-
 def _room(text: Text, forks: list[Any]) -> Any:
-    """The store itself, as far as it has room behind the text, or else a fork; None if there is no memory for one."""
+    """The store itself, as far as it has room behind the text, or else a fork."""
     begin, store = text.end - 1, text.store
     end = begin + min(text.guesses - 1, MAX_FORKED)
     if end <= begin:
         return store
-    try:
-        if end > store.capacity:
-            store = store.fork(begin)
-            forks.append(store)
-        if isinstance(store, PagedCache):
-            store.prepare(begin, end)
-        return store
-    except ModelError:
-        return None
+    if end > store.capacity:
+        store = store.fork(begin)
+        forks.append(store)
+    return store
 
 
 def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:

@@ -1,0 +1,203 @@
+"""A full tier on vLLM against vLLM itself, on the same weights: what is most likely to fail comes first.
+
+    make bench-vllm
+    python -m benchmarks.vllm --model Qwen/Qwen3-8B --dtype bfloat16    # on a GPU
+
+1. ``text``: passes over wrong and right drafts, rolled back at random, write what passes of one token write.
+2. ``passes``: what a pass of 1 to 64 tokens costs, and one of 1 to 32 rows.
+3. ``gap``: what lies between two passes of the tier, with a model that answers at once, for 1 and 32 sessions.
+4. ``served``: `vllm bench serve` asks this project's server and ``vllm serve``, 1, 8 and 32 requests at once, in turns.
+
+A part that fails is named under ``problems``, and the others go on. The last line is one JSON document, also in
+benchmarks/results/vllm.json, which is written after each part.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.asked import by_category, stamp
+from benchmarks.peers import served
+from benchmarks.peers.contract import HEAD, Models
+from cascade import Cascade, SamplingParams, family
+from cascade.draft import Draft
+from cascade.engine.gguf import converted
+from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.model import VllmModel
+from cascade.scorer import Row
+
+RESULTS = Path(__file__).parent / "results" / "vllm.json"
+PARTS = ("text", "passes", "gap", "served")
+REQUESTS = {1: 6, 8: 24, 32: 64}  # at once, and in all
+GREEDY = SamplingParams(temperature=0, seed=0)
+REPEATS = 15  # of a timed pass, of which the median counts
+TOKENS = 96  # of an answer at most
+console = Console(stderr=True, highlight=False)
+
+
+def text(model: VllmModel, length: int = 200) -> dict[str, Any]:
+    """How many tokens of a greedy text are the same with random drafts, half of them wrong, and without."""
+    alone, drafted = _written(model, length, None), []
+    rng = random.Random(0)
+
+    def drafts(so_far: Sequence[int]) -> list[int]:
+        right = alone[len(so_far) : len(so_far) + 6]
+        if right and rng.random() < 0.5:
+            right[rng.randrange(len(right))] = 7
+        return right
+
+    drafted = _written(model, length, drafts)
+    same = next((place for place, pair in enumerate(zip(alone, drafted, strict=True)) if pair[0] != pair[1]), length)
+    return {"tokens": length, "same": same, "same_bits": model.same_bits}
+
+
+def _written(model: VllmModel, length: int, drafts: Callable[[Sequence[int]], list[int]] | None) -> list[int]:
+    store, written, held = model.new_cache(), list(range(5, 25)), 0
+    begin = len(written)
+    store.reserve(begin + length + 8)
+    while len(written) < begin + length:
+        draft = Draft(tuple(tokens := drafts(written[begin:])), bytes(len(tokens))) if drafts else Draft((), b"")
+        own = list(model.run([Row(store, held, written[held:], 1, GREEDY, draft=draft)])[0].own)
+        new = draft.walk(own)[0]
+        held, written = len(written) + len(new) - 1, [*written, *new]
+    store.free()
+    return written[begin : begin + length]
+
+
+def passes(model: VllmModel) -> dict[str, Any]:
+    """Milliseconds of a pass of one row behind 200 positions, by its tokens; and of rows of one token, by their number."""
+    stores = [model.new_cache() for _ in range(32)]
+    for store in stores:
+        store.reserve(272)
+    for begin in range(0, 32, 8):
+        model.run([Row(store, 0, list(range(5, 205)), 1, GREEDY) for store in stores[begin : begin + 8]])
+
+    def timed(number: int, tokens: int) -> float:
+        rows = [Row(store, 200, list(range(5, 5 + tokens)), tokens, GREEDY) for store in stores[:number]]
+        model.run(rows)
+        times = []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            model.run(rows)
+            times.append(time.perf_counter() - begin)
+        return round(statistics.median(times) * 1e3, 2)
+
+    found = {
+        "by_tokens": {str(tokens): timed(1, tokens) for tokens in (1, 2, 4, 8, 16, 32, 64)},
+        "by_rows": {str(number): timed(number, 1) for number in (1, 2, 4, 8, 16, 32)},
+    }
+    for store in stores:
+        store.free()
+    return found
+
+
+def gap(model: VllmModel, source: str) -> dict[str, float]:
+    """Milliseconds between two passes with a model that answers at once, by the number of sessions."""
+    call, logits = model._llm.collective_rpc, torch.zeros(4096, model.vocab_size)[:, :64]
+
+    def at_once(name: str, args: tuple[Any, ...]) -> list[Any]:
+        return [logits[: len(args[0].keep)]]
+
+    found = {}
+    model._llm.collective_rpc = at_once
+    try:
+        for sessions in (1, 32):
+            with Cascade([model], Tokenizer.from_pretrained(source), drafter=None) as cascade:
+                params = SamplingParams(temperature=0, seed=0, max_tokens=400, ignore_eos=True)
+                begin = time.perf_counter()
+                cascade.generate([[5 + place, 6, 7] for place in range(sessions)], params)
+                number = cascade.tiers[0].snapshot().passes
+                found[str(sessions)] = round((time.perf_counter() - begin) / number * 1e3, 3)
+    finally:
+        model._llm.collective_rpc = call
+    return found
+
+
+def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
+    """Tokens a second by requests at once and mode, and their ratios; see `served`."""
+    tier = {
+        "name": "full",
+        "model_loading_config": {"model_id": "full", "model_source": source},
+        "engine_kwargs": {"engine": "vllm", "dtype": chosen.dtype, "max_model_len": 2048, "drafter": ["suffix"]},
+    }
+    models = Models(source, "", "", HEAD)
+    plan = served.Plan(by_category(2), TOKENS, chosen.temperature, REQUESTS, "vllm_ngram")
+    python = sys.executable if torch.cuda.is_available() else None
+    cells: dict[str, Any] = {}
+    with ExitStack() as stack:
+        arena = served.Arena(models, plan, stack, config={"tiers": [tier]}, dtype=chosen.dtype, python=python)
+        cells = served.measure(arena, plan, lambda at_once, found: console.print(at_once, found))
+    speeds = {at_once: {mode: cell["tokens_per_second"] for mode, cell in one.items()} for at_once, one in cells.items()}
+    ratios = {at_once: _ratios(found) for at_once, found in speeds.items()}
+    return {"served": ratios, "cells": cells, "missing": arena.missing, "temperature": chosen.temperature}
+
+
+def _ratios(speeds: dict[str, float]) -> dict[str, float | None]:
+    def over(one: str, other: str) -> float | None:
+        return round(speeds[one] / speeds[other], 3) if one in speeds and other in speeds else None
+
+    return {
+        "alone_vs_vllm": over("alone", "vllm_alone"),
+        "suffix_vs_alone": over("auto", "alone"),
+        "suffix_vs_vllm_ngram": over("auto", "vllm_ngram"),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or hub id; SmolLM2-135M-Instruct unless given")
+    parser.add_argument("--dtype", default="float32", help="of weights and products (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of requests over HTTP (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (all)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
+    chosen = parser.parse_args(arguments)
+    source = chosen.model or converted(family.full())
+    gpu = torch.cuda.is_available()
+    document: dict[str, Any] = stamp() | {"model": chosen.model or family.MODEL, "dtype": chosen.dtype, "problems": []}
+    document |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
+    if len({*chosen.only} - {"served"}):
+        options: dict[str, Any] = {"dtype": chosen.dtype, "max_model_len": 2048}
+        model = VllmModel(source, cache_tokens=16_384, options=options | ({} if gpu else {"enforce_eager": True}))
+        parts: dict[str, Callable[[], Any]] = {
+            "text": lambda: text(model),
+            "passes": lambda: passes(model),
+            "gap": lambda: {"gap_ms": gap(model, source)},
+        }
+        for name in (name for name in parts if name in chosen.only):
+            _attempt(name, parts[name], document)
+            _keep(document, chosen.results)
+        model.close()
+    if "served" in chosen.only:
+        _attempt("served", lambda: serve(chosen, source), document)
+        _keep(document, chosen.results)
+    console.print(document)
+    print(json.dumps({name: document.get(name) for name in ("served", "gap_ms")}))
+
+
+def _attempt(name: str, part: Callable[[], dict[str, Any]], document: dict[str, Any]) -> None:
+    """Add what a part found, or why it failed."""
+    try:
+        found = part()
+        document |= found if name in ("gap", "served") else {name: found}
+        console.print(name, found)
+    except Exception as error:  # of any library
+        document["problems"].append(f"{name}: {type(error).__name__}: {error}")
+
+
+def _keep(document: dict[str, Any], results: Path) -> None:
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""vLLM's blocks of keys and values, shared by sessions: reference counts, block tables, copy on write. Knows nothing of tokens.
+
+A session's positions lie in the blocks of its table, in that order, wherever these are. What two sessions have in common they
+hold together, block by block; who writes into a shared block gets a copy of it first. Rolling back needs no code: the next
+pass starts at a smaller position.
+"""
+
+from collections.abc import Collection, Sequence
+
+from cascade.errors import ModelError
+
+SCRATCH = 0  # vLLM's null block, which no session has
+RESERVED = 2  # blocks that no session of a tier can have: the null block, and one for a copy while all others are held
+
+
+class Blocks:
+    """``num_blocks`` blocks of ``block`` positions, the null block among them."""
+
+    def __init__(self, num_blocks: int, block: int) -> None:
+        self.block = block
+        self.total = num_blocks
+        self.copies: list[tuple[int, int]] = []  # source and target, which the next pass does first, in this order
+        self._free = list(range(num_blocks - 1, SCRATCH, -1))
+        self._users = [0] * num_blocks
+
+    def take(self, number: int) -> list[int]:
+        """So many free blocks, for one user; raises `ModelError` if there are not as many."""
+        if number > len(self._free):
+            raise ModelError(f"{number} blocks of keys and values are wanted and {len(self._free)} of {self.total} are free")
+        taken = [self._free.pop() for _ in range(number)]
+        for block in taken:
+            self._users[block] = 1
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One user more for each of ``blocks``."""
+        for block in blocks:
+            self._users[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One user less for each of ``blocks``."""
+        for block in blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free.append(block)
+
+    def shared(self, block: int) -> bool:
+        """Whether more than one session holds it."""
+        return self._users[block] > 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def check(self, caches: Collection["PagedCache"]) -> None:
+        """Raise `AssertionError`, with the arithmetic, unless ``caches`` are all that hold blocks."""
+        held = [block for cache in caches for block in cache.table]
+        num_held, num_users = len(set(held)), sum(self._users)
+        assert num_users == len(held), f"blocks have {num_users} users, and {len(held)} places in tables"
+        sum_ = f"{self.num_free} free + {num_held} held blocks are {self.num_free + num_held} of {self.total - 1}"
+        assert self.num_free + num_held == self.total - 1, sum_
+        assert SCRATCH not in held, "a session holds the scratch block"
+        assert not set(held) & set(self._free), "a block is held and free"
+
+
+class PagedCache:
+    """Keys and values of one session: a table of blocks. See `cascade.scorer.Store`."""
+
+    __slots__ = ("__weakref__", "_blocks", "table")
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.table: list[int] = []
+
+    @property
+    def block(self) -> int:
+        """Positions that are taken at once."""
+        return self._blocks.block
+
+    @property
+    def capacity(self) -> int:
+        """Positions."""
+        return len(self.table) * self._blocks.block
+
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions`` in all; what is written stays."""
+        missing = -(-positions // self._blocks.block) - len(self.table)
+        if missing > 0:
+            self.table += self._blocks.take(missing)
+
+    def take(self, source: "PagedCache", positions: int) -> None:
+        """Hold the first ``positions`` of ``source``: whole blocks together with it, the rest as a copy."""
+        whole, rest = divmod(positions, self._blocks.block)
+        common = source.table[:whole]
+        self._blocks.share(common)
+        self._blocks.drop(self.table[:whole])
+        self.table[:whole] = common
+        self.reserve(positions)
+        if rest:
+            self.prepare(whole * self._blocks.block, positions)
+            self._blocks.copies.append((source.table[whole], self.table[whole]))
+
+    def fork(self, position: int) -> "PagedCache":
+        """A store that goes on otherwise from ``position`` on, with blocks of its own from there."""
+        fork = PagedCache(self._blocks)
+        fork.take(self, position)
+        return fork
+
+    def join(self, fork: "PagedCache") -> None:
+        """Go on with the blocks of ``fork``, which has none afterwards; those of this store that follow upon them stay."""
+        self._blocks.drop(self.table[: len(fork.table)])
+        self.table[: len(fork.table)] = fork.table
+        fork.table.clear()
+
+    def prepare(self, start: int, end: int) -> None:
+        """Have room up to ``end``, and positions from ``start`` on to itself."""
+        size = self._blocks.block
+        if end > self.capacity:
+            self.reserve(end)
+        for index in range(start // size, -(-end // size)):
+            if self._blocks.shared(self.table[index]):
+                (own,) = self._blocks.take(1)
+                self._blocks.copies.append((self.table[index], own))
+                self._blocks.drop([self.table[index]])
+                self.table[index] = own
+
+    def free(self) -> None:
+        """Give the blocks back."""
+        self._blocks.drop(self.table)
+        self.table.clear()
+
+    def __del__(self) -> None:
+        self._blocks.drop(self.table)

@@ -1,0 +1,220 @@
+"""A model on vLLM as a tier sees it: a `cascade.scorer.Scorer` over vLLM's blocks."""
+
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cascade.engine.budget import HOST_SHARE
+from cascade.engine.checkpoint import reason
+from cascade.engine.gguf import converted
+from cascade.engine.logits_processors import report
+from cascade.engine.memory import host_memory
+from cascade.engine.packing import Packed, unpacked
+from cascade.engine.scoring import asked, scored
+from cascade.engine.trees import run_trees
+from cascade.engine.vllm import installed
+from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
+from cascade.engine.vllm.worker import Batch, Facts
+from cascade.errors import ConfigError, ModelError
+from cascade.scorer import Row, Scored
+
+log = logging.getLogger(__name__)
+
+_running: list[Any] = []  # engines of this process
+_closed: list[Any] = []  # that wait for those, see `_end`
+EXTENSION = "cascade.engine.vllm.worker.CascadeWorker"
+OURS = (  # engine arguments that belong to the cascade
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "worker_extension_cls",
+    "enable_prefix_caching",
+    "speculative_config",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
+# What vLLM reads from the environment: its engine runs in this process, its workers leave the binding of threads to us.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless ``options`` are engine arguments of vLLM that are left to the user; needs vLLM."""
+    if not installed():
+        raise ConfigError(
+            "engine is 'vllm', which is not installed here: pip install 'cascade-serve[vllm]', or leave engine out"
+        )
+    from vllm import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name in options:
+        if name in OURS:
+            raise ConfigError(f"{name} is an engine argument of vLLM that a tier has no use for: remove it from engine_kwargs")
+        if name not in known:
+            raise ConfigError(f"{name} is no engine argument of this vLLM: see vllm.EngineArgs for their names")
+
+
+class VllmModel:
+    """A causal language model that vLLM runs; see `cascade.scorer.Scorer`.
+
+    Logits of a text depend in their last bits on what shares its pass, unless vLLM runs batch-invariant
+    (``VLLM_BATCH_INVARIANT=1``): `same_bits` says which.
+    """
+
+    drafter = ""  # heads that read hidden states are for the own engine
+
+    def __init__(self, source: str, *, cache_tokens: int | None = None, options: Mapping[str, Any] | None = None) -> None:
+        """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
+
+        ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``tensor_parallel_size``,
+        ``gpu_memory_utilization``, ``max_model_len``, ...); see `check_options`. There is memory for ``cache_tokens``
+        positions of keys and values; without a number, for as many as vLLM finds room for.
+        """
+        options = dict(options or {})
+        check_options(options)
+        self._llm = _start(converted(source), cache_tokens, options)
+        config = self._llm.llm_engine.vllm_config
+        self._ranks: int = config.parallel_config.world_size
+        if self._ranks == 1:
+            _running.append(self._llm)
+        facts: Facts = self._llm.collective_rpc("cascade_facts")[0]
+        if facts.problem is not None or facts.block % 16:
+            problem = facts.problem or f"its blocks have {facts.block} positions, which is no multiple of 16"
+            _end(self._llm, shared=self._ranks == 1)
+            raise ModelError(f"{source!r} cannot be a tier on vLLM: {problem}; set engine to 'cascade'")
+        self.device, self.dtype = facts.device, facts.dtype
+        self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.context_len: int = config.model_config.max_model_len
+        self.same_bits = bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+        self._facts = facts
+        self._blocks = Blocks(facts.num_blocks, facts.block)
+        self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
+        self.healthy = True
+
+    @property
+    def summary(self) -> str:
+        """One line about it, for a log."""
+        bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
+        shared = f", {self._ranks} ranks" if self._ranks > 1 else ""
+        place = f"{str(self.dtype).removeprefix('torch.')} on {self.device}, vLLM's {self._facts.backend}{shared}"
+        return f"{place}, {self._facts.num_blocks} blocks of {self._facts.block}; logits {bits}"
+
+    def new_cache(self) -> PagedCache:
+        """Keys and values of a new session: a table of vLLM's blocks."""
+        return PagedCache(self._blocks)
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read."""
+        if any(row.draft.parents for row in rows):
+            return run_trees(rows, self._pass, vocab_size=self.vocab_size, shares_pass=False)
+        return self._pass(rows)
+
+    def _pass(self, rows: Sequence[Row], tell: Any = report) -> list[Scored]:
+        number = max((row.runner_ups for row in rows), default=0)
+        simple = self._ranks > 1 and all(row.state is None and row.draw is None for row in rows)
+        said = self._run(rows, number, simple=simple)
+        if simple:
+            return list(unpacked(said, rows, [row.num_scored for row in rows]))
+        return scored(said, rows, tell)
+
+    def logits(self, rows: Sequence[Row]) -> Tensor:
+        """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
+        found: Tensor = self._run(rows, 0, simple=False)
+        return found
+
+    def _run(self, rows: Sequence[Row], number: int, *, simple: bool) -> Any:
+        packed = Packed.of(rows)
+        for row in rows:
+            row.cache.prepare(row.start, row.start + len(row.fed))
+        copies = list(self._blocks.copies)
+        batch = Batch(
+            tokens=packed.tokens,
+            starts=[row.start for row in rows],
+            lengths=[len(row.fed) for row in rows],
+            tables=[row.cache.table[: -(-(row.start + len(row.fed)) // self._blocks.block)] for row in rows],
+            keep=packed.keep,
+            copies=copies,
+            asked=asked(rows) if simple else None,
+            runner_ups=number,
+        )
+        found = self._llm.collective_rpc("cascade_score", args=(batch,))
+        del self._blocks.copies[: len(copies)]  # a pass that failed may be tried again
+        return next(one for one in found if one is not None)
+
+    def close(self) -> None:
+        """End the other ranks; give memory back, once all models of this process are closed."""
+        if self.healthy:
+            self.healthy = False
+            _end(self._llm, shared=self._ranks == 1)
+
+
+def _end(llm: Any, *, shared: bool) -> None:
+    """Shut an engine down, when nobody needs any more what it shares with others: vLLM's groups of ranks are the process's."""
+    if not shared:
+        llm.llm_engine.engine_core.shutdown()
+        return
+    _running.remove(llm)
+    _closed.append(llm)
+    if not _running:
+        for each in _closed:
+            each.llm_engine.engine_core.shutdown()
+        _closed.clear()
+
+
+def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> Any:
+    """vLLM's engine, for its workers alone."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _undisturbed():
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu() and not options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
+            options["kv_cache_memory_bytes"] = int(host_memory() * HOST_SHARE)
+        if cache_tokens is not None:
+            block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
+            options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
+        try:
+            return LLM(
+                model=source,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+                worker_extension_cls=EXTENSION,
+                disable_hybrid_kv_cache_manager=True,
+                disable_log_stats=True,
+                **options,
+            )
+        except torch.OutOfMemoryError as error:
+            advice = "lower max_model_len, set quantization, or take a larger device"
+            raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error
+        except Exception as error:  # of any library
+            raise ModelError(f"vLLM cannot serve {source!r}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What vLLM 0.32 does to a process on a CPU, kept from others and from llvmlite.
+
+    Its worker takes `torch.set_num_threads` away, and its kernels are looked for in all modules by ``vars(value).get``, which
+    llvmlite's lazy library answers with a function.
+    """
+    set_num_threads, ffi = torch.set_num_threads, sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if ffi is not None:
+            sys.modules["llvmlite.binding.ffi"] = ffi

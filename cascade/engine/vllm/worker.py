@@ -1,0 +1,202 @@
+"""What runs inside a vLLM worker: one forward over rows of any sessions from any positions.
+
+vLLM adds `CascadeWorker` to the class of every worker (``worker_extension_cls``), and `collective_rpc` calls its methods on
+all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 0.32 on CPUs.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cascade.engine.sampling import Asked, own_tokens_and_next
+
+# vLLM's forward context is a global of the process: tiers that share one launch their passes one after the other.
+_LAUNCHING = threading.Lock()
+PADDING_SLOT = -1  # where tokens that only fill a pass up are not written
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a pass, as plain lists: they travel to every rank."""
+
+    tokens: list[int]  # of all rows, one row after the other
+    starts: list[int]  # of each row, the position of its first token
+    lengths: list[int]  # of each row, how many tokens it has
+    tables: list[list[int]]  # of each row, its blocks
+    keep: list[int]  # places in ``tokens`` whose logits are wanted
+    copies: list[tuple[int, int]]  # source and target blocks, copied in this order before the pass
+    asked: list[Asked] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
+    runner_ups: int = 0  # wanted beside each own token
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker knows once its model and its cache are there."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_blocks: int
+    block: int  # positions
+    num_parameters: int
+    weight_bytes: int
+    backend: str  # of attention
+    problem: str | None  # why the model cannot be a tier
+
+
+class CascadeWorker:
+    """Methods that every vLLM worker gets."""
+
+    model_runner: Any  # vLLM's ``GPUModelRunner``, or the one for CPUs that derives from it
+    vllm_config: Any
+
+    def cascade_facts(self) -> Facts:
+        """What is needed to know before the first pass."""
+        runner = self.model_runner
+        groups = runner.kv_cache_config.kv_cache_groups
+        spec = groups[0].kv_cache_spec if groups else None
+        weights = list(runner.model.parameters())
+        return Facts(
+            device=runner.device,
+            dtype=runner.dtype,
+            num_blocks=runner.kv_cache_config.num_blocks,
+            block=getattr(spec, "block_size", 0),
+            num_parameters=sum(weight.numel() for weight in weights),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            backend=runner.attn_groups[0][0].backend.get_name() if groups else "",
+            problem=_problem(runner),
+        )
+
+    @torch.inference_mode()
+    def cascade_score(self, batch: Batch) -> Tensor | list[list[int]] | None:
+        """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks."""
+        runner = self.model_runner
+        with self._stream():
+            for source, target in batch.copies:
+                _copy_block(runner, source, target)
+            logits = self._forward(batch)
+            if logits is None or self.vllm_config.parallel_config.rank % self.vllm_config.parallel_config.tensor_parallel_size:
+                return None
+            if batch.asked is None:
+                return logits if self.vllm_config.parallel_config.world_size == 1 else logits.cpu()
+            said: list[list[int]] = own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
+            return said
+
+    def _forward(self, batch: Batch) -> Tensor | None:
+        from vllm.forward_context import set_forward_context
+
+        runner, n = self.model_runner, len(batch.tokens)
+        mode, descriptor, padded = _graph(runner, n)
+        place = {"device": runner.device, "non_blocking": True}
+        block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        positions, slots = _places(batch, block)
+        filled = padded - n
+        # one copy to the device for all four
+        sent = torch.tensor(
+            [*batch.tokens, *[0] * filled, *positions, *[0] * filled, *slots, *[PADDING_SLOT] * filled, *batch.keep]
+        )
+        sent = sent.to(**place)
+        ids, places, slot_mapping = sent[:padded].to(torch.int32), sent[padded : 2 * padded], sent[2 * padded : 3 * padded]
+        if filled or mode.value:  # graphs read where they were captured
+            runner.input_ids.gpu[:padded].copy_(ids)
+            runner.positions[:padded].copy_(places)
+            ids, places = runner.input_ids.gpu[:padded], runner.positions[:padded]
+        metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
+        options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
+        with _LAUNCHING, set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
+            hidden = runner.model(input_ids=ids, positions=places)
+        logits: Tensor | None = runner.model.compute_logits(hidden[sent[3 * padded :]])
+        return logits
+
+    def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """By layer, what its attention backend needs to know of the rows, and where tokens are written."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        runner, rows = self.model_runner, len(batch.starts)
+        ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
+        bounds = torch.tensor([0, *batch.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        width = max(map(len, batch.tables))
+        tables = torch.tensor([table + [0] * (width - len(table)) for table in batch.tables], dtype=torch.int32)
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=bounds.to(runner.device, non_blocking=True),
+            query_start_loc_cpu=bounds,
+            seq_lens=lengths.to(runner.device, non_blocking=True),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=rows,
+            num_actual_tokens=len(batch.tokens),
+            max_query_len=max(batch.lengths),
+            max_seq_len=max(ends),
+            block_table_tensor=tables.to(runner.device, non_blocking=True),
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            is_prefilling=torch.zeros(rows, dtype=torch.bool),
+        )
+        metadata: dict[str, Any] = {}
+        for group in (group for groups in runner.attn_groups for group in groups):
+            built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        return metadata, dict.fromkeys(metadata, slots)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        """On a GPU a stream of its own: tiers that share one do not wait for each other."""
+        if self.model_runner.device.type != "cuda":
+            yield
+            return
+        stream = self.__dict__.get("_cascade_stream")
+        if stream is None:
+            stream = self.__dict__["_cascade_stream"] = torch.cuda.Stream(self.model_runner.device)
+            stream.wait_stream(torch.cuda.default_stream(self.model_runner.device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _problem(runner: Any) -> str | None:
+    """Why a model cannot be a tier, if so: text that was rolled back must be gone once it is written over."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"its layers keep {len(groups)} kinds of state, and only keys and values can be rolled back"
+    if "Mamba" in type(groups[0].kv_cache_spec).__name__:
+        return "it keeps a state that cannot be rolled back"
+    if getattr(runner, "uses_mrope", False):
+        return "its positions have several axes"
+    return None
+
+
+def _graph(runner: Any, num_tokens: int) -> tuple[Any, Any, int]:
+    """The captured graph for a pass, if there is one, and how many tokens it takes.
+
+    Only pieces between attention layers: whole graphs read block tables from where vLLM's own scheduler keeps them.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if runner.device.type != "cuda":
+        return CUDAGraphMode.NONE, None, num_tokens
+    mode, descriptor = runner.cudagraph_dispatcher.dispatch(num_tokens, invalid_modes={CUDAGraphMode.FULL})
+    return mode, descriptor, max(num_tokens, descriptor.num_tokens)
+
+
+def _places(batch: Batch, block: int) -> tuple[list[int], list[int]]:
+    """Positions of all tokens, and where their keys and values are written: ``block id * block + place in it``."""
+    positions, slots = [], []
+    for start, length, table in zip(batch.starts, batch.lengths, batch.tables, strict=True):
+        for position in range(start, start + length):
+            positions.append(position)
+            slots.append(table[position // block] * block + position % block)
+    return positions, slots
+
+
+def _copy_block(runner: Any, source: int, target: int) -> None:
+    """Copy keys and values of a block in all layers: caches are ``[blocks, ...]``, and kernels may see a block as several."""
+    seen = set()
+    for cache in runner.kv_caches:
+        if cache.data_ptr() not in seen:
+            seen.add(cache.data_ptr())
+            parts = cache.shape[0] // runner.kv_cache_config.num_blocks
+            cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]

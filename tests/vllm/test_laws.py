@@ -1,0 +1,336 @@
+"""A tier on vLLM keeps the laws of a pass. Skipped where vLLM is not installed; `make test-vllm` installs its build for CPUs.
+
+The bits of logits depend on what shares a pass there, so what is compared with our own engine is compared closely, and texts
+where no two tokens are as near as that.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cascade import Cascade, SamplingParams, Speculation
+from cascade.chain.tier import Tier
+from cascade.draft import Draft
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ConfigError, ModelError
+from cascade.scorer import BLOCK, Draw, Row
+from tests import small
+from tests.architectures import VOCAB, build
+
+vllm = pytest.importorskip("vllm")
+from cascade.engine.vllm.model import VllmModel  # noqa: E402  # needs vLLM beside it
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+GREEDY = SamplingParams(temperature=0, seed=0)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+WIDE: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen2": {"hidden_size": 128},
+    "qwen3": WIDE,
+    "mistral": {**WIDE, "sliding_window": 8},
+    "mixtral": {"hidden_size": 128, "sliding_window": None},
+    "gemma2": WIDE,
+    "phi3": {"hidden_size": 128, "sliding_window": None},
+    "granite": {"hidden_size": 128},
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights on both engines."""
+
+    vllm: VllmModel
+    own: Model
+
+
+def saved(name: str, folder: Path) -> str:
+    network = build(name, **ARCHITECTURES[name])
+    network.config.architectures = [type(network).__name__]
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+def started(source: str, cache_tokens: int = 1024, **options: Any) -> VllmModel:
+    return VllmModel(source, cache_tokens=cache_tokens, options={**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    source = saved("llama", tmp_path_factory.mktemp("llama"))
+    model = started(source, 2048)
+    yield Pair(model, Model.from_pretrained(source, dtype="float32", device="cpu", cache_tokens=2048))
+    model.close()
+
+
+@dataclass
+class Text:
+    """What a session holds on both engines: chunks, wrong drafts and rollbacks leave it behind."""
+
+    stores: Sequence[Any]
+    held: int = 0
+
+    def row(self, rng: random.Random) -> list[Row]:
+        start, n = rng.randint(0, self.held), rng.randint(1, 12)
+        if start + n > 90:
+            start = 0
+        self.held = start + n
+        tokens = [rng.randrange(VOCAB) for _ in range(n)]
+        wanted = rng.randint(1, n)
+        for store in self.stores:
+            store.reserve(start + n)
+        return [Row(store, start, tokens, wanted, GREEDY) for store in self.stores]
+
+
+def scores_alike(pair: Pair, seed: int, passes: int = 12) -> None:
+    """Random passes over three texts have the same logits on both engines, however they were written before."""
+    rng = random.Random(seed)
+    texts = [Text((pair.vllm.new_cache(), pair.own.new_cache())) for _ in range(3)]
+    for _ in range(passes):
+        rows = [text.row(rng) for text in rng.sample(texts, rng.randint(1, 3))]
+        found, expected = (
+            model.logits([row[place] for row in rows]).float() for place, model in enumerate((pair.vllm, pair.own))
+        )
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    pair.vllm._blocks.check([text.stores[0] for text in texts])
+    for text in texts:
+        for store in text.stores:
+            store.free()
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
+def test_passes_are_those_of_our_own_engine(name: str, tmp_path: Path) -> None:
+    """Guards positions, slots and block tables on each architecture: chunks, companions and rollbacks change no logit."""
+    source = saved(name, tmp_path)
+    model = started(source)
+    try:
+        own = Model.from_pretrained(source, dtype="float32", device="cpu", cache_tokens=1024)
+        scores_alike(Pair(model, own), seed=len(name))
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rollbacks_and_companions_change_nothing(pair: Pair, seed: int) -> None:
+    """Guards slots that were written over, and rows that see their neighbours."""
+    scores_alike(pair, seed, passes=30)
+
+
+def trees(rng: random.Random) -> Draft:
+    size = rng.randint(1, 9)
+    parents = tuple(rng.randint(-1, place - 1) for place in range(size))
+    return Draft(tuple(rng.randrange(VOCAB) for _ in range(size)), bytes(size), b"", parents)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "warm"])
+def test_nodes_of_trees_say_what_they_say_on_our_own_engine(pair: Pair, params: SamplingParams) -> None:
+    """Guards forks: a branch that sees another one, and a store that does not hold the path that was taken."""
+    rng = random.Random(1)
+    stores = [model.new_cache() for model in (pair.vllm, pair.own)]
+    for store in stores:
+        store.reserve(128)
+    text, held = [rng.randrange(VOCAB) for _ in range(5)], 0
+    while len(text) < 80:
+        draft = trees(rng)
+        found, expected = (
+            model.run([Row(store, held, text[held:], 1, params, draft=draft)])[0]
+            for model, store in zip((pair.vllm, pair.own), stores, strict=True)
+        )
+        assert list(found.own) == list(expected.own)
+        new = draft.walk(list(found.own))[0]
+        held, text = len(text) + len(new) - 1, [*text, *new]
+    for store in stores:
+        store.free()
+    pair.vllm._blocks.check([])
+
+
+def test_stores_that_share_blocks_do_not_share_what_follows(pair: Pair) -> None:
+    """Guards copies of blocks that are shared in part: both texts go on, each with its own."""
+    text = list(range(3, 48))
+    base, other = pair.vllm.new_cache(), pair.vllm.new_cache()
+    base.reserve(96)
+    pair.vllm.logits([Row(base, 0, text, 1, GREEDY)])
+    other.take(base, 40)
+    ends = [10, 11, 12, 13], [20, 21, 22, 23]
+    rows = [Row(store, 40, end, 4, GREEDY) for store, end in zip((base, other), ends, strict=True)]
+    found = pair.vllm.logits(rows)
+    expected = torch.cat(
+        [pair.own.logits([Row(pair.own.new_cache(), 0, [*text[:40], *end], 4, GREEDY)]).float() for end in ends]
+    )
+    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
+    base.free()
+    other.free()
+
+
+def test_sampled_tokens_follow_the_law(pair: Pair) -> None:
+    """Guards sampling: tokens of many seeds are spread as the model's probabilities say (chi-square)."""
+    text, size = [5, 6, 7], 3000
+    logits = pair.own.logits([Row(pair.own.new_cache(), 0, text, 1, GREEDY)])[0].float()
+    wanted = (logits / 0.7).softmax(-1) * size
+    store, counts = pair.vllm.new_cache(), Counter[int]()
+    store.reserve(3)
+    pair.vllm.logits([Row(store, 0, text, 1, GREEDY)])
+    for begin in range(0, size, 100):
+        stores = [pair.vllm.new_cache() for _ in range(100)]
+        for each in stores:
+            each.take(store, 2)
+            if pair.vllm._blocks.num_free < 2:
+                break
+        rows = [
+            Row(each, 2, text[2:], 1, SamplingParams(temperature=0.7, seed=begin + place))
+            for place, each in enumerate(stores)
+            if each.table
+        ]
+        counts.update(scored.own[0] for scored in pair.vllm.run(rows))
+        for each in stores:
+            each.free()
+    total = sum(counts.values())
+    expected = wanted * total / size
+    often = [token for token in range(VOCAB) if expected[token] >= 5]
+    rest = total - sum(counts[token] for token in often)
+    left = float(total - sum(float(expected[token]) for token in often))
+    parts = [(counts[token], float(expected[token])) for token in often] + ([(rest, left)] if left >= 5 else [])
+    chi = sum((seen - share) ** 2 / share for seen, share in parts)
+    assert chi < len(parts) + 5 * (2 * len(parts)) ** 0.5
+    store.free()
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_rules_draw_what_they_draw_on_our_own_engine(pair: Pair, rule: Any) -> None:
+    """Guards rows whose noise is not the shared one."""
+    draft, params = Draft((4, 9, 33), bytes(3)), SamplingParams(temperature=0.9, seed=3)
+    draw = Draw(keys=(11, 12, 13, 14), rule=rule, likeliest=0)
+    said = []
+    for model in (pair.vllm, pair.own):
+        store = model.new_cache()
+        store.reserve(32)
+        said.append(model.run([Row(store, 0, [1, 2, 3], 1, params, draft=draft, draw=draw)])[0].own)
+        store.free()
+    assert list(said[0]) == list(said[1])
+
+
+SHAPED = {
+    "penalties": SamplingParams(temperature=0, seed=1, max_tokens=24, presence_penalty=0.7, repetition_penalty=1.2),
+    "bias": SamplingParams(temperature=0.8, seed=2, max_tokens=24, logit_bias={40: 3.0}, min_tokens=10),
+    "logprobs": SamplingParams(temperature=0.7, seed=3, max_tokens=16, logprobs=3, prompt_logprobs=2),
+    "filters": SamplingParams(temperature=0.9, seed=4, max_tokens=24, top_k=20, top_p=0.9, min_p=0.02),
+}
+
+
+@pytest.fixture(scope="module")
+def cascades() -> Iterator[tuple[Cascade, Cascade]]:
+    """Three small models of real text, the full one on vLLM; and all of them on our own engine."""
+    *lower, full = small.paths()
+    tokenizer = Tokenizer.from_pretrained(full)
+    drafts = [Model.from_pretrained(path, dtype="float32", device="cpu", cache_tokens=4096) for path in lower]
+    model = started(full, 16 * BLOCK * 8)
+    with Cascade([*drafts, model], tokenizer) as found, small.cascade() as expected:
+        yield found, expected
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "tiny", "medium"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cascade_writes_what_our_own_engine_writes(cascades: tuple[Cascade, Cascade], mode: str, temperature: float) -> None:
+    """Guards the promise with a full tier on vLLM, whatever drafts: text drafters, tiers below, nothing."""
+    found, expected = cascades
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=48)
+    speculation = Speculation(mode) if mode in ("off", "auto") else Speculation(tiers=(mode,))
+    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
+    said = [one.text for one in found.generate(prompts, params, speculation)]
+    assert said == [expected.generate(prompt, params, Speculation("off")).text for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_shaped_requests_are_shaped(cascades: tuple[Cascade, Cascade], kind: str) -> None:
+    """Guards penalties, bias, filters and log-probabilities behind drafts."""
+    one, other = (each.generate("class Point:\n    def __init__", SHAPED[kind]) for each in cascades)
+    assert one.text == other.text
+    if kind == "logprobs":
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for found, expected in zip(one.logprobs, other.logprobs, strict=True):
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-2)
+
+
+def test_texts_do_not_depend_on_memory(tmp_path: Path, pair: Pair) -> None:
+    """Guards preemption and prefix reuse: with room for two of eight sessions each writes what it writes alone."""
+    source = saved("llama", tmp_path)
+    model = started(source, 6 * 32)
+    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
+    rng = random.Random(2)
+    common = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = [[*common[: rng.choice([20, 33, 40])], *(rng.randrange(VOCAB) for _ in range(4))] for _ in range(8)]
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=30, ignore_eos=True)
+    try:
+        with Cascade([model], tokenizer) as cascade:
+            said = [one.token_ids for one in cascade.generate(prompts, params)]
+            [tier] = cascade.tiers
+            assert isinstance(tier, Tier)
+            assert tier.kv_admission.preempted
+    finally:
+        model.close()
+    with Cascade([pair.own], tokenizer) as cascade:
+        assert said == [one.token_ids for one in cascade.generate(prompts, params)]
+
+
+def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
+    """Guards tensor parallelism: rows reach all ranks, logits come from the first, sampled there or here."""
+    model = started(saved("llama", tmp_path), tensor_parallel_size=2)
+    try:
+        scores_alike(Pair(model, pair.own), seed=5)
+        shaped = SamplingParams(temperature=0.8, seed=5, top_p=0.9)
+        for params in (GREEDY, shaped):
+            said = []
+            for each in (model, pair.own):
+                store = each.new_cache()
+                store.reserve(32)
+                said.append(each.run([Row(store, 0, [3, 4, 5], 1, params, draft=Draft((6, 7), bytes(2)), runner_ups=1)])[0])
+                store.free()
+            assert list(said[0].own) == list(said[1].own)
+    finally:
+        model.close()
+
+
+def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards copies of blocks, which a pass that fails must not lose."""
+    base, other = pair.vllm.new_cache(), pair.vllm.new_cache()
+    base.reserve(64)
+    expected = pair.vllm.logits([Row(base, 0, list(range(40)), 1, GREEDY)]).clone()
+    other.take(base, 39)
+    row = Row(other, 39, [39], 1, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.vllm._llm, "collective_rpc", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.vllm.run([row])
+    torch.testing.assert_close(pair.vllm.logits([row]), expected, rtol=1e-3, atol=1e-3)
+    base.free()
+    other.free()
+
+
+WRONG = {
+    "misspelt": ({"gpu_memory_utilisation": 0.5}, "gpu_memory_utilisation is no engine argument of this vLLM"),
+    "ours": ({"enable_prefix_caching": True}, "enable_prefix_caching is an engine argument of vLLM that a tier has no use for"),
+    "pipelines": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is an engine argument"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_options_are_named(kind: str) -> None:
+    """Guards users against vLLM's own errors: one sentence with the name and the fix, before anything is loaded."""
+    options, words = WRONG[kind]
+    with pytest.raises(ConfigError, match=words):
+        VllmModel("anything", options=options)
+
+
+def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
+    """Guards errors of vLLM: a path that is not there is one sentence of ours."""
+    with pytest.raises(ModelError, match="vLLM cannot serve"):
+        started(str(tmp_path))

@@ -32,7 +32,7 @@ from cascade.engine.acceptance import RULES
 from cascade.engine.model import Model
 from cascade.local import Cascade
 from cascade.messages import Proposal
-from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, WEIGHED, Handling, SamplingParams, Speculation
+from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
 from cascade.scorer import Draw, Row, Store
 from deployments.links.codec import encode
 
@@ -99,7 +99,7 @@ def tokens_per_round(temperature: float, asked: Sequence[Question], tokens: int)
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", drafter=None) as alone:
         written = [(one.ids, alone.generate(one.ids, params).token_ids) for one in asked]
     full, medium = (Model.from_pretrained(path, dtype="float32") for path in family.paths()[:0:-1])
-    sums, number, lines = dict.fromkeys(WEIGHED, 0.0), random.Random(0), 0
+    sums, number, lines = dict.fromkeys(RULES, 0.0), random.Random(0), 0
     for prompt, output in written:
         stores, known = (full.new_cache(), medium.new_cache()), 0
         for end in range(0, len(output), STRIDE):
@@ -108,8 +108,8 @@ def tokens_per_round(temperature: float, asked: Sequence[Question], tokens: int)
             row = Row(stores[0], known, text[known:], 1, params, draft=line)
             p, known = full.logits([row]).float().div(temperature).softmax(-1), len(text)
             q, x = torch.stack([dist.probs for dist in line.dists]), torch.tensor(line.tokens)
-            for rule in WEIGHED:
-                sums[rule] += 1 + expected(rule, RULES[rule].weigh(p, q, x).chances.tolist())
+            for rule, verdict in RULES.items():
+                sums[rule] += 1 + expected(rule, verdict.weigh(p, q, x).chances.tolist())
     return {rule: round(total / lines, 3) for rule, total in sums.items()}
 
 

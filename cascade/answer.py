@@ -34,7 +34,7 @@ class Stats:
     edges: tuple[Edge, ...] = ()  # the full tier's first
     first_token_s: float | None = None  # from the request to the full tier's first token, seconds
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
-    rule: Rule = "coupled"  # by which the full tier accepted guesses; by "typical" the text has not the full model's law
+    rule: Rule = "coupled"  # by which the full tier accepted guesses
 
     @property
     def full_passes(self) -> int:

@@ -23,7 +23,6 @@ class Capabilities:
     answer_window: int  # tokens that the full tier may write before the client takes them
     drafters: tuple[str, ...] = ()  # of these names, those inside tiers
     max_tokens: int | None = None  # of an answer
-    lossy: bool = False  # requests may ask for rules that change the law of texts
 
     def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` if a parameter cannot be honoured, behind the tokens of the answer that the client has.
@@ -76,11 +75,6 @@ class Capabilities:
 
     def _rules(self, speculation: Speculation, params: SamplingParams, *, drafted: bool) -> Rules:
         """By which rules guesses are accepted: at temperature 0, or without guesses, there is but one."""
-        if speculation.rule == "typical" and not self.lossy:
-            raise InvalidRequest(
-                "speculation.rule is 'typical', which changes the distribution of texts: set lossy: true in the configuration"
-                " of the server to allow it, or take 'coupled', 'ratio' or 'block'"
-            )
         if speculation.rule == "coupled" or not drafted or params.temperature == 0:
             return COUPLED
         top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k

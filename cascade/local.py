@@ -56,7 +56,6 @@ class Cascade:
         policy: Policy = Policy(),
         drafter: Drafters = AUTO,
         lower: LowerTiers | None = None,
-        lossy: bool = False,
     ) -> None:
         """Start a thread for each tier of this process.
 
@@ -66,7 +65,6 @@ class Cascade:
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
         - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
-        - ``lossy``: requests may ask for rules that change the law of texts, see `Speculation`.
         - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
@@ -94,7 +92,6 @@ class Cascade:
             check_grammar=grammars.check,
             window=window,
             answer_window=ANSWER_WINDOW,
-            lossy=lossy,
         )
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, profile=apart(partial(glance, model)), new_state=new_state, drafters=inner)
@@ -118,13 +115,12 @@ class Cascade:
         quantization: str | Sequence[str | None] | None = None,
         drafter: Drafters = AUTO,
         processes: bool | None = None,
-        lossy: bool = False,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top. ``names``, ``window``, ``policy``, ``drafter`` and ``lossy`` are `Cascade`'s.
+        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s.
         With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
         on a CPU with more than one core.
 
@@ -144,7 +140,6 @@ class Cascade:
                 policy=policy,
                 drafter=inner,
                 lower=placed.lower,
-                lossy=lossy,
             )
 
     @classmethod

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.params import WEIGHED, Rule, SamplingParams
+from cascade.params import Rule, SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
@@ -136,7 +136,7 @@ class Rules:
     @property
     def told(self) -> bool:
         """The tier above asks what each own token was drawn from."""
-        return self.above in WEIGHED
+        return self.above != "coupled"
 
     def below(self) -> "Rules":
         """Those of the session below."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from cascade.errors import InvalidRequest
 
-Rule: TypeAlias = Literal["coupled", "ratio", "block", "typical"]
+Rule: TypeAlias = Literal["coupled", "ratio", "block"]
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -25,8 +25,7 @@ DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses fo
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
-RULES: tuple[Rule, ...] = ("coupled", "ratio", "block", "typical")  # by which guesses are accepted, see docs/algorithm.md
-WEIGHED: tuple[Rule, ...] = ("ratio", "block")  # of these, those that ask what a guess was drawn from
+RULES: tuple[Rule, ...] = ("coupled", "ratio", "block")  # by which guesses are accepted, see docs/algorithm.md
 TREED: tuple[Rule, ...] = ("ratio",)  # of these, those that judge trees
 DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
@@ -232,7 +231,7 @@ class Speculation:
     """How drafts may be used for a request. Raises `InvalidRequest`.
 
     With the coupled rule none of it changes the text; with "ratio" and "block" the text depends on the drafts, and its law does
-    not; "typical" changes the law.
+    not.
     """
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
@@ -260,12 +259,9 @@ class Speculation:
         self._check_rules()
 
     def _check_rules(self) -> None:
-        rules, draft_rules = ", ".join(RULES), ", ".join(rule for rule in RULES if rule != "typical")
-        _require(self.rule in RULES, "speculation.rule", self.rule, f"one of {rules}")
-        # a lossy rule below would be no sample of what the tier above is told that it is
-        _require(
-            self.inner_rule in RULES and self.inner_rule != "typical", "speculation.inner_rule", self.inner_rule, draft_rules
-        )
+        rules = f"one of {', '.join(RULES)}"
+        _require(self.rule in RULES, "speculation.rule", self.rule, rules)
+        _require(self.inner_rule in RULES, "speculation.inner_rule", self.inner_rule, rules)
         top_k_ok = self.draft_top_k is None or _is_int(self.draft_top_k, 0, MAX_TOP_K)
         _require(top_k_ok, "speculation.draft_top_k", self.draft_top_k, "an integer from 0 (all) up")
         if self.rule == "coupled":

@@ -102,7 +102,6 @@ class Router:
             window=self._config.window,
             answer_window=STREAM_WINDOW,
             max_tokens=self.admission.limits.max_tokens,
-            lossy=self._config.lossy,
         )
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
@@ -124,9 +123,7 @@ class Router:
         """Admit by ``config`` from now on; raises `ConfigError`."""
         self.admission.change(config)
         self._config = config
-        self._capabilities = replace(
-            self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens, lossy=config.lossy
-        )
+        self._capabilities = replace(self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens)
         self._full.change(config)
 
     async def _listen(self) -> None:

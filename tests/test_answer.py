@@ -213,7 +213,6 @@ def test_what_cannot_be_served_is_not_admitted(
 RULED = [
     ({"rule": "ratio"}, {}, Rules("ratio", likeliest=DRAFT_TOP_K)),
     ({"rule": "block", "inner_rule": "ratio", "draft_top_k": 0}, {}, Rules("block", "ratio")),
-    ({"rule": "typical"}, {}, Rules("typical", likeliest=DRAFT_TOP_K)),
     ({"rule": "block"}, {"temperature": 0}, COUPLED),  # where all rules are one
     ({"rule": "block", "mode": "off"}, {}, COUPLED),
     ({"rule": "block", "tiers": ()}, {}, COUPLED),
@@ -225,7 +224,7 @@ RULED = [
 def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params: dict[str, Any], rules: Rules) -> None:
     """Guards rules on their way to the full tier, the rounds that they need, and what is said of them."""
     asked = Speculation(**speculation)
-    opening = replace(CAPABLE, lossy=True).admit([1], SamplingParams(**{"max_tokens": 1} | params), asked, Handling())
+    opening = CAPABLE.admit([1], SamplingParams(**{"max_tokens": 1} | params), asked, Handling())
     assert opening.rules == rules
     assert (opening.lockstep, opening.draft_branches > 0, opening.adaptive) == (
         asked.rule != "coupled",
@@ -259,19 +258,18 @@ def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], bra
 @pytest.mark.parametrize(
     ("speculation", "words"),
     [
-        ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block, typical"),
-        ({"rule": "block", "inner_rule": "typical"}, "speculation.inner_rule is 'typical': it must be coupled, ratio, block"),
+        ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block"),
+        ({"rule": "typical"}, "speculation.rule is 'typical': it must be one of coupled, ratio, block"),
+        ({"rule": "block", "inner_rule": "no"}, "speculation.inner_rule is 'no': it must be one of coupled, ratio, block"),
         ({"inner_rule": "ratio"}, "speculation.inner_rule is 'ratio': it must be 'coupled' below a coupled rule"),
         ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
         ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
-        ({"rule": "typical", "branches": 1}, "speculation.branches is 1: it must be 0 with rule 'typical', which judges lines"),
-        ({"rule": "typical"}, "set lossy: true in the configuration of the server to allow it"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:
-    """Guards against rules that are silently others, and against a lossy one where nobody has allowed it."""
+    """Guards against rules that are silently others."""
     with pytest.raises(InvalidRequest, match=re.escape(words)):
         CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
 

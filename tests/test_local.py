@@ -426,19 +426,6 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, branches: int
     assert edges.accepted_by_rank[0] > 0.3 * edges.proposed_by_rank[0] > 0, "0.5 of all texts, of one anything: timing decides"
 
 
-def test_typical_acceptance_is_named(cascade: Cascade) -> None:
-    """Guards the only rule that changes the law: asked for, allowed, and said in the answer."""
-    speculation = Speculation(tiers=("tiny",), rule="typical")
-    with pytest.raises(InvalidRequest, match="lossy: true"):
-        complete(cascade, PROMPT, SamplingParams(max_tokens=8), speculation)
-    models = [Model.from_pretrained(path, dtype="float32") for path in (small.paths()[0], small.paths()[-1])]
-    with Cascade(models, cascade.tokenizer, names=("tiny", "full"), lossy=True) as lossy:
-        params = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
-        completion = complete(lossy, PROMPT, params, speculation)
-        assert completion.stats.rule == "typical"
-        assert complete(lossy, PROMPT, params, Speculation(tiers=("suffix",), rule="ratio")).stats.rule == "ratio"
-
-
 def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
     """Guards one tier alone: guesses need no tier below."""
     params = SamplingParams(max_tokens=100, temperature=0)

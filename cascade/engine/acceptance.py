@@ -13,10 +13,8 @@ is that guess. So whoever compares guesses with own tokens finds those right tha
              of a tree, each is tried in its turn against what is left of p and q, see `siblings`.
     block    judges guesses together, and accepts as many or more on average, more than any other rule of this kind.
              Sun et al., "Block verification accelerates speculative decoding", arXiv 2403.10444, algorithm 2.
-    typical  accepts what is likely enough for the verifier. The law of the text is another one then.
-             Cai et al., "Medusa", arXiv 2401.10774, section 2.3.1.
 
-``ratio`` and ``block`` keep the law of the verifier if ``u`` and what the rest is drawn with are noise of their own: with that
+Both keep the law of the verifier if ``u`` and what the rest is drawn with are noise of their own: with that
 of the guesses they are biased.
 """
 
@@ -25,8 +23,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-
-EPSILON, DELTA = 0.09, 0.3  # Medusa's own: a guess is typical above min(EPSILON, DELTA * exp(-entropy))
 
 
 class Weighed(NamedTuple):
@@ -99,14 +95,6 @@ def block(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
     return Weighed(torch.where(same, 1.0, chances), torch.cat([left, p[-1:]]))
 
 
-def typical(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
-    """Guesses that are likely enough, whatever they were drawn from; others as if the drafter could have said nothing else."""
-    before, given = p[:-1], _at(p[:-1], x)
-    entropy = -torch.special.xlogy(before, before).sum(-1)
-    least = (DELTA * (-entropy).exp()).clamp(max=EPSILON)
-    return Weighed(torch.where(given > least, 1.0, given), torch.cat([_without(before, x), p[-1:]]))
-
-
 def _ratios(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     """``p(x) / q(x)`` ``[n]`` of a line."""
     return _over(p[:-1], q, x)
@@ -147,4 +135,4 @@ def last(passed: Tensor) -> Tensor:
     return (passed * torch.arange(1, len(passed) + 1, device=passed.device)).amax(0)
 
 
-RULES = {"ratio": Rule(ratio, leading), "block": Rule(block, last), "typical": Rule(typical, leading)}
+RULES = {"ratio": Rule(ratio, leading), "block": Rule(block, last)}

@@ -6,10 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cascade.draft import Dist, Draft
+from cascade.draft import Dist
 from cascade.engine.acceptance import RULES, Rule, judge, siblings
 from cascade.engine.sampling import adjust, apart, keyed_gumbel, keyed_uniform
-from cascade.params import WEIGHED
 from cascade.scorer import Draw, Row, Scored, Sibling
 
 PARTS = 2**30  # of a probability that comes to the host as an integer
@@ -48,14 +47,14 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
     dists = _dists(ids, best) if draw.likeliest is not None else ()
     # that behind the last one, too: whether there is an own token there must not change what becomes of it
     guesses = row.draft.first(n)
-    if not _judged(draw, guesses):
+    if draw.rule not in RULES or not guesses.dists:
         # nobody drew the guesses, or each with certainty: then the rules are to compare them with samples
         chosen = (best + keyed_gumbel(keys, ids)).argmax(-1, keepdim=True)
         return ids.gather(1, chosen)[:, 0], dists
     p = torch.zeros(n, vocab_size, device=logits.device).scatter(1, ids, best.softmax(-1))
     p = torch.cat([p, p[: 1 + len(guesses) - n]])  # of what is behind the last guess, if nobody knows
     x = torch.tensor(guesses.tokens).to(logits.device, non_blocking=True)
-    q = _dense(guesses.dists, vocab_size, logits.device) if guesses.dists else torch.zeros_like(p[1:])
+    q = _dense(guesses.dists, vocab_size, logits.device)
     return judged(RULES[draw.rule], p, q, x, torch.cat([keys, keys[: 1 + len(guesses) - n]]))[:n], dists
 
 
@@ -154,11 +153,6 @@ def _choices(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Tensor]:
 
 def _dists(ids: Tensor, best: Tensor) -> list[Dist]:
     return [Dist(*one) for one in zip(ids, best.softmax(-1), strict=True)]
-
-
-def _judged(draw: Draw, guesses: Draft) -> bool:
-    """Whether the rule of the row has anything to judge."""
-    return bool(guesses) and (bool(guesses.dists) if draw.rule in WEIGHED else draw.rule in RULES)
 
 
 def _dense(dists: Sequence[Dist], vocab_size: int, device: torch.device) -> Tensor:

@@ -69,7 +69,6 @@ class CascadeConfig(Section):
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
     max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
     link_tls: LinkTLS | None = None  # without it links are not encrypted; secrets guard them either way
-    lossy: bool = False  # requests may ask for rules that change the law of texts, such as "typical"
     verify: bool = True  # compare tokenizers and contexts before anything starts
 
     @model_validator(mode="after")

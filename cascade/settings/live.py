@@ -18,7 +18,6 @@ from cascade.settings.sentence import sentence
 
 OF_ROUTERS = (
     "window",
-    "lossy",
     "router.stall_timeout_s",
     "router.max_running",
     "router.max_waiting",

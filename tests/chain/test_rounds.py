@@ -366,9 +366,9 @@ def test_siblings_are_judged_with_their_round() -> None:
     assert session.done
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block", "typical"])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_guesses_that_nobody_drew_are_compared(rule: Rule) -> None:
-    """Guards drafters without distributions, for whose guesses nobody waits: own tokens are samples, or what is typical."""
+    """Guards drafters without distributions, for whose guesses nobody waits: own tokens are samples."""
     first = opening(1, Rules(rule), 1, params=params(1, 12), draft_window=8)
     session = Session(first, "0", 0, VOCAB)
     session.hint([Hint("lookup", Calibration(), Draft((0, 1, END, 1), bytes(4)))])

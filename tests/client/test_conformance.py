@@ -6,12 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from cascade.client import Client
-from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
+from cascade.v1 import serving_pb2, serving_pb2_grpc
 from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
@@ -140,13 +141,16 @@ def test_a_rule_means_the_same_everywhere(served: House, name: str) -> None:
     assert {alone} == set(answers(served, PLAIN | {"temperature": 1.0}, ["off"]))
 
 
-def test_lossy_rules_want_leave(served: House) -> None:
-    """Guards the law of texts: where the configuration does not allow it, nobody gets another."""
+def test_unknown_rules_are_refused(served: House) -> None:
+    """Guards the law of texts on both protocols: a rule that changes it, as others have, is no rule here."""
     status, _, answer = ask(served, "/v1/completions", body(PLAIN | {"rule": "typical"}, "auto"))
     assert status == 400
-    assert "lossy: true" in answer["error"]["message"]
-    with Client(served.grpc) as client, pytest.raises(InvalidRequest, match="lossy: true"):
-        client.generate(PROMPT, SamplingParams(), Speculation(rule="typical"))
+    assert "coupled" in answer["error"]["message"]
+    wrong = serving_pb2.GenerateRequest(prompt=PROMPT, speculation=serving_pb2.Speculation(rule="typical"))
+    with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
+        serving_pb2_grpc.CascadeStub(channel).Complete(wrong)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must be one of coupled, ratio, block" in refused.value.details()
 
 
 def test_the_table_is_complete_and_its_tests_exist() -> None:

@@ -25,7 +25,7 @@ def test_a_running_router_heeds_what_it_is_told(served: House) -> None:
     """Guards limits that are lowered in a hurry: nothing is restarted, and what is wrong changes nothing."""
     router = served.router
     with Client(served.grpc) as client:
-        told = {"window": 9, "lossy": True, "router": {"limits": {"max_tokens": 8}, "max_running": 3, "held_lease_s": 0.0}}
+        told = {"window": 9, "router": {"limits": {"max_tokens": 8}, "max_running": 3, "held_lease_s": 0.0}}
         served.call(router.reconfigure(told))
         assert client.describe().window == 9
         assert len(client.generate("x", SamplingParams(max_tokens=8, seed=1, ignore_eos=True)).token_ids) == 8

@@ -120,12 +120,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """By which rule the edges around a session accept guesses."""
+    """By which rule the edges around a session accept guesses. All but the one below the full tier are coupled."""
 
     rule: Rule = "coupled"  # of the edge to the tier below
-    inner: Rule = "coupled"  # of the edges below that one
     above: Rule = "coupled"  # of the edge to the tier above
-    hop: int = 0  # edges above that are not coupled: tiers between two of them share their noise
+    hop: int = 0  # 1 if an edge above is not coupled: the tiers below it share another noise
     likeliest: int = 0  # tokens that a guess is drawn from where its distribution is told; 0: all
 
     @property
@@ -140,7 +139,7 @@ class Rules:
 
     def below(self) -> "Rules":
         """Those of the session below."""
-        return replace(self, rule=self.inner, above=self.rule, hop=self.hop + (self.rule != "coupled"))
+        return replace(self, rule="coupled", above=self.rule, hop=self.hop + (self.rule != "coupled"))
 
 
 COUPLED = Rules()

@@ -242,8 +242,7 @@ class Speculation:
     schedule: Literal["async", "lockstep"] | None = None
     # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay, in lockstep none
     branches: int | None = None
-    rule: Rule = "coupled"  # by which the full tier accepts guesses, see docs/algorithm.md
-    inner_rule: Rule = "coupled"  # by which tiers between it and the bottom one do
+    rule: Rule = "coupled"  # by which the full tier accepts guesses, see docs/algorithm.md; tiers below are coupled
     draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
 
     def __post_init__(self) -> None:
@@ -259,13 +258,10 @@ class Speculation:
         self._check_rules()
 
     def _check_rules(self) -> None:
-        rules = f"one of {', '.join(RULES)}"
-        _require(self.rule in RULES, "speculation.rule", self.rule, rules)
-        _require(self.inner_rule in RULES, "speculation.inner_rule", self.inner_rule, rules)
+        _require(self.rule in RULES, "speculation.rule", self.rule, f"one of {', '.join(RULES)}")
         top_k_ok = self.draft_top_k is None or _is_int(self.draft_top_k, 0, MAX_TOP_K)
         _require(top_k_ok, "speculation.draft_top_k", self.draft_top_k, "an integer from 0 (all) up")
         if self.rule == "coupled":
-            _require(self.inner_rule == "coupled", "speculation.inner_rule", self.inner_rule, "'coupled' below a coupled rule")
             _require(self.draft_top_k is None, "speculation.draft_top_k", self.draft_top_k, "left out with the coupled rule")
             return
         _require(self.schedule != "async", "speculation.schedule", "async", f"'lockstep' with rule {self.rule!r}")

@@ -212,7 +212,7 @@ def test_what_cannot_be_served_is_not_admitted(
 
 RULED = [
     ({"rule": "ratio"}, {}, Rules("ratio", likeliest=DRAFT_TOP_K)),
-    ({"rule": "block", "inner_rule": "ratio", "draft_top_k": 0}, {}, Rules("block", "ratio")),
+    ({"rule": "block", "draft_top_k": 0}, {}, Rules("block")),
     ({"rule": "block"}, {"temperature": 0}, COUPLED),  # where all rules are one
     ({"rule": "block", "mode": "off"}, {}, COUPLED),
     ({"rule": "block", "tiers": ()}, {}, COUPLED),
@@ -260,8 +260,6 @@ def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], bra
     [
         ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block"),
         ({"rule": "typical"}, "speculation.rule is 'typical': it must be one of coupled, ratio, block"),
-        ({"rule": "block", "inner_rule": "no"}, "speculation.inner_rule is 'no': it must be one of coupled, ratio, block"),
-        ({"inner_rule": "ratio"}, "speculation.inner_rule is 'ratio': it must be 'coupled' below a coupled rule"),
         ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),

@@ -3,9 +3,9 @@
 Such rules keep the law of the text if the noise of a verifier is independent of that of its drafter, and if nothing that a
 drafter has drawn decides whether it is judged. So:
 
-- *Noise is keyed by the text before it*, and by the number of such edges above. No key is used twice for different draws: what
+- *Noise is keyed by the text before it*, and by whether such an edge is above. No key is used twice for different draws: what
   is drawn behind a correction stands behind another text than what was drawn before, for the correction is no guess of the
-  verifier's drafter. Tiers between two such edges have the same keys, and may compare their own tokens as all tiers do with
+  verifier's drafter. Tiers below such an edge have the same keys, and may compare their own tokens as all tiers do with
   shared noise. A pass that is repeated, here or on another replica, draws the same.
 - *A round is a whole window or nothing.* How many guesses one pass judges is what fits window and limit, however likely they
   are; guesses that are not all there are not judged. An ending token is judged as any other. A drafter goes on behind it: a

@@ -336,7 +336,7 @@ class Session:
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
 
-        It and those may offer and prepare so many ``branches``; in rounds those below a rule that judges trees.
+        It and those may offer and prepare so many ``branches``; see `opening.below`.
         """
         self._change(drafter)
         self.guessed.stats = DraftStats()

@@ -8,7 +8,7 @@ import click
 
 from cascade.params import RULES, STRUCTURED_KINDS, SamplingParams, Speculation, Structured
 
-RULED = ("rule", "inner_rule", "draft_top_k")
+RULED = ("rule", "draft_top_k")
 OPTIONS = (
     click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
     click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
@@ -38,7 +38,6 @@ OPTIONS = (
     click.option(
         "--rule", type=click.Choice(RULES), default="coupled", show_default=True, help="Accepts guesses at the full tier."
     ),
-    click.option("--inner-rule", type=click.Choice(RULES), default="coupled", help="Accepts them at the tiers below it."),
     click.option("--draft-top-k", type=int, help="Guesses of other rules are among so many likeliest tokens; 0: all."),
 )
 

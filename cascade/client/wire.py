@@ -109,14 +109,8 @@ def encode_speculation(speculation: Speculation) -> pb.Speculation:
         schedule=speculation.schedule,
         branches=speculation.branches,
         draft_top_k=speculation.draft_top_k,
-        **_rules(speculation),
+        rule=None if speculation.rule == "coupled" else speculation.rule,  # which older servers do not know
     )
-
-
-def _rules(speculation: Speculation) -> dict[str, Any]:
-    """Those that are not the default, which older servers do not know."""
-    rules = {name: getattr(speculation, name) for name in ("rule", "inner_rule")}
-    return {name: rule for name, rule in rules.items() if rule != "coupled"}
 
 
 def encode_structured(structured: Structured) -> pb.Structured:

@@ -76,18 +76,16 @@ class Open(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[Rules, _Mapping]] = ..., audit: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Rules(_message.Message):
-    __slots__ = ("rule", "inner", "above", "hop", "likeliest")
+    __slots__ = ("rule", "above", "hop", "likeliest")
     RULE_FIELD_NUMBER: _ClassVar[int]
-    INNER_FIELD_NUMBER: _ClassVar[int]
     ABOVE_FIELD_NUMBER: _ClassVar[int]
     HOP_FIELD_NUMBER: _ClassVar[int]
     LIKELIEST_FIELD_NUMBER: _ClassVar[int]
     rule: str
-    inner: str
     above: str
     hop: int
     likeliest: int
-    def __init__(self, rule: _Optional[str] = ..., inner: _Optional[str] = ..., above: _Optional[str] = ..., hop: _Optional[int] = ..., likeliest: _Optional[int] = ...) -> None: ...
+    def __init__(self, rule: _Optional[str] = ..., above: _Optional[str] = ..., hop: _Optional[int] = ..., likeliest: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")

@@ -106,14 +106,13 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("mode", "tiers", "window", "schedule", "branches", "rule", "inner_rule", "draft_top_k")
+    __slots__ = ("mode", "tiers", "window", "schedule", "branches", "rule", "draft_top_k")
     MODE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
-    INNER_RULE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOP_K_FIELD_NUMBER: _ClassVar[int]
     mode: str
     tiers: _containers.RepeatedScalarFieldContainer[str]
@@ -121,9 +120,8 @@ class Speculation(_message.Message):
     schedule: str
     branches: int
     rule: str
-    inner_rule: str
     draft_top_k: int
-    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., schedule: _Optional[str] = ..., branches: _Optional[int] = ..., rule: _Optional[str] = ..., inner_rule: _Optional[str] = ..., draft_top_k: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., schedule: _Optional[str] = ..., branches: _Optional[int] = ..., rule: _Optional[str] = ..., draft_top_k: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "tokens", "finish", "prompt", "lanes", "seed")

@@ -44,7 +44,7 @@ def parse_speculation(request: Asked) -> Speculation:
     """How drafts may be used for it; raises `InvalidRequest`."""
     speculation = request.speculation
     refuse_unknown(speculation, "speculation")
-    names = ("mode", "window", "schedule", "branches", "rule", "inner_rule", "draft_top_k")
+    names = ("mode", "window", "schedule", "branches", "rule", "draft_top_k")
     chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
     return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
 

@@ -52,7 +52,6 @@ class SpeculationBody(Body):
     schedule: Literal["async", "lockstep"] | None = None
     branches: int | None = None
     rule: Rule = "coupled"
-    inner_rule: Rule = "coupled"
     draft_top_k: int | None = None
 
     def parsed(self) -> Speculation:

@@ -148,9 +148,9 @@ def _decode_audit(opening: pb.Open) -> int:
 
 
 def _decode_rules(said: pb.Rules) -> Rules:
-    if unknown := {said.rule, said.inner, said.above} - {*RULES}:
+    if unknown := {said.rule, said.above} - {*RULES}:
         raise ValueError(f"there is no rule {unknown.pop()!r}")
-    return Rules(said.rule, said.inner, said.above, said.hop, said.likeliest)  # type: ignore[arg-type]
+    return Rules(said.rule, said.above, said.hop, said.likeliest)  # type: ignore[arg-type]
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:

@@ -39,13 +39,10 @@ SETUPS = {  # tiers, rules at the full one, and branches
     "ratio": (2, RATIO, 0),
     "block": (2, BLOCK, 0),
     "block over coupled": (3, BLOCK, 0),
-    "ratio over ratio": (3, Rules("ratio", "ratio"), 0),
-    "block over block": (3, Rules("block", "block"), 0),
     "two likeliest": (2, Rules("block", likeliest=2), 0),
     "trees": (2, RATIO, 8),
     "one branch": (2, RATIO, 1),
     "trees over coupled lines": (3, RATIO, 8),
-    "trees over trees": (3, Rules("ratio", "ratio"), 8),
     "trees of two likeliest": (2, Rules("ratio", likeliest=2), 8),
 }
 RARE = ("one branch", "trees over coupled lines", "trees of two likeliest")

@@ -113,11 +113,11 @@ def test_options_say_everything(tmp_path: Path) -> None:
     def show(**options: Any) -> None:
         said.append(parameters(options))
 
-    rules = ["--rule", "block", "--inner-rule", "ratio", "--draft-top-k", "9", "--tiers", "tiny"]
+    rules = ["--rule", "block", "--draft-top-k", "9", "--tiers", "tiny"]
     command = [*arguments.split(), *rules, "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--json-schema", f"@{schema}"]
     assert CliRunner().invoke(show, command).exit_code == 0
     [(params, speculation)] = said
-    assert speculation == Speculation(tiers=("tiny",), rule="block", inner_rule="ratio", draft_top_k=9)
+    assert speculation == Speculation(tiers=("tiny",), rule="block", draft_top_k=9)
     assert [params] == [
         SamplingParams(
             temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,

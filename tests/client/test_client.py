@@ -110,11 +110,11 @@ def test_requests_say_everything(server: Canned) -> None:
 def test_rules_are_said(server: Canned) -> None:
     """Guards the fields of rules, which a default leaves out."""
     with Client(server.address) as client:
-        client.generate("x", speculation=Speculation(rule="block", inner_rule="ratio", draft_top_k=7))
+        client.generate("x", speculation=Speculation(rule="block", draft_top_k=7))
     [request] = server.requests
     asked = request.speculation
-    assert (asked.rule, asked.inner_rule, asked.draft_top_k, asked.HasField("schedule")) == ("block", "ratio", 7, False)
-    assert parse_speculation(request) == Speculation(rule="block", inner_rule="ratio", draft_top_k=7)
+    assert (asked.rule, asked.draft_top_k, asked.HasField("schedule")) == ("block", 7, False)
+    assert parse_speculation(request) == Speculation(rule="block", draft_top_k=7)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ DRAFTED: dict[str, dict[str, Any]] = {
 }
 RULED: dict[str, dict[str, Any]] = {
     "rule": {"rule": "ratio", "branches": 8},
-    "inner_rule": {"rule": "block", "inner_rule": "ratio"},
     "draft_top_k": {"rule": "block", "draft_top_k": 3},
 }
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
@@ -129,14 +128,10 @@ def test_a_parameter_means_the_same_everywhere(served: House, name: str) -> None
 
 @pytest.mark.parametrize("name", RULED)
 def test_a_rule_means_the_same_everywhere(served: House, name: str) -> None:
-    """Guards rules on both protocols, and on the links: the same seed gives the same text, and another than shared noise.
-
-    But for rules of inner edges, where it depends on time.
-    """
+    """Guards rules on both protocols, and on the links: the same seed gives the same text, and another than shared noise."""
     params = PLAIN | {"temperature": 1.0} | RULED[name]
-    chosen = set(answers(served, params, ["auto"]))
-    assert len(chosen) == 1 or name == "inner_rule"
-    assert chosen != set(answers(served, PLAIN | {"temperature": 1.0}, ["auto"]))
+    [chosen] = set(answers(served, params, ["auto"]))
+    assert {chosen} != set(answers(served, PLAIN | {"temperature": 1.0}, ["auto"]))
     [alone] = set(answers(served, params, ["off"]))
     assert {alone} == set(answers(served, PLAIN | {"temperature": 1.0}, ["off"]))
 

@@ -83,7 +83,7 @@ opens = st.builds(
     watch=st.booleans(),
     branches=counts,
     draft_branches=counts,
-    rules=st.builds(Rules, st.sampled_from(RULES), st.sampled_from(RULES), st.sampled_from(RULES), counts, counts),
+    rules=st.builds(Rules, st.sampled_from(RULES), st.sampled_from(RULES), counts, counts),
     traceparent=st.text(),
     tracestate=st.text(),
 )
@@ -163,7 +163,7 @@ def test_siblings_share_a_distribution_on_the_wire() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        pb.Message(open=pb.Open(tokens=[1], prompt_len=1, rules=pb.Rules(rule="lucky", inner="coupled", above="coupled"))),
+        pb.Message(open=pb.Open(tokens=[1], prompt_len=1, rules=pb.Rules(rule="lucky", above="coupled"))),
         pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), dists=[pb.Dist()])),
         pb.Message(proposal=pb.Proposal(tokens=[1], origins=bytes(1), dists=[pb.Dist(ids=[1])])),
     ],

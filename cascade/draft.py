@@ -38,7 +38,7 @@ class Draft:
     origins: bytes = b""  # one a node, see `origin`
     confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
-    # of each node, what it was drawn from, where a rule asks for it: siblings one after another, without those before them
+    # of each node of a line, what it was drawn from, where a rule asks for it
     dists: tuple[Dist, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +51,7 @@ class Draft:
             assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node stands behind its parent"
             if self.parents == tuple(range(-1, size - 1)):
                 object.__setattr__(self, "parents", ())
+        assert not (self.dists and self.parents), "what nodes were drawn from is known of lines alone"
 
     def __len__(self) -> int:
         """Nodes."""
@@ -161,7 +162,6 @@ class Draft:
             bytes(self.origins[node] for node in nodes),
             bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
             tuple(place[self.parent(node)] for node in nodes),
-            tuple(self.dists[node] for node in nodes) if self.dists else (),
         )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
@@ -196,7 +196,6 @@ class Draft:
             bytes(self.origins[i] for i in nodes),
             bytes(self.confidences[i] for i in nodes) if self.confidences else b"",
             tuple(kept[self.parents[i]] for i in nodes),
-            tuple(self.dists[i] for i in nodes) if self.dists else (),
         )
 
     def merge(self, other: "Draft") -> "Draft":

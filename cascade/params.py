@@ -26,7 +26,6 @@ MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not
 MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 RULES: tuple[Rule, ...] = ("coupled", "ratio", "block")  # by which guesses are accepted, see docs/algorithm.md
-TREED: tuple[Rule, ...] = ("ratio",)  # of these, those that judge trees
 DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -265,9 +264,8 @@ class Speculation:
             _require(self.draft_top_k is None, "speculation.draft_top_k", self.draft_top_k, "left out with the coupled rule")
             return
         _require(self.schedule != "async", "speculation.schedule", "async", f"'lockstep' with rule {self.rule!r}")
-        if self.rule not in TREED:
-            lines = f"0 with rule {self.rule!r}, which judges lines: 'ratio' and 'coupled' judge trees"
-            _require(not self.branches, "speculation.branches", self.branches, lines)
+        lines = f"0 with rule {self.rule!r}, which judges lines: 'coupled' judges trees"
+        _require(not self.branches, "speculation.branches", self.branches, lines)
 
     @property
     def in_rounds(self) -> bool:

@@ -80,13 +80,6 @@ class RunnerUp(NamedTuple):
     gap: float  # by which its perturbed logit is less than the own token's, at least 0
 
 
-class Sibling(NamedTuple):
-    """A token that an own token drawn with noise of its own might have been, drawn without it and the siblings before."""
-
-    token: int
-    left: float  # probability of all that could be drawn here: what the own token and the siblings before it have not
-
-
 def gap_byte(gap: float) -> int:
     """A gap in nats as a byte, which is never 0: that is a guess of which nobody knows the gap."""
     return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
@@ -96,11 +89,9 @@ def gap_byte(gap: float) -> int:
 class Draw:
     """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.chain.rounds`."""
 
-    # one for each own token: its noise is a function of its key alone, 64 bits with a sign; none: own tokens are not drawn
-    keys: Sequence[int]
+    keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
     rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.acceptance`
     likeliest: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
-    siblings: int = 0  # wanted beside each own token
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +112,7 @@ class Row:
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
     guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line, or `UNREAD`
-    draw: Draw | None = None  # instead of shared noise; the draft is a tree only with "ratio", and distributions of all nodes
+    draw: Draw | None = None  # instead of shared noise; the draft is a line then
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:
@@ -142,7 +133,6 @@ class Scored:
     draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses behind these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
     dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.likeliest` asked for it
-    siblings: Sequence[Sequence[Sibling]] = ()  # beside each of ``own``, if `Draw.siblings` asked for any: as they were drawn
 
 
 class Scorer(Protocol):

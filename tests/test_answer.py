@@ -245,7 +245,6 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
         ({"schedule": "lockstep"}, 0),
         ({"schedule": "lockstep", "branches": 3}, 3),
         ({"rule": "ratio"}, 0),
-        ({"rule": "ratio", "branches": 4}, 4),
         ({"rule": "block", "branches": 0}, 0),
     ],
 )
@@ -264,6 +263,7 @@ def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], bra
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
         ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
+        ({"rule": "ratio", "branches": 1}, "speculation.branches is 1: it must be 0 with rule 'ratio', which judges lines"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:

@@ -395,22 +395,15 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
         assert {edge.drafter for edge in alone.stats.edges} == {""}
 
 
-@pytest.mark.parametrize(
-    ("rule", "branches"),
-    [
-        ("block", 0),
-        ("ratio", 8),
-        rare("ratio", 0),
-    ],
-)
-def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, branches: int) -> None:
+@pytest.mark.parametrize("rule", ["block", rare("ratio")])
+def test_rules_draft_with_real_models(cascade: Cascade, rule: Any) -> None:
     """Guards distributions on their way between real models: guesses are right as often as these say, whatever shapes them."""
     grammar, edges = Structured(regex=r"(a|b|c|d){24}"), Edge("medium", "full")
     for shaped in ({}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"structured": grammar}):
         params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, **shaped)
         texts = set()
         for tiers in (("medium",), ("tiny", "medium")):
-            speculation = Speculation(tiers=tiers, window=4, rule=rule, branches=branches)
+            speculation = Speculation(tiers=tiers, window=4, rule=rule)
             completion = complete(cascade, PROMPT, params, speculation)
             [edge] = [edge for edge in completion.stats.edges if edge.drafter == "medium"]
             edges += edge
@@ -419,7 +412,7 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any, branches: int
             if "structured" in shaped:
                 assert re.fullmatch(grammar.regex or "", completion.text)
         assert len(texts) == 1, "whom medium drafts with changes nothing that it draws"
-    assert bool(edges.runner_ups[0]) == bool(branches)
+    assert not edges.runner_ups[0]
     assert edges.accepted_by_rank[0] > 0.3 * edges.proposed_by_rank[0] > 0, "0.5 of all texts, of one anything: timing decides"
 
 

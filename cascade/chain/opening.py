@@ -10,9 +10,9 @@ from cascade.messages import Open
 def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain: tuple[str, ...], branches: int) -> Open:
     """The message that opens the ``session`` of the tier ``drafter``, for the one that ``opening`` began and that has ``text``.
 
-    It may offer and prepare so many ``branches``, and unless noise is keyed the tiers of ``chain`` may, too.
+    It and the tiers of ``chain`` may offer and prepare so many ``branches``.
     """
-    params, rules, keyed = opening.params, opening.rules.below(), opening.rules.keyed
+    params, rules = opening.params, opening.rules.below()
     return replace(
         opening,
         params=replace(params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
@@ -22,9 +22,9 @@ def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain:
         chain=chain,
         window=opening.draft_window,
         branches=branches,
-        draft_branches=0 if keyed else branches,
+        draft_branches=branches,
         adaptive=False,
-        lockstep=opening.lockstep and not keyed,
+        lockstep=opening.lockstep and not opening.rules.keyed,
         rules=rules,
         ends=unended(opening, rules),
     )

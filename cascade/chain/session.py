@@ -322,7 +322,7 @@ class Session:
         if branches is not None:
             draft = branches.draft(tokens, origins, self.level)
         elif self.rounds is not None:
-            draft = self.rounds.proposed(start, tokens, origins, self.level)
+            draft = self.rounds.proposed(start, tokens, origins)
         else:
             draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
@@ -336,7 +336,7 @@ class Session:
     def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
         """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
 
-        It and those may offer and prepare so many ``branches``; see `opening.below`.
+        It and those may offer and prepare so many ``branches``.
         """
         self._change(drafter)
         self.guessed.stats = DraftStats()

@@ -9,8 +9,7 @@ The own token behind an accepted guess is the next guess, if that is accepted, t
 is that guess. So whoever compares guesses with own tokens finds those right that the rule accepts, and nothing else changes.
 
     ratio    accepts x_i with probability min(1, p(x_i) / q(x_i)), if the guesses before it are; its rest is (p - q)+.
-             Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318. Of *siblings*, guesses for one place
-             of a tree, each is tried in its turn against what is left of p and q, see `siblings`.
+             Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
     block    judges guesses together, and accepts as many or more on average, more than any other rule of this kind.
              Sun et al., "Block verification accelerates speculative decoding", arXiv 2403.10444, algorithm 2.
 
@@ -51,32 +50,9 @@ def judge(rule: Rule, p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Verdict:
 
 def ratio(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
     """Each guess by itself."""
-    chances, left = siblings(p[:-1], q, x[:, None])
-    return Weighed(chances[:, 0], torch.cat([left, p[-1:]]))
-
-
-def siblings(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
-    """Guesses ``x`` ``[n, k]`` for each of ``n`` places; those that are missing, -1, come last.
-
-    The first of a place was drawn from ``q`` ``[n, V]``, the next from what is left of it without the first, and so on, so none
-    is there twice. Each is tried if none before it has passed, with chance ``[n, k]``
-
-        min(1, p(x) / q(x)),   and if it fails   p <- norm((p - q)+),   q <- norm(q without x)
-
-    The rest ``[n, V]`` is what is left of ``p`` behind all. This is recursive rejection sampling without replacement:
-    Yang et al., "Multi-candidate speculative decoding", arXiv 2401.06706; Jeon et al., "Recursive speculative decoding",
-    arXiv 2402.14160.
-    """
-    chances = []
-    for token in x.T:
-        there, at = token >= 0, token.clamp(min=0)
-        left = _without((p - q).clamp(min=0), at)
-        mass = left.sum(-1)
-        ratios = torch.where(mass > 0, _over(p, q, at), 1.0)  # where nothing is left, p and q are the same
-        chances.append(torch.where(there, ratios.clamp(max=1), 0.0))
-        p = torch.where(there[:, None], _shared(left), p)
-        q = torch.where(there[:, None], _shared(_without(q, at)), q)
-    return Weighed(torch.stack(chances, 1), p)
+    left = _without((p[:-1] - q).clamp(min=0), x)
+    same = left.sum(-1) == 0  # p and q, so that nothing could replace the guess
+    return Weighed(torch.where(same, 1.0, _ratios(p, q, x).clamp(max=1)), torch.cat([left, p[-1:]]))
 
 
 def block(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
@@ -96,18 +72,8 @@ def block(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """``p(x) / q(x)`` ``[n]`` of a line."""
-    return _over(p[:-1], q, x)
-
-
-def _over(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     """``p(x) / q(x)`` ``[n]``, finite whatever a drafter says."""
-    return _at(p, x) / _at(q, x).clamp(min=torch.finfo(q.dtype).tiny)
-
-
-def _shared(weights: Tensor) -> Tensor:
-    """Weights ``[n, V]`` as probabilities; those that are all 0 remain so."""
-    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return _at(p[:-1], x) / _at(q, x).clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def _weights(ratios: Tensor) -> Tensor:

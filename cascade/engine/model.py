@@ -212,7 +212,7 @@ class Model:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
         with self._busy, self.threads.use(sum(len(row.fed) for row in rows)):
-            found = run_trees(rows, self._score, vocab_size=self.vocab_size, shares_pass=True) if trees else self._score(rows)
+            found = run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)
             return found if self.reader is None else self.reader.draft(rows, found)
 
     def _counted(self, num_threads: int | None) -> Threads:

@@ -25,7 +25,6 @@ from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.native.leading`
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
@@ -330,18 +329,10 @@ def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * _signed(GOLDEN)), 11))
 
 
-def keyed_uniform(keys: Tensor, number: int = 0) -> Tensor:
-    """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s.
-
-    Another one for each ``number`` from 0 on.
-    """
-    bits = _shift(_mix(_mix(keys) ^ _signed((number + 1) * GOLDEN & _MASK)), 40)
+def keyed_uniform(keys: Tensor) -> Tensor:
+    """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s."""
+    bits = _shift(_mix(_mix(keys) ^ _signed(GOLDEN)), 40)
     return bits.to(torch.float32) * 2.0**-24
-
-
-def apart(keys: Tensor) -> Tensor:
-    """Keys ``[n]`` int64 for more draws at the places of ``keys``."""
-    return _mix(~keys)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -8,9 +8,6 @@ lies between its fork and its first node:
 - the last token of the text, too, where own tokens depend on the path (`SamplingParams.shaped`): so it is a row like any other;
 - all that the session's row reads, where stores are blocks: a kernel reads them all after all were written, but the last
   block of a fork is its own, and what is before the row is there already.
-
-Where own tokens are drawn by a rule, see `drawing`, lines say no more than what each may be drawn from, and the tree is judged
-as a whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cascade.draft import Dist, Draft
-from cascade.engine.drawing import tree_tokens
+from cascade.draft import Draft
 from cascade.engine.logits_processors import report
 from cascade.errors import ModelError
-from cascade.scorer import MAX_FORKED, Draw, Row, RunnerUp, Scored
+from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
 MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: behind more, such as a prompt, the trunk is enough
 
@@ -36,18 +32,11 @@ class Line(NamedTuple):
     row: Row
     nodes: Sequence[int]
 
-    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp], Dist | None]]]:
-        """The own token behind each of its nodes, the runner-ups, and what it is drawn from, as far as they are known."""
-        size, first = len(scored.own), self.row.num_scored - len(self.nodes)
-        dists: Sequence[Dist | None] = scored.dists or [None] * size
-        found = zip(scored.own, scored.runner_ups or [()] * size, dists, strict=True)
+    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
+        """The own token behind each of its nodes, and the runner-ups, as far as they are known."""
+        first = self.row.num_scored - len(self.nodes)
+        found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
         return zip(self.nodes, list(found)[first:], strict=False)
-
-    def own(self, scored: Scored, own: Sequence[int]) -> Sequence[int]:
-        """Own tokens of the row, if the tree's ``own`` tokens take its path."""
-        size, first = len(scored.own), self.row.num_scored - len(self.nodes)
-        path = self.row.fed[len(self.row.fed) - self.row.num_scored + 1 :]
-        return [*path[:first], *(own[1 + node] for node in self.nodes if 1 + node < len(own))][:size]
 
 
 class Tree:
@@ -61,7 +50,6 @@ class Tree:
         self._row = row
         self._shares_pass = shares_pass
         self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
-        self._draw = Draw((), likeliest=row.draw.likeliest or 0) if row.draw is not None else None  # of the lines
         self._forks: dict[int, Any] = {}  # by line
         self._depths = {-1: 0}  # of the trunk's nodes
 
@@ -73,7 +61,7 @@ class Tree:
             return self.lines
         trunk, *branches = self._split()
         self._depths |= {node: depth for depth, node in enumerate(trunk, 1)}
-        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0, draw=self._draw), (-1, *trunk)))
+        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0), (-1, *trunk)))
         for nodes in branches:
             try:
                 self.lines.append(self._branch(nodes))
@@ -81,25 +69,21 @@ class Tree:
                 break
         return self.lines
 
-    def take(self, scored: Sequence[Scored], vocab_size: int) -> Scored:
+    def take(self, scored: Sequence[Scored]) -> Scored:
         """What the lines say, in the order of the tree's nodes; the store holds the path of own tokens then."""
         row = self._row
         if row.draft.is_line or row.num_own != 1:
             self.reported = [scored[0].own]
             return scored[0]
-        found: dict[int, tuple[int, Sequence[RunnerUp], Dist | None]] = {}
+        found: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
         for line, one in zip(self.lines, scored, strict=True):
             found.update(line.said(one))
         known = list(takewhile(found.__contains__, range(-1, len(row.draft))))
-        if row.draw is not None:
-            said = tree_tokens([dist for node in known if (dist := found[node][2])], vocab_size, row, row.draw)
-        else:
-            others = [found[node][1] for node in known] if row.runner_ups else ()
-            said = Scored([found[node][0] for node in known], runner_ups=others)
+        others = [found[node][1] for node in known] if row.runner_ups else ()
+        said = Scored([found[node][0] for node in known], runner_ups=others)
         self._follow(said.own)
-        line, one = self.lines[self.taken], scored[self.taken]
         self.reported = [()] * len(self.lines)
-        self.reported[self.taken] = one.own if row.draw is None else line.own(one, said.own)
+        self.reported[self.taken] = scored[self.taken].own
         return said
 
     def free(self) -> None:
@@ -138,7 +122,7 @@ class Tree:
         if not self._shares_pass:
             fork.reserve(start + again + len(draft))  # while the branch can still be left out
         tokens = row.tokens[len(row.tokens) - again :]
-        alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses), "draw": self._draw}
+        alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses)}
         if row.state is None:
             fed = Row(fork, start, [*tokens, *draft.tokens], len(nodes), row.params, **alike)
         else:
@@ -159,7 +143,7 @@ class Tree:
 
 
 @torch.inference_mode()
-def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, vocab_size: int, shares_pass: bool) -> list[Scored]:
+def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_pass: bool) -> list[Scored]:
     """What ``run`` says of rows whose drafts are lines, of trees: with a row for each branch.
 
     ``run`` takes a function like `report`, too. Log-probabilities are those of the line that own tokens follow. With
@@ -173,7 +157,7 @@ def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, vocab_si
     try:
         lines = [line.row for tree in trees for line in tree.grow()]
         said = iter(run(lines, lambda logits, rows, own: told.append((logits, rows))))
-        scored = [tree.take(list(islice(said, len(tree.lines))), vocab_size) for tree in trees]
+        scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
     finally:
         for tree in trees:
             tree.free()

@@ -82,7 +82,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         spared=proposal.spared,
         lanes=map(encode_lane, proposal.lanes),
-        dists=(_encode_dist(dist) for dist, rank in zip(draft.dists, draft.ranks, strict=False) if not rank),
+        dists=map(_encode_dist, draft.dists),
         divergences=(pb.Divergence(**asdict(one)) for one in proposal.divergences),
     )
 
@@ -175,20 +175,10 @@ def _decode_draft(said: pb.Proposal) -> Draft:
         raise ValueError("a proposal has one confidence a token, or none at all")
     if any(len(one.ids) != len(one.probs) for one in said.dists):
         raise ValueError("a distribution has one probability a token id")
-    draft = Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size))
-    return replace(draft, dists=_decode_dists(draft, said)) if said.dists else draft
-
-
-def _decode_dists(draft: Draft, said: pb.Proposal) -> tuple[Dist, ...]:
-    """One a node; siblings have that of the first of them."""
-    if len(said.dists) != draft.ranks.count(0):
-        raise ValueError("a proposal has one distribution for each token that has no sibling before it, or none at all")
-    told = (Dist(tuple(one.ids), tuple(one.probs)) for one in said.dists)
-    found: dict[int, Dist] = {}  # by parent
-    for node in range(len(draft)):
-        if draft.parent(node) not in found:
-            found[draft.parent(node)] = next(told)
-    return tuple(found[draft.parent(node)] for node in range(len(draft)))
+    if said.dists and (said.parents or len(said.dists) != size):
+        raise ValueError("a proposal has one distribution for each token of a line, or none at all")
+    dists = tuple(Dist(tuple(one.ids), tuple(one.probs)) for one in said.dists)
+    return Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size), dists)
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

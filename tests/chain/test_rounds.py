@@ -21,9 +21,8 @@ from cascade.chain.session import Session
 from cascade.draft import Dist, Draft
 from cascade.messages import COUPLED, Close, Commit, Edge, Failed, Message, Open, Proposal, Rules
 from cascade.params import Rule, SamplingParams
-from cascade.scorer import Scored, Sibling
+from cascade.scorer import Scored
 from cascade.simulation.toy import ToyModel
-from tests.cases import rare
 
 VOCAB = 6
 END = 5
@@ -35,18 +34,12 @@ UNLIKELY_Z = 3.72  # beyond which one case in ten thousand of a normal law is
 FEW, MANY = 500, 8_000  # texts
 
 RATIO, BLOCK = Rules("ratio"), Rules("block")
-SETUPS = {  # tiers, rules at the full one, and branches
-    "ratio": (2, RATIO, 0),
-    "block": (2, BLOCK, 0),
-    "block over coupled": (3, BLOCK, 0),
-    "two likeliest": (2, Rules("block", likeliest=2), 0),
-    "trees": (2, RATIO, 8),
-    "one branch": (2, RATIO, 1),
-    "trees over coupled lines": (3, RATIO, 8),
-    "trees of two likeliest": (2, Rules("ratio", likeliest=2), 8),
+SETUPS = {  # tiers, and rules at the full one
+    "ratio": (2, RATIO),
+    "block": (2, BLOCK),
+    "block over coupled": (3, BLOCK),
+    "two likeliest": (2, Rules("block", likeliest=2)),
 }
-RARE = ("one branch", "trees over coupled lines", "trees of two likeliest")
-TREES = [name for name, (_, _, branches) in SETUPS.items() if branches]
 
 
 def models(num_tiers: int) -> list[ToyModel]:
@@ -173,13 +166,13 @@ def surprise(outputs: Sequence[Sequence[int]], expected: dict[tuple[int, ...], f
 
 def written(setup: str, number: int) -> float:
     """How surprising so many texts are."""
-    num_tiers, rules, branches = SETUPS[setup]
+    num_tiers, rules = SETUPS[setup]
     stack = Stack(models(num_tiers))
-    outputs = [stack.write(opening(seed, rules, num_tiers, draft_branches=branches)) for seed in range(number)]
+    outputs = [stack.write(opening(seed, rules, num_tiers)) for seed in range(number)]
     return surprise(outputs, law(models(num_tiers)[-1]))
 
 
-@pytest.mark.parametrize("setup", [rare(setup) if setup in RARE else setup for setup in SETUPS])
+@pytest.mark.parametrize("setup", SETUPS)
 def test_the_law_is_the_full_models(setup: str) -> None:
     """Guards the promise of these rules through everything that carries them: joint law of all tokens, ends among them."""
     assert written(setup, FEW) < UNLIKELY_Z
@@ -205,33 +198,19 @@ def test_ends_that_are_not_judged_would_break_the_law(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_same_seed_gives_the_same_text(setup: str) -> None:
     """Guards reproducibility: nothing but the seed and the drafts decides, however often a session was opened."""
-    num_tiers, rules, branches = SETUPS[setup]
+    num_tiers, rules = SETUPS[setup]
     stack = Stack(models(num_tiers))
     for seed in range(20):
-        first = opening(seed, rules, num_tiers, params=params(seed, 12), ends=frozenset(), draft_branches=branches)
+        first = opening(seed, rules, num_tiers, params=params(seed, 12), ends=frozenset())
         assert stack.write(first) == stack.write(first) == Stack(models(num_tiers)).write(first)
 
 
-@pytest.mark.parametrize("setup", TREES)
-def test_trees_are_judged_and_leave_nothing(setup: str) -> None:
-    """Guards the point of trees: siblings are there, some are right, and no fork outlives its pass."""
-    num_tiers, rules, branches = SETUPS[setup]
-    stack, offered, right = Stack(models(num_tiers)), 0, 0
-    for seed in range(40):
-        stack.write(opening(seed, rules, num_tiers, params=params(seed, 12), ends=frozenset(), draft_branches=branches))
-        [edge] = [edge for edge in stack.edges if edge.verifier == str(num_tiers - 1) and edge.drafter]
-        offered, right = offered + edge.runner_ups[0], right + edge.runner_ups[1]
-        for loop in stack.loops:
-            loop.kv_admission.check()
-    assert 0 < right < offered
-
-
-@pytest.mark.parametrize(("name", "rules", "branches"), [("deaf", BLOCK, 0), ("lost", BLOCK, 0), ("lost", RATIO, 8)])
-def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules, branches: int) -> None:
+@pytest.mark.parametrize(("name", "rules"), [("deaf", BLOCK), ("lost", BLOCK), ("lost", RATIO)])
+def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules) -> None:
     """Guards the law, and progress, where guesses come too late or the tier below dies in mid-answer, whatever it has drawn."""
     outputs = []
     for seed in range(FEW):
-        stack, first = Stack(models(2)), opening(seed, rules, 2, draft_branches=branches)
+        stack, first = Stack(models(2)), opening(seed, rules, 2)
         stack.open(first)
         for turn in itertools.count():
             if stack.over(first):
@@ -251,7 +230,7 @@ def test_a_drafter_that_stops_at_ends_would_break_the_law(monkeypatch: pytest.Mo
     for module in ("opening", "rounds"):
         monkeypatch.setattr(f"cascade.chain.{module}.unended", lambda opening, below: opening.ends)
     with pytest.raises(AssertionError):
-        test_rounds_without_guesses_are_gone_alone("lost", BLOCK, 0)
+        test_rounds_without_guesses_are_gone_alone("lost", BLOCK)
 
 
 def test_rounds_are_whole_or_nothing() -> None:
@@ -309,58 +288,6 @@ def test_a_drafter_proposes_whole_rounds() -> None:
     proposal = session.proposal()
     assert proposal is not None
     assert (proposal.draft.tokens, proposal.draft.dists) == ((0, 0, 0), ())
-
-
-def test_a_drafter_offers_trees() -> None:
-    """Guards what is offered: the likeliest siblings, none without those before it, and none of a text that was cut."""
-    rules = RATIO.below()
-    session = Session(opening(1, rules, 1, params=params(1, 12), window=3, branches=3), "0", 0, VOCAB)
-    assert session.branches is None
-    dists = [Dist((0, 1, 2), (0.5, 0.3, 0.2))] * 3
-    beside = [(Sibling(1, 0.5), Sibling(2, 0.3)), (Sibling(3, 0.01),), (Sibling(4, 0.5), Sibling(5, 0.2))]
-    for dist, siblings in zip(dists, beside, strict=True):
-        work = session.work(100)
-        draw = session.rounds.draw(work) if session.rounds is not None else None
-        assert draw is not None
-        assert draw.siblings == 2
-        session.advance(work, Scored([0], dists=(dist,), siblings=(siblings,)))
-    proposal = session.proposal()
-    assert proposal is not None
-    draft = proposal.draft
-    assert (draft.tokens, draft.parents) == ((0, 0, 0, 1, 2, 4), (-1, 0, 1, -1, -1, 1))
-    assert draft.dists == tuple(dists[depth] for depth in draft.depths)
-    session.commit(1, (2, 0))
-    assert session.rounds is not None
-    assert session.rounds.proposed(1, (2, 0), bytes(2), 0).is_line
-
-
-def test_siblings_are_judged_with_their_round() -> None:
-    """Guards whole rounds that are trees: no part of one, the newer as it is, none behind an end, and keys by path."""
-    first = opening(1, RATIO, 2, params=params(1, 12), draft_window=3, draft_branches=4)
-    session = Session(first, "1", 1, VOCAB)
-    below = session.attach("0", "below", ("other",), 4)
-    assert (below.branches, below.draft_branches) == (4, 0), "what is below drafts lines, for it is coupled"
-    dist = Dist((0, 1, 2), (0.5, 0.3, 0.2))
-    tree = Draft((0, 1, 2, 3, 2), bytes(5), parents=(-1, 0, 1, -1, 0), dists=(dist,) * 5)
-    session.propose(Proposal("below", 1, tree))
-    assert len(session.guessed.draft.dists) == 5, "the first to come"
-    session = Session(first, "1", 1, VOCAB)
-    session.attach("0", "below", (), 4)
-    for offered, whole in ((tree.first(2), False), (tree.first(3), True), (tree, True), (tree.first(2), True)):
-        session.propose(Proposal("below", 1, offered))
-        assert bool(session.guesses()) == whole
-    assert [node for _, node in session.guesses()] == [0, 1, 2, 3, 4]
-    work = session.work(100)
-    assert len(work.draft.dists) == 5
-    draw = session.rounds.draw(work) if session.rounds is not None else None
-    assert draw is not None
-    assert len({*draw.keys}) == 6
-    ended = Draft((0, END, 2, END, 2, 1), bytes(6), parents=(-1, 0, 1, -1, 0, 1), dists=(dist,) * 6)
-    session.propose(Proposal("below", 1, ended))
-    assert [node for _, node in session.guesses()] == [0, 1, 3, 4], "siblings of an end, and nothing behind one"
-    session.advance(session.work(100), Scored([END, 0, 0, 0, 0]))
-    assert session.text == [*PROMPT, END]
-    assert session.done
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

@@ -50,7 +50,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "branches": {"branches": 0},
 }
 RULED: dict[str, dict[str, Any]] = {
-    "rule": {"rule": "ratio", "branches": 8},
+    "rule": {"rule": "ratio"},
     "draft_top_k": {"rule": "block", "draft_top_k": 3},
 }
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text

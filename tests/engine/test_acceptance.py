@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import pytest
@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from cascade.chain import rounds
-from cascade.chain.rounds import offered
 from cascade.draft import Dist, Draft
-from cascade.engine import acceptance
-from cascade.engine.acceptance import RULES, judge, siblings
-from cascade.engine.drawing import judged, judged_tree, others, own_tokens
+from cascade.engine.acceptance import RULES, judge
+from cascade.engine.drawing import judged, own_tokens
 from cascade.engine.model import Model
-from cascade.engine.sampling import GOLDEN, _mix, _signed, keyed_gumbel, keyed_uniform
-from cascade.messages import RUNNER_UPS
+from cascade.engine.sampling import GOLDEN, _mix, _signed, keyed_gumbel
 from cascade.params import SamplingParams
-from cascade.scorer import Draw, Row, Sibling
+from cascade.scorer import Draw, Row
 from tests import small
 
 Text: TypeAlias = tuple[int, ...]
@@ -125,148 +122,6 @@ def test_how_much_is_accepted(size: int, end: int | None, kind: str) -> None:
     assert shares["block"] >= shares["ratio"] - SURE
 
 
-# trees
-
-
-Offer: TypeAlias = Callable[[list[list[Sibling]]], list[tuple[float, int, int]]]
-Tried: TypeAlias = tuple[list[float], Tensor]
-
-
-class Combs:
-    """Lines of guesses with siblings beside them: every draw of drafter and verifier, as `cascade.chain.rounds` offers them."""
-
-    def __init__(self, p: Table, q: Table, size: int, room: int, offer: Offer = offered) -> None:
-        self.p, self.q, self.size, self.room, self.offer = p, q, size, room, offer
-        self.tried: dict[tuple[Text, Text], Tried] = {}
-
-    def outcome(self) -> Outcome:
-        starts: dict[Text, float] = defaultdict(float)
-        accepted = 0.0
-        for line, share in lines(self.q, self.size, None):
-            families = [list(self._siblings(line[:place], token)) for place, token in enumerate(line)]
-            for drawn in itertools.product(*families):
-                chance = share * math.prod(part for _, part in drawn)
-                heads = self._heads(line, [tokens for tokens, _ in drawn])
-                for start, part, right in self._walked(line, heads):
-                    starts[start] += chance * part
-                    accepted += chance * part * right
-        return Outcome(law_of(self.p, self.size + 1, None, starts), accepted)
-
-    def _siblings(self, before: Text, token: int) -> Iterator[tuple[Text, float]]:
-        """Up to two beside a token, without replacement, each with the probability to be drawn."""
-        yield from _perms(self.q[before].tolist(), (token,), RUNNER_UPS)
-
-    def _heads(self, line: Text, beside: list[Text]) -> list[Text]:
-        """Of all siblings those that are offered, by place."""
-        known = []
-        for place, tokens in enumerate(beside):
-            mass = self.q[line[:place]]
-            gone = [float(mass[[line[place], *tokens[:rank]]].sum()) for rank in range(len(tokens))]
-            known.append([Sibling(token, 1 - part) for token, part in zip(tokens, gone, strict=True)])
-        heads = sorted(self.offer(known), reverse=True, key=lambda head: head[0])[: self.room]
-        return [
-            tuple(beside[place][rank] for at, rank in sorted((a, r) for _, a, r in heads) if at == place)
-            for place in range(len(line))
-        ]
-
-    def _walked(self, line: Text, heads: list[Text]) -> Iterator[tuple[Text, float, int]]:
-        """Texts that verdicts may lead to, with their probability and how many guesses are right."""
-        reach = 1.0
-        for place, token in enumerate(line):
-            before = line[:place]
-            chances, rest = self._try(before, (token, *heads[place]))
-            failed = reach
-            for guess, chance in zip((token, *heads[place]), chances, strict=True):
-                if guess != token and failed * chance > 0:
-                    yield (*before, guess), failed * chance, place + 1
-                failed *= 1 - chance
-            if failed > 0:
-                for instead, part in enumerate((rest / rest.sum()).tolist()):
-                    assert not part or instead not in (token, *heads[place]), "a correction is none of the siblings"
-                    if part:
-                        yield (*before, instead), failed * part, place
-            reach *= chances[0]
-        if reach > 0:
-            yield line, reach, len(line)
-
-    def _try(self, before: Text, guesses: Text) -> Tried:
-        if (before, guesses) not in self.tried:
-            chances, rest = siblings(self.p[before][None], self.q[before][None], torch.tensor([guesses]))
-            self.tried[before, guesses] = chances[0].tolist(), rest[0]
-        return self.tried[before, guesses]
-
-
-def _perms(weights: Sequence[float], taken: Text, most: int) -> Iterator[tuple[Text, float]]:
-    """Draws without replacement beside those that are ``taken``, as many as there are up to ``most``."""
-    left = {token: weight for token, weight in enumerate(weights) if weight > 0 and token not in taken}
-    if not most or not left:
-        yield (), 1.0
-        return
-    total = sum(left.values())
-    for token, weight in left.items():
-        for rest, share in _perms(weights, (*taken, token), most - 1):
-            yield (token, *rest), weight / total * share
-
-
-COMBS = [(kind, room) for kind in ("dense", "sparse", "same") for room in (1, 2, 4)]
-
-
-@pytest.mark.parametrize(("kind", "room"), COMBS)
-def test_the_law_of_trees_is_exact(kind: str, room: int) -> None:
-    """Guards recursive rejection, and what is offered: every line, sibling and verdict; none accepts less than lines."""
-    p, q = tables(2, kind, 4)
-    outcome = Combs(p, q, 2, room).outcome()
-    assert distance(outcome.law, law_of(p, 3, None, {(): 1.0})) < SURE
-    line = enumerated("ratio", p, q, 2).accepted
-    assert outcome.accepted == pytest.approx(line, abs=SURE) if kind == "same" else outcome.accepted > line + 0.01
-
-
-def test_siblings_that_are_offered_for_what_they_say_would_break_the_law() -> None:
-    """Guards the choice of siblings: to take those alone that are good guesses is biased, and the test above tells."""
-
-    def likely(beside: list[list[Sibling]]) -> list[tuple[float, int, int]]:
-        return [(1.0, place, 0) for place, few in enumerate(beside) if few and few[0].token > 1]
-
-    p, q = tables(2, "dense", 4)
-    assert distance(Combs(p, q, 2, 4, likely).outcome().law, law_of(p, 3, None, {(): 1.0})) > 0.005
-
-
-def test_siblings_from_all_of_q_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards q without what was rejected, renormalised: the test above tells."""
-    turns = itertools.cycle((True, False))  # p, then q
-    shared = acceptance._shared
-    monkeypatch.setattr(acceptance, "_shared", lambda weights: shared(weights) if next(turns) else weights)
-    p, q = tables(2, "dense", 4)
-    assert distance(Combs(p, q, 2, 4).outcome().law, law_of(p, 3, None, {(): 1.0})) > 0.005
-
-
-def test_the_law_behind_siblings_is_exact() -> None:
-    """Guards trees of any shape: three children of the text and two of each of these, none twice in a family."""
-    p, q = tables(2, "dense", 4)
-    law: dict[Text, float] = defaultdict(float)
-    for text, share in one_level(p, q, (), 3).items():
-        for token, part in (one_level(p, q, text, 2) if share[1] else {}).items():
-            law[token] += share[1] * part[0]
-        for token, part in enumerate(p[text].tolist()):
-            law[*text, token] += (share[0] - share[1]) * part
-    assert distance(law, law_of(p, 2, None, {(): 1.0})) < SURE
-
-
-def one_level(p: Table, q: Table, before: Text, number: int) -> dict[Text, tuple[float, float]]:
-    """Texts with one token more behind ``number`` siblings: their probability, and the part of it that was accepted."""
-    found: dict[Text, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for guesses, share in _perms(q[before].tolist(), (), number):
-        chances, rest = siblings(p[before][None], q[before][None], torch.tensor([guesses]))
-        for guess, chance in zip(guesses, chances[0].tolist(), strict=True):
-            said = found[*before, guess]
-            found[*before, guess] = said[0] + share * chance, said[1] + share * chance
-            share *= 1 - chance
-        for token, part in enumerate((rest[0] / rest[0].sum()).tolist() if share > 0 else ()):
-            said = found[*before, token]
-            found[*before, token] = said[0] + share * part, said[1]
-    return found
-
-
 # with the noise that serves them
 
 
@@ -331,68 +186,6 @@ class Sampler:
         return text, right + 1
 
 
-class TreeSampler(Sampler):
-    """The same with siblings beside each guess."""
-
-    def __init__(self, p: Table, q: Table, most: int = 2) -> None:
-        super().__init__(p, q)
-        self.most = most
-
-    def _round(self, name: str, begin: int, text: Tensor, keys: list[Tensor], go_on: Next) -> tuple[Tensor, Tensor]:
-        ids, places = torch.arange(self.vocab_size), (self.vocab_size + 1) ** torch.arange(self.size)
-        for place in range(begin):
-            keys = [go_on(key, text[:, place]) for key in keys]
-        drafter, verifier = keys[1], keys[0]
-        p, q, x, nodes = [], [], [], []  # of the line's places
-        for place in range(begin, self.size):
-            behind_it = ((text[:, :place] + 1) * places[:place]).sum(-1)
-            p.append(self.p[behind_it])
-            nodes.append(verifier)
-            if place < self.size - 1:
-                q.append(self.q[behind_it])
-                text[:, place] = (q[-1].log() + keyed_gumbel(drafter, ids)).argmax(-1)
-                beside, _ = others(ids.expand_as(q[-1]), q[-1], text[:, place], drafter, self.most)
-                x.append(torch.cat([text[:, place, None], beside], 1))
-                drafter, verifier = go_on(drafter, text[:, place]), go_on(verifier, text[:, place])
-        return self._judge(begin, text.clone(), p, q, x, nodes, go_on)
-
-    def _judge(
-        self,
-        begin: int,
-        text: Tensor,
-        p: list[Tensor],
-        q: list[Tensor],
-        x: list[Tensor],
-        nodes: list[Tensor],
-        go_on: Next,
-    ) -> tuple[Tensor, Tensor]:
-        """Places are those of the line, then siblings by the line's places."""
-        size, places = len(q), (self.vocab_size + 1) ** torch.arange(self.size)
-        ways = [[1 + at, *(size + 1 + self.most * at + rank for rank in range(self.most)), at] for at in range(size)]
-        for at, rank in itertools.product(range(size), range(1, 1 + self.most)):
-            token, before = x[at][:, rank], text[:, : begin + at]
-            p.append(self.p[((torch.cat([before, token[:, None]], 1) + 1) * places[: begin + at + 1]).sum(-1)])
-            nodes.append(go_on(nodes[at], token))
-        if not size:
-            own = (p[0].log() + keyed_gumbel(nodes[0], torch.arange(self.vocab_size))).argmax(-1)[:, None]
-            return torch.cat([text[:, :begin], own, text[:, begin + 1 :]], 1), torch.ones(len(text), dtype=torch.long)
-        q += [torch.zeros_like(q[0])] * (len(p) - size)
-        x += [torch.full_like(x[0], -1)] * (len(p) - size)
-        ways += [[place] * (2 + self.most) for place in range(size, len(p))]
-        tree = torch.func.vmap(lambda *each: judged_tree(*each[:3], torch.tensor(ways), each[3], size))
-        own = tree(*(torch.stack(each, 1) for each in (p, q, x, nodes)))
-        at, grown = torch.zeros(len(text), dtype=torch.long), torch.zeros(len(text), dtype=torch.long)
-        going = torch.ones(len(text), dtype=torch.bool)
-        for place in range(begin, self.size):
-            said = own.gather(1, at[:, None])
-            text[going, place] = said[going, 0]
-            grown += going
-            same = torch.stack(x, 1)[torch.arange(len(text)), at] == said
-            going = going & same.any(-1)
-            at = torch.where(going, torch.tensor(ways)[at, same.long().argmax(-1)], at)
-        return text, grown
-
-
 def surprise(texts: Tensor, p: Table) -> float:
     """How unlikely counts are under a law: chi-square's statistic as one of a normal law (Wilson and Hilferty 1931)."""
     law, size = law_of(p, texts.shape[1], None, {(): 1.0}), len(p[()])
@@ -431,60 +224,6 @@ def test_noise_of_positions_alone_would_break_the_law_of_blocks(toy: tuple[Sampl
     assert surprise(sampler.texts("block", 100_000, go_on=ignore), p) > 1.5 * UNLIKELY_Z
 
 
-@pytest.fixture(scope="module")
-def trees() -> tuple[TreeSampler, Table]:
-    p, q = table(6, 2, 3), table(6, 2, 4)
-    return TreeSampler(p, q), p
-
-
-def test_the_law_of_many_trees(trees: tuple[TreeSampler, Table]) -> None:
-    """Guards noise and keys of trees, over several rounds."""
-    sampler, p = trees
-    assert surprise(sampler.texts("ratio", 100_000), p) < UNLIKELY_Z
-
-
-def test_shared_noise_would_break_the_law_of_trees() -> None:
-    """Guards against a verifier that draws with the noise of its drafter: with one sibling each; more leave little to draw."""
-    p, q = table(6, 2, 3), table(6, 2, 4)
-    assert surprise(TreeSampler(p, q, 1).texts("ratio", 100_000, own=0), p) > 2 * UNLIKELY_Z
-
-
-def test_one_lot_for_all_siblings_would_break_the_law(
-    trees: tuple[TreeSampler, Table], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards lots of siblings against being the same: the test above would tell."""
-    monkeypatch.setattr("cascade.engine.drawing.keyed_uniform", lambda keys, number=0: keyed_uniform(keys))
-    sampler, p = trees
-    assert surprise(sampler.texts("ratio", 100_000), p) > 2 * UNLIKELY_Z
-
-
-def test_siblings_are_drawn_without_replacement() -> None:
-    """Guards what the rule takes them for: none twice, none without a chance, each as likely as what is left of q says."""
-    keys = torch.tensor([rounds._first(seed, 1) for seed in range(20_000)])
-    probs = torch.tensor([0.5, 0.3, 0.2]).expand(len(keys), -1)
-    ids = torch.arange(3).expand_as(probs)
-    own = (probs.log() + keyed_gumbel(keys, ids)).argmax(-1)
-    tokens, left = others(ids, probs, own, keys, 3)
-    assert (tokens[:, -1] == -1).all(), "there are no more than three tokens"
-    assert (torch.cat([own[:, None], tokens[:, :2]], 1).sort(-1).values == torch.arange(3)).all(), "none twice"
-    assert torch.allclose(left[:, 0], 1 - probs[0][own])
-    share = (tokens[own == 0, 0] == 1).float().mean()
-    assert float(share) == pytest.approx(0.6, abs=0.02)
-
-
-def test_a_line_is_judged_as_a_tree(toy: tuple[Sampler, Table]) -> None:
-    """Guards the two ways to the same verdict: lines, and trees that have one child each."""
-    p, q = (each.float() for each in (torch.rand(4, 6).softmax(-1), torch.rand(3, 6).softmax(-1)))
-    x = torch.tensor([2, 0, 5])
-    for seed in range(50):
-        keys = torch.tensor([rounds._first(seed, place) for place in range(4)])
-        line = judged(RULES["ratio"], p, q, x, keys)
-        ways = torch.tensor([[1, 0], [2, 1], [3, 2], [3, 3]])
-        tree = judged_tree(p, torch.cat([q, q[:1]]), torch.tensor([[2], [0], [5], [-1]]), ways, keys, 3)
-        right = int((line[:-1] == x).long().cumprod(0).sum())
-        assert line[: right + 1].tolist() == tree[: right + 1].tolist()
-
-
 def test_keys_are_those_of_sessions() -> None:
     """Guards the tests above: their keys are the served ones."""
     key, token = rounds._first(7, 1), 5
@@ -497,8 +236,6 @@ def test_the_law_of_the_embedded_family(name: str) -> None:
     """Guards the rules on distributions of real models, each shaped by the request: medium drafts for full."""
     p, q = embedded(SamplingParams(temperature=1.0, top_k=4, seed=0))
     assert surprise(Sampler(p, q).texts(name, 200_000), p) < UNLIKELY_Z
-    if name == "ratio":
-        assert surprise(TreeSampler(p, q).texts(name, 200_000), p) < UNLIKELY_Z
 
 
 def embedded(params: SamplingParams) -> tuple[Table, Table]:

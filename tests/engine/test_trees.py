@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade import SamplingParams, Structured
-from cascade.chain.rounds import _first
-from cascade.draft import NO_DRAFT, Dist, Draft
+from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.attention import Attention, Contiguous
-from cascade.engine.drawing import tree_tokens
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import Constraint, SequenceState
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree
 from cascade.messages import Logprobs, Open
-from cascade.scorer import BLOCK, MAX_FORKED, Draw, Row, RunnerUp, Scored
+from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests import small
 from tests.architectures import VOCAB, build
 
@@ -95,23 +93,6 @@ class Session:
         tokens = self.text[self.held :]
         return Row(self.store, self.held, tokens, 1, self.params, self.state, draft=draft, runner_ups=runner_ups)
 
-    def drawn(self, draft: Draft, number: int) -> tuple[Row, Scored]:
-        """The row that judges a tree by the ratio rule, and what it has to say, of passes over the tree's paths alone."""
-        dist = Dist(torch.arange(VOCAB), torch.full((VOCAB,), 1 / VOCAB))
-        draft = replace(draft, dists=(dist,) * len(draft))
-        keys = [_first(number, node) for node in range(1 + len(draft))]
-        row = replace(self.row(draft), draw=Draw(keys, "ratio", 8, 2))
-        paths = [path_to(draft.tokens, [draft.parent(i) for i in range(len(draft))], node) for node in range(-1, len(draft))]
-        return row, tree_tokens([self.drawn_from(path) for path in paths], VOCAB, row, row.draw)  # type: ignore[arg-type]
-
-    def drawn_from(self, path: Sequence[int]) -> Dist:
-        """What the own token behind the text with a path is drawn from."""
-        text = (*self.text, *path)
-        store, draw = self.model.new_cache(), Draw([0], "coupled", 8)
-        [scored] = self.model.run([Row(store, 0, text, 1, self.params, self.new_state(text), draw=draw)])
-        store.free()
-        return scored.dists[0]
-
     def check(self, scored: Scored, most: int | None = None) -> None:
         """Hold a pass against those of its paths, of which the first ``most`` are known, and go on with the text."""
         draft, begin = self.drafts, len(self.text)
@@ -125,10 +106,6 @@ class Session:
         said = [self.expected(new[:i])[1] for i in range(len(new))]
         if self.state is not None and self.params.logprobs is not None:
             assert [(one,) for one in self.state.logprobs(begin, len(new))] == said
-        self.follow(new)
-
-    def follow(self, new: Sequence[int]) -> None:
-        """Go on with the text, whose keys and values the store holds."""
         self.text += new
         self.held = len(self.text) - 1
         fresh = self.model.new_cache()
@@ -222,31 +199,6 @@ def test_branches_have_histories_of_their_own(attention: str, trees: Any, params
     model = model_of("llama", attention)
     chosen = [params, SamplingParams(temperature=0.8, seed=seed), params]
     rounds([Session(model, one, text, random.Random(seed)) for one, text in zip(chosen, texts(seed), strict=True)], trees)
-
-
-@pytest.mark.parametrize("attention", ["native", "contiguous"])
-@settings(deadline=None, derandomize=True, max_examples=6)
-@given(trees=st.lists(shapes(), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
-def test_trees_are_judged_by_what_their_paths_say(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
-    """Guards trees of the ratio rule: distributions of other nodes, stores without the path that was accepted, and reports."""
-    params = replace(params, temperature=0.8)
-    session = Session(model_of("llama", attention), params, texts(seed)[1], random.Random(seed))
-    for parents in trees:
-        draft = session.guess(parents)
-        if draft.is_line:
-            continue
-        row, expected = session.drawn(draft, seed)
-        [scored] = session.model.run([row])
-        assert scored.own == expected.own
-        assert scored.siblings == expected.siblings
-        new, _ = row.draft.walk(scored.own)
-        if params.logprobs is not None:
-            said = [one.logprob for one in session.state.logprobs(len(session.text), len(new))]  # type: ignore[union-attr]
-            logits = session.model.logits([Row(session.model.new_cache(), 0, [*session.text, *new], 1 + len(new), GREEDY)])
-            expected_logprobs = logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
-            assert said == pytest.approx(expected_logprobs.tolist(), abs=1e-4)
-        session.follow(new)
-    session.store.free()
 
 
 @dataclass

@@ -149,22 +149,12 @@ def test_distributions_cross_processes_as_numbers() -> None:
     assert (list(sent.ids), list(sent.probs)) == said.listed
 
 
-def test_siblings_share_a_distribution_on_the_wire() -> None:
-    """Guards the price of trees, whose siblings were drawn from one distribution: it is sent once, and arrives with each."""
-    first, second = Dist((1, 2), (0.75, 0.25)), Dist((3, 4), (0.5, 0.5))
-    draft = Draft((1, 3, 2, 4), bytes(4), parents=(-1, 0, -1, 0), dists=(first, second, first, second))
-    batch = encode([Proposal("s", 1, draft)])
-    assert len(batch.messages[0].proposal.dists) == 2
-    [arrived] = decode(batch)
-    assert isinstance(arrived, Proposal)
-    assert [dist.listed for dist in arrived.draft.dists] == [dist.listed for dist in draft.dists]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         pb.Message(open=pb.Open(tokens=[1], prompt_len=1, rules=pb.Rules(rule="lucky", above="coupled"))),
         pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), dists=[pb.Dist()])),
+        pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), parents=[0, 0], dists=[pb.Dist(), pb.Dist()])),
         pb.Message(proposal=pb.Proposal(tokens=[1], origins=bytes(1), dists=[pb.Dist(ids=[1])])),
     ],
 )

@@ -119,7 +119,7 @@ class VllmModel:
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read."""
         if any(row.draft.parents for row in rows):
-            return run_trees(rows, self._pass, vocab_size=self.vocab_size, shares_pass=False)
+            return run_trees(rows, self._pass, shares_pass=False)
         return self._pass(rows)
 
     def _pass(self, rows: Sequence[Row], tell: Any = report) -> list[Scored]:

@@ -1,8 +1,9 @@
-"""A Llama-architecture checkpoint as a GGUF file for llama.cpp: the same weights, in float32 or bfloat16."""
+"""A Llama-architecture checkpoint as a GGUF file, as llama.cpp's converter writes it."""
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ NAMES = {  # of tensors in GGUF, by their names in Transformers
     "mlp.down_proj": "ffn_down",
 }
 NORMAL, CONTROL = 1, 3  # types of tokens
+KINDS = {"float32": "F32", "bfloat16": "BF16"}  # of matrices in GGUF, by their names in Transformers
 
 
 def tensor_name(name: str) -> str:
@@ -75,29 +77,40 @@ def converted(folder: Path, dtype: str, work: Path) -> Path:
     newest = max(path.stat().st_mtime for path in folder.iterdir())
     if not target.exists() or target.stat().st_mtime < newest:
         draft = target.with_suffix(f".{os.getpid()}.part")
-        write(folder, dtype, draft)
+        write(folder, draft, KINDS[dtype])
         draft.replace(target)
     return target
 
 
-def write(folder: Path, dtype: str, target: Path) -> None:
-    """Write the checkpoint in ``folder`` to ``target``."""
-    import gguf  # in the environment of llama.cpp alone
+def write(
+    folder: Path,
+    target: Path,
+    kind: str,
+    *,
+    architecture: str = "llama",
+    without: str = "",
+    more: Callable[[Any], object] = lambda writer: None,
+) -> None:
+    """Write the checkpoint in ``folder`` to ``target``, its matrices as a ``kind`` such as F32, BF16 or Q4_1.
+
+    For files that are not as they should be: it lacks the tensor ``without`` and has what ``more`` adds.
+    """
+    import gguf  # in the environment of llama.cpp alone, and in that of tests
 
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16)
+    writer = gguf.GGUFWriter(target, architecture)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     _write_config(writer, config)
     _write_vocabulary(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in tensors(folder).items():
+        if name == without:
+            continue
         projection = name.split(".")[-2]
         rows = np.ascontiguousarray(permuted(weight, heads[projection]) if projection in heads else weight)
-        if dtype == "float32" or rows.ndim == 1:
-            writer.add_tensor(tensor_name(name), rows)
-        else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(tensor_name(name), gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        kept = gguf.GGMLQuantizationType["F32" if rows.ndim == 1 else kind]
+        writer.add_tensor(tensor_name(name), gguf.quants.quantize(rows, kept), raw_dtype=kept)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

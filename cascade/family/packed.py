@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
     try:
         for file in (*(file for file in packed.iterdir() if file.name != WEIGHTS), *beside):
             shutil.copy(file, partial)
-        save_file(_unpack(load_file(packed / WEIGHTS)), partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(widened(load_file(packed / WEIGHTS)), partial / WEIGHTS, metadata={"format": "pt"})
         os.rename(partial, place)
     except OSError:
         if not place.is_dir():  # another process was not faster: the disk is full, or cannot be written
@@ -60,7 +60,8 @@ def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
     return place
 
 
-def _unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def widened(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices in bfloat16 from 8-bit numbers and their scales, and whatever else there is as it is."""
     scales = {name.removesuffix(SCALE): tensor for name, tensor in packed.items() if name.endswith(SCALE)}
     return {
         name: (tensor.float() * scales[name]).to(torch.bfloat16) if name in scales else tensor

@@ -23,8 +23,9 @@ from cascade.engine.checkpoint import anatomy
 from cascade.engine.gguf import cache_folder, converted, described
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
-from tests import gguf_files, small
+from tests import small
 
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 PROMPT = "def read(path):\n    with open("
 
 
@@ -48,7 +49,7 @@ def greedy(path: Path, tokens: int = 40) -> list[int]:
 def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, kind: str) -> None:
     """Guards weights against another rounding on their way through the cache, and against rows in another order."""
     path = tmp_path / "tiny.gguf"
-    source = gguf_files.write(path, kind)
+    source = small.gguf(path, kind)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with Cascade.from_pretrained([source], device="cpu", processes=False) as cascade:
         assert list(cascade.generate(PROMPT, params).token_ids) == greedy(path)
@@ -57,7 +58,7 @@ def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F32", torch.float32), ("Q4_1", torch.float32)])
 def test_every_number_of_a_file_is_kept(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     """Guards against rounding, and against files in 16 bits that take twice the disk; small's weights are in bfloat16."""
-    source = gguf_files.write(tmp_path / "tiny.gguf", kind)
+    source = small.gguf(tmp_path / "tiny.gguf", kind)
     network = AutoModelForCausalLM.from_pretrained(converted(source), dtype="auto")
     assert network.dtype == dtype == anatomy(source).dtype
     if kind != "Q4_1":
@@ -67,13 +68,13 @@ def test_every_number_of_a_file_is_kept(tmp_path: Path, kind: str, dtype: torch.
 
 def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
     """Guards the places that read a source: a tier below, the tokenizer, its template, the ends of texts, int8, a check."""
-    source = gguf_files.write(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "tiny.gguf", more=lambda w: (w.add_eot_token_id(7), w.add_chat_template(CHAT)))
     tokenizer, known = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(small.paths()[0])
     assert tokenizer.fingerprint == known.fingerprint
     for text in (PROMPT, "é中文 \U0001f40d\r\n\t x  y<|endoftext|>123456"):
         assert tokenizer.encode(text) == known.encode(text)
         assert tokenizer.decode(tokenizer.encode_part(text)) == known.decode(known.encode_part(text))
-    assert tokenizer.backend.chat_template == gguf_files.CHAT
+    assert tokenizer.backend.chat_template == CHAT
     assert tokenizer.end_ids == {0, 7}
     found, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
     assert (found.parameters, found.context_len, found.heads) == (expected.parameters, expected.context_len, expected.heads)
@@ -89,7 +90,7 @@ def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
 
 def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path) -> None:
     """Guards `cascade check` and routers: they would dequantise gigabytes to look at a tokenizer."""
-    source = gguf_files.write(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "tiny.gguf")
     Tokenizer.from_pretrained(source)
     anatomy(source)
     assert not list(cache.rglob("*.safetensors"))
@@ -102,18 +103,18 @@ def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path) -
 def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     """Guards the start against doing it again, a changed file against the old model, and the disk against both."""
     path = tmp_path / "tiny.gguf"
-    first = converted(gguf_files.write(path))
+    first = converted(small.gguf(path))
     made = (Path(first) / "model.safetensors").stat().st_mtime_ns
     assert converted(str(path)) == first
     assert (Path(first) / "model.safetensors").stat().st_mtime_ns == made
-    second = converted(gguf_files.write(path, "Q8_0"))
+    second = converted(small.gguf(path, "Q8_0"))
     assert second != first
     assert len(list(cache.rglob("model.safetensors"))) == 1
 
 
 def test_processes_convert_a_file_together(tmp_path: Path, cache: Path) -> None:
     """Guards tiers that start at once: all get the same whole folder, and nothing else is left."""
-    source = gguf_files.write(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "tiny.gguf")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         folders = pool.map(converted, [source] * 2)
     assert len(set(folders)) == 1
@@ -123,7 +124,7 @@ def test_processes_convert_a_file_together(tmp_path: Path, cache: Path) -> None:
 
 def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
     """Guards the cache: half of the weights would be taken for all of them, or the disk fill up with halves."""
-    source = gguf_files.write(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "tiny.gguf")
     code = (
         "import sys, time; from pathlib import Path; from cascade.engine import gguf\n"
         "def make(source, folder, dtype):\n"
@@ -141,21 +142,21 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
 
 def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against tracebacks of three libraries, and texts against weights that Transformers makes up."""
-    whole = Path(gguf_files.write(tmp_path / "whole.gguf"))
+    whole = Path(small.gguf(tmp_path / "whole.gguf"))
     files = {
         "no GGUF file": tmp_path / "text.gguf",
         "is damaged": tmp_path / "short.gguf",
         "There is no file": tmp_path / "nowhere.gguf",
-        "architecture 'rwkv6'": Path(gguf_files.write(tmp_path / "rwkv.gguf", architecture="rwkv6")),
+        "architecture 'rwkv6'": Path(small.gguf(tmp_path / "rwkv.gguf", architecture="rwkv6")),
         "lacks 1 weights of its model, such as model.layers.1.mlp.up_proj.weight": Path(
-            gguf_files.write(tmp_path / "lacks.gguf", without="model.layers.1.mlp.up_proj.weight")
+            small.gguf(tmp_path / "lacks.gguf", without="model.layers.1.mlp.up_proj.weight")
         ),
-        "one of 3 parts": Path(gguf_files.write(tmp_path / "part.gguf", more=lambda w: w.add_uint16("split.count", 3))),
+        "one of 3 parts": Path(small.gguf(tmp_path / "part.gguf", more=lambda w: w.add_uint16("split.count", 3))),
         "scales positions by llama.rope.scaling.type 'yarn'": Path(
-            gguf_files.write(tmp_path / "yarn.gguf", more=lambda w: w.add_string("llama.rope.scaling.type", "yarn"))
+            small.gguf(tmp_path / "yarn.gguf", more=lambda w: w.add_string("llama.rope.scaling.type", "yarn"))
         ),
         "scales positions by the tensor rope_freqs.weight": Path(
-            gguf_files.write(tmp_path / "freqs.gguf", more=lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy()))
+            small.gguf(tmp_path / "freqs.gguf", more=lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy()))
         ),
     }
     (tmp_path / "text.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -174,7 +175,7 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: p
 
 def test_too_little_room_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards machines that convert a model larger than they are: they swap, or fill their disk, and say nothing."""
-    source = gguf_files.write(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(gguf, "host_memory", lambda: 10**6)
     with pytest.raises(ModelError, match="GiB of memory to convert"):
         converted(source)

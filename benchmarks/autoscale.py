@@ -2,7 +2,7 @@
 
     make bench-autoscale
 
-Everything here is simulated (`cascade.simulation.fleet`, `cascade.simulation.arrivals`). The static layout is the one of
+Everything here is simulated (`benchmarks.fleet`, `benchmarks.arrivals`). The static layout is the one of
 fewest devices whose 95th percentile of the time per token is the one that is asked for; the other one may take as many
 devices, has to start each replica first, and is asked for more speed until it is no later than the static one. Gains by draft
 tiers and load are those that real sessions have in the discrete-event simulator, with the same passes; `--gains` measures
@@ -19,11 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arrivals import Arrival, bursty, nightly, rising
+from benchmarks.fleet import Course, Fleet, run, static
 from cascade.chain.layout import Goal, Layout, TierLoad, devices
 from cascade.chain.profile import PassCost
 from cascade.chain.scaling import Pace, Scaler
-from cascade.simulation.arrivals import Arrival, bursty, nightly, rising
-from cascade.simulation.fleet import Course, Fleet, run, static
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.trace import Acceptance, Trace
 

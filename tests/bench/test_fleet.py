@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.arrivals import DAY_S, Arrival, bursty, nightly, rising
 from benchmarks.autoscale import FULL, TOKENS, fleet
+from benchmarks.fleet import run, static
 from cascade.chain.layout import Goal
 from cascade.chain.scaling import Pace, Scaler
-from cascade.simulation.arrivals import DAY_S, Arrival, bursty, nightly, rising
-from cascade.simulation.fleet import run, static
 
 HOUR_S = 3600.0
 

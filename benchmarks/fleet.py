@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks.arrivals import Arrival
 from cascade.chain.layout import CROWDED, Layout, Speeds, TierLoad, crowd
 from cascade.chain.scaling import Scaler
-from cascade.simulation.arrivals import Arrival
 
 LOOK_S = 5.0  # between two decisions
 NOISE = 0.05  # of the speeds that a planner measures, standard deviation of the logarithm

@@ -11,11 +11,12 @@ from itertools import zip_longest
 from typing import Protocol
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.params import Rule, SamplingParams
+from cascade.params import MAX_PRIORITY, Rule, SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
-AUDIT_YIELDS = "an audit makes way for requests"  # reason of a `Failed`
+MAKES_WAY = "a session of the last priority makes way for others"  # reason of a `Failed`
+LAST = MAX_PRIORITY + 1  # priority that no request has, see `Open.makes_way`
 MAX_RANKS = 1 + RUNNER_UPS  # of guesses that are counted apart: own tokens of the drafter, and its runner-ups
 
 
@@ -91,17 +92,6 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
-    """A token of a text that was sent, in place of which the full tier alone says another; see `cascade.chain.audit`."""
-
-    position: int  # absolute
-    sent: int
-    own: int
-    margin: float  # by which the own token's perturbed logit is more than the next one's, nats; infinite if there is no other
-    second: bool  # what was sent is that next one
-
-
-@dataclass(frozen=True, slots=True)
 class Lane:
     """Guesses of a tier that the one above it has not judged yet."""
 
@@ -169,7 +159,6 @@ class Open:
     rules: Rules = COUPLED
     traceparent: str = ""  # the span that this session is part of, see `deployments.tracing`; as W3C Trace Context has it
     tracestate: str = ""  # likewise
-    audit: int = 0  # the text was sent: score it again from this position on, see `cascade.chain.audit`; 0: no audit
     lease: str = ""  # by which it holds its replica; the session's own if empty
 
     def __post_init__(self) -> None:
@@ -180,6 +169,11 @@ class Open:
     def in_rounds(self) -> bool:
         """The tier above verifies whole windows, or this session does."""
         return self.lockstep or self.rules.above != "coupled"
+
+    @property
+    def makes_way(self) -> bool:
+        """It has a tier to itself: it is refused beside a session of another kind, and over when one opens."""
+        return self.priority >= LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +208,6 @@ class Proposal:
     spared: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
     lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
-    divergences: tuple[Divergence, ...] = ()  # of an audit, which has judged the text up to `start` then
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,10 +107,11 @@ class Router:
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
         self._exchange = Exchange(self.admission.access, self._siblings)
-        self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
+        full_replicas = lessor(handles[full.name])
+        self._full = FullTier(self._config, full_replicas, self.admission)
         self._observer = Observer(self.admission.metrics, self._tiers, self._siblings, self._full.downlink)
         self._counting = asyncio.create_task(self._observer.run())
-        self._auditor = Auditor(self._config.router.audit, self._full.downlink, self._full.inboxes, self.admission)
+        self._auditor = Auditor(self._config, full_replicas, self.admission)
         self._api = Api(self).application()
         await self._listen()
         gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
@@ -230,7 +231,7 @@ class Router:
 
     async def __del__(self) -> None:
         self._counting.cancel()
-        self._auditor.close()
+        await self._auditor.close()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._full.downlink.close()

@@ -100,7 +100,7 @@ class KVAdmission:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
         self._void(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
-        if allocation is not None and (spoilt or session.opening.audit):
+        if allocation is not None and (spoilt or session.opening.makes_way):
             self.block_manager.drop(allocation)
         elif allocation is not None:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
@@ -150,8 +150,7 @@ class KVAdmission:
 def _salt(slot: Slot[Any]) -> str:
     """Sessions with the same one may share what is held, which depends on the adapter, and on whether a drafter reads it."""
     opening = slot.session.opening
-    alone = opening.audit or opening.params.prompt_logprobs is not None  # what others left is judged, or lacks logits
-    own = opening.session if alone else ""
+    own = "" if opening.params.prompt_logprobs is None else opening.session  # what others left lacks logits
     return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.guesses != UNREAD}"
 
 

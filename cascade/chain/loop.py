@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Generic, TypeAlias
 
-from cascade.chain.audit import Audit
 from cascade.chain.calibration import Calibration
 from cascade.chain.drafting import Drafting
 from cascade.chain.hints import Hint
@@ -23,7 +22,7 @@ from cascade.chain.session import ProtocolError, Session
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
-from cascade.messages import AUDIT_YIELDS, Close, Commit, Failed, Message, Open, Proposal
+from cascade.messages import MAKES_WAY, Close, Commit, Failed, Message, Open, Proposal
 from cascade.scorer import Drafter, Guesser, RowState, Scored
 
 log = logging.getLogger(__name__)
@@ -110,21 +109,21 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        audits = [slot for slot in self.slots.values() if slot.session.opening.audit]
-        problem = AUDIT_YIELDS if opening.audit and len(audits) < len(self.slots) else self._problem(opening)
+        last = [slot for slot in self.slots.values() if slot.session.opening.makes_way]
+        problem = MAKES_WAY if opening.makes_way and len(last) < len(self.slots) else self._problem(opening)
         if problem:
             self._send_up(up, Failed(opening.session, problem, self._name))
             return
-        verdicts = self._drafting.calibrations.of("", opening.params.temperature)
-        kind = Audit if opening.audit else Session
-        session = kind(opening, self._name, self._level, self._limits.vocab_size, verdicts)
+        # an audit agrees for hours, and what is learnt of that would have the next one offer no runner-up
+        learnt = None if opening.makes_way else self._drafting.calibrations.of("", opening.params.temperature)
+        session = Session(opening, self._name, self._level, self._limits.vocab_size, learnt)
         try:
             state = self._state(session)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
-        for audit in () if opening.audit else audits:  # they have a tier to themselves, or leave it
-            self._fail(audit, AUDIT_YIELDS)
+        for slot in () if opening.makes_way else last:
+            self._fail(slot, MAKES_WAY)
         slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
@@ -190,7 +189,7 @@ class Loop(Generic[U]):
         """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
         self._tell(now)
         wake_at: float | None = None
-        if self._audits:  # short passes: a request may come any time
+        if self._makes_way:  # short passes: a request may come any time
             max_tokens = stretch(self._profile, max_tokens)
         for slot in self.slots.values():
             if slot.using != slot.course:  # it drafts with others than it should, or with nobody
@@ -204,9 +203,9 @@ class Loop(Generic[U]):
         return batch, earlier(earlier(wake_at, start_at), retry_at)
 
     @property
-    def _audits(self) -> bool:
+    def _makes_way(self) -> bool:
         """There is nothing else to do."""
-        return any(slot.session.opening.audit for slot in islice(self.slots.values(), 1))
+        return any(slot.session.opening.makes_way for slot in islice(self.slots.values(), 1))
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""

@@ -61,11 +61,11 @@ class ListenConfig(Section):
 
 
 class AuditConfig(Section):
-    """Which answers the full tier alone scores again when nothing else is to be done, see docs/audit.md."""
+    """Which answers the full tier alone writes again when nothing else is to be done, see docs/audit.md."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.0  # of all answers
     max_waiting: Annotated[int, Field(ge=1)] = 16  # answers that wait for an audit; more are skipped
-    max_wait_s: Annotated[float, Field(gt=0)] = 60.0  # an answer that could not be audited by then is skipped
+    max_wait_s: Annotated[float, Field(gt=0)] = 60.0  # an answer whose audit does not get on for so long is skipped
 
 
 class RouterConfig(Section):

@@ -1,9 +1,18 @@
 """What audits count, as Prometheus reads it; see `deployments.auditor`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cascade.messages import Divergence
 from deployments.metrics.page import Page
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A token of a text that was sent, in place of which the full tier alone says another."""
+
+    position: int  # absolute
+    margin: float  # by which the own token's perturbed logit is more than the next one's, nats; infinite if nobody knows
+    second: bool  # what was sent is that next one
 
 
 class AuditMetrics:

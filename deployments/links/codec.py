@@ -13,7 +13,7 @@ from cascade.client.wire import (
     encode_sampling,
 )
 from cascade.draft import Dist, Draft
-from cascade.messages import COUPLED, Close, Commit, Divergence, Failed, Logprobs, Message, Open, Proposal, Rules
+from cascade.messages import COUPLED, Close, Commit, Failed, Logprobs, Message, Open, Proposal, Rules
 from cascade.params import RULES
 from cascade.v1 import link_pb2 as pb
 
@@ -62,7 +62,6 @@ def _encode_open(opening: Open) -> pb.Open:
         draft_branches=opening.draft_branches,
         drafters=opening.drafters,
         rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
-        audit=opening.audit,
         traceparent=opening.traceparent,
         tracestate=opening.tracestate,
         lease=opening.lease,
@@ -83,7 +82,6 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         spared=proposal.spared,
         lanes=map(encode_lane, proposal.lanes),
         dists=map(_encode_dist, draft.dists),
-        divergences=(pb.Divergence(**asdict(one)) for one in proposal.divergences),
     )
 
 
@@ -134,17 +132,10 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         draft_branches=opening.draft_branches,
         drafters=tuple(opening.drafters),
         rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
-        audit=_decode_audit(opening),
         traceparent=opening.traceparent,
         tracestate=opening.tracestate,
         lease=opening.lease,
     )
-
-
-def _decode_audit(opening: pb.Open) -> int:
-    if opening.audit and not opening.prompt_len <= opening.audit < len(opening.tokens):
-        raise ValueError("an audit judges output")
-    return int(opening.audit)
 
 
 def _decode_rules(said: pb.Rules) -> Rules:
@@ -159,12 +150,7 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(decode_edge, said.edges))
     lanes = tuple(map(decode_lane, said.lanes))
-    fields = (edges, logprobs, said.spared, prompt, lanes, tuple(map(_decode_divergence, said.divergences)))
-    return Proposal(session, said.start, _decode_draft(said), *fields)
-
-
-def _decode_divergence(said: pb.Divergence) -> Divergence:
-    return Divergence(said.position, said.sent, said.own, said.margin, said.second)
+    return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.spared, prompt, lanes)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:

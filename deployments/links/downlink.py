@@ -41,7 +41,6 @@ class Route:
     opening: "asyncio.Task[None] | None" = None
     asked: list[Lease] = field(default_factory=list)  # while none of them has been given
     lease: HeldLease | None = None
-    audit: bool = False
     answered: bool = False
 
 
@@ -135,9 +134,9 @@ class Downlink(Link):
     # sessions
 
     def _open(self, opening: Open) -> None:
-        route = self._routes[opening.session] = Route(opening.tier, [opening], audit=bool(opening.audit))
+        route = self._routes[opening.session] = Route(opening.tier, [opening])
         leases, preferred = self._held.get(opening.tier), self._preferred(opening)
-        held = None if leases is None or route.audit else leases.take(preferred)
+        held = None if leases is None else leases.take(preferred)
         if held is not None:
             self._join(opening, route, held)
             return
@@ -149,7 +148,7 @@ class Downlink(Link):
         """End a session, and keep its lease for another one if that is wanted."""
         lease, kept = route.lease, False
         if route.stream is not None:
-            kept = lease is not None and route.answered and not route.audit and self._held[route.tier].keep(lease)
+            kept = lease is not None and route.answered and self._held[route.tier].keep(lease)
             route.stream.mailbox.put([replace(message, keep=kept)])
         self._leave(message.session, keep=kept)
 
@@ -298,7 +297,7 @@ class Downlink(Link):
         if route is not None and not route.answered:
             route.answered = True
             self._asked.answered(session)
-            if self._ahead and not route.audit:
+            if self._ahead:
                 self._held[route.tier].renew()
 
 

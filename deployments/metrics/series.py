@@ -18,7 +18,7 @@ ROUTER = "router"  # the tier that routers say they are
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
-MARGINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # nats
+MARGINS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats; gaps are told in steps of the first
 TOKENS = tuple(float(1 << power) for power in range(18))
 
 
@@ -127,7 +127,7 @@ CASCADE = (
     _gauge("full_min_replicas", "Replicas of the full tier that should always run; 0 if it is scaled to zero."),
 )
 AUDITS = (
-    _counter("audited_answers", "Answers that the full tier alone has scored again."),
+    _counter("audited_answers", "Answers that the full tier alone has written again."),
     _counter("audited_tokens", "Their tokens that it has judged."),
     _counter("audit_differing_answers", "Audited answers in which it says another token somewhere."),
     _counter("audit_divergences", "Places where it does, by whether what was sent is its second choice.", "second"),

@@ -14,9 +14,9 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Failed, Open, Proposal, mint
+from cascade.messages import Failed, Open, mint
 from cascade.params import SamplingParams, Structured
-from deployments.auditor import audit_of
+from deployments.auditor import Audit
 from tests import small
 from tests.architectures import VOCAB, build
 from tests.chain.test_audit import verdict
@@ -76,11 +76,11 @@ def written(tiers: list[Tier], *requests: Open) -> list[list[int]]:
     return [answer._tokens for answer in kept]
 
 
-def judged(tiers: list[Tier], request: Open, output: list[int]) -> Proposal:
-    said = verdict(tiers[-1], replace(audit_of(request, output[len(request.tokens) - request.prompt_len :]), session=mint()))
-    assert isinstance(said, Proposal), said
+def judged(tiers: list[Tier], request: Open, output: list[int]) -> Audit:
+    audit = Audit(request, (*request.tokens[: request.prompt_len], *output))
+    assert verdict(tiers[-1], audit) is None
     settle(tiers)
-    return said
+    return audit
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +96,13 @@ def test_no_answer_differs(tiers: list[Tier], crowd: dict[str, tuple[Open, list[
     """Guards the number zero, by which an operator knows a bug: whole answers of all kinds, and those that go on."""
     request, output = crowd[name]
     said = judged(tiers, request, output)
-    assert (said.start, said.divergences) == (request.prompt_len + len(output), ())
+    assert (said.num_judged, said.divergences) == (len(output), [])
     known = tuple(output[: len(output) // 2])
     resumed = replace(request, session=mint(), tokens=(*request.tokens, *known))
     [again] = written(tiers, resumed)
     assert again == output
     said = judged(tiers, resumed, again)
-    assert (said.start, said.divergences) == (request.prompt_len + len(output), ())
+    assert (said.num_judged, said.divergences) == (len(output) - len(known), [])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -114,8 +114,6 @@ def test_a_changed_token_is_found(tiers: list[Tier], crowd: dict[str, tuple[Open
     output[place] = (output[place] + 7) % 4096
     found = judged(tiers, request, output).divergences
     assert found[0].position == request.prompt_len + place
-    assert found[0].sent == output[place]
-    assert found[0].own == crowd[name][1][place]
     assert found[0].margin >= 0
 
 
@@ -128,13 +126,13 @@ def test_adapters_are_audited(folder: Path, adapter: str) -> None:  # noqa: F811
     tiers = next(house)
     request = opening((5, 9, 2, 44, 17), frozenset(), adapter=adapter)
     [output] = written(tiers, request)
-    assert judged(tiers, request, output).divergences == ()
+    assert judged(tiers, request, output).divergences == []
     plain = replace(request, params=replace(request.params, adapter=""))
-    assert judged(tiers, plain, output).divergences != ()
+    assert judged(tiers, plain, output).divergences != []
     assert next(house, None) is None
 
 
 def test_failed_is_no_verdict(tiers: list[Tier]) -> None:
     """Guards the count of audited answers against those that the tier does not take."""
-    request = replace(opening((1, 2, 3), frozenset()), tokens=(1, 2, 3, 10**6), audit=3)
-    assert isinstance(verdict(tiers[-1], request), Failed)
+    request = opening((1, 2, 10**6), frozenset())
+    assert isinstance(verdict(tiers[-1], Audit(request, (*request.tokens, 5))), Failed)

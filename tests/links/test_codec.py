@@ -1,7 +1,6 @@
 """What crosses the wire: every message as it was, or refused."""
 
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.draft import Dist, Draft
-from cascade.messages import Close, Commit, Divergence, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules
 from cascade.params import MAX_SEED, RULES, SamplingParams, Structured
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
@@ -87,12 +86,6 @@ opens = st.builds(
     traceparent=st.text(),
     tracestate=st.text(),
 )
-audits = st.builds(
-    lambda tokens, place, opening: replace(opening, tokens=tokens, prompt_len=1, audit=1 + place % (len(tokens) - 1)),
-    st.lists(ids, min_size=2, max_size=8).map(tuple),
-    counts,
-    opens,
-)
 probabilities = st.lists(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)), max_size=3)
 dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))
 values = st.floats(-1e6, 0, width=32)
@@ -113,12 +106,10 @@ proposals = st.integers(0, 8).flatmap(
         st.text(),
         st.lists(logprobs, max_size=3).map(tuple),
         st.lists(lanes, max_size=3).map(tuple),
-        st.lists(st.builds(Divergence, ids, ids, ids, st.floats(0), st.booleans()), max_size=3).map(tuple),
     )
 )
 messages = st.one_of(
     opens,
-    audits,
     st.builds(Commit, st.text(), ids, tokens),
     st.builds(Close, st.text()),
     proposals,
@@ -162,13 +153,6 @@ def test_rules_and_distributions_that_make_no_sense_are_refused(wrong: pb.Messag
     """Guards a tier against passes that fail for what its neighbour says."""
     with pytest.raises(ValueError, match=r"rule|distribution"):
         decode(pb.Batch(messages=[wrong]))
-
-
-@pytest.mark.parametrize("audit", [1, 3, 4])
-def test_audits_of_no_output_are_refused(audit: int) -> None:
-    """Guards a tier against an audit of a prompt, or of nothing, which it cannot judge."""
-    with pytest.raises(ValueError, match="judges output"):
-        decode(pb.Batch(messages=[pb.Message(open=pb.Open(tokens=[1, 2, 3], prompt_len=2, audit=audit))]))
 
 
 def test_every_kind_has_its_strategy() -> None:

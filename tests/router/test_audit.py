@@ -14,10 +14,9 @@ from cascade.cli.top import Frame, view
 from cascade.client import Client
 from cascade.messages import Message, Proposal
 from cascade.params import SamplingParams, Speculation
-from cascade.settings.router import AuditConfig
+from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import Admission
 from deployments.auditor import Auditor
-from deployments.links.downlink import Downlink
 from tests import small
 from tests.chain.test_tier import opening
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
@@ -127,14 +126,15 @@ def test_a_busy_server_skips_audits() -> None:
 async def test_few_answers_wait() -> None:
     """Guards memory: of more answers than may wait none is kept, and none when the router goes."""
     admission = Admission(small.config())
-    auditor = Auditor(AuditConfig(share=1.0, max_waiting=2), Downlink({}, print), {}, admission)
+    values = small.config().model_dump(mode="json") | {"router": {"audit": {"share": 1.0, "max_waiting": 2}}}
+    auditor = Auditor(CascadeConfig.parse(values), print, admission)
     for _ in range(5):
         auditor._take(opening(), [1, 2])
     assert len(auditor._waiting) == 2
     assert b'cascade_audits_skipped_total{reason="queue"} 3.0' in admission.metrics.text()
     task = auditor._task
     assert task is not None
-    auditor.close()
+    await auditor.close()
     auditor._take(opening(), [1, 2])
     assert not auditor._waiting
     await asyncio.wait([task])

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from benchmarks.asked import lossless, stamp
 from benchmarks.baseline import quiet
-from benchmarks.turns import ALONE, AUTO, Ask, Question, Text, at, level_load, questions, rotated
+from benchmarks.turns import ALONE, AUTO, Ask, Question, Text, at, level_load, questions
 from cascade.answer import Completion
+from cascade.bench.load import rotated
 from cascade.bench.measure import Mode, stranger
 from cascade.client import AsyncClient
 from cascade.params import SamplingParams

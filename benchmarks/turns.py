@@ -5,16 +5,16 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from benchmarks.asked import by_category, chat_ids
 from cascade import family
 from cascade.answer import Completion
+from cascade.bench.load import rotated
 from cascade.bench.measure import EdgeTotals, Mode, stranger
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import Handling, SamplingParams, Speculation
 
-T = TypeVar("T")
 Text: TypeAlias = tuple[int, ...]  # token ids
 Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
 
@@ -73,12 +73,6 @@ class Answers:
 def at(temperature: float) -> str:
     """The name of a temperature in documents: ``t0``, ``t0.7``, ``t1.0``."""
     return f"t{temperature:.1f}" if temperature else "t0"
-
-
-def rotated(all: Sequence[T], number: int) -> Sequence[T]:
-    """Another one first in every round, so that none is favoured by always coming early or late."""
-    first = number % len(all)
-    return (*all[first:], *all[:first])
 
 
 async def in_turns(

@@ -1,6 +1,7 @@
-"""How fast a server answers many requests at once, mode beside mode in one run.
+"""How fast a server answers one request, or many at once, mode beside mode in one run.
 
-Modes take turns on every batch of requests, so that whatever else the machine does meanwhile slows all of them alike.
+Modes take turns on every batch of requests, so that whatever else the machine does meanwhile slows all of them alike. Each
+request is a tenant of its own: no mode knows the prompt or the text from another one.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cascade.answer import Chunk, Completion
@@ -86,6 +87,7 @@ class Workload:
     concurrency: tuple[int, ...]
     params: SamplingParams
     rounds: int = 1
+    warm_tokens: int | None = None  # of the answers that warm up, at most; as many as of the others if None
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ async def load(
         await _warm_up(stream, workload, n)
         for category in workload.categories:
             for _ in range(workload.rounds):
-                for mode in _rotated(workload.modes, turns):
+                for mode in rotated(workload.modes, turns):
                     await _send(stream, workload, cells[n, category, mode.name], step)
                 turns += 1
             done([cells[n, category, mode.name] for mode in workload.modes])
@@ -159,9 +161,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def _warm_up(stream: AsyncStream, workload: Workload, concurrency: int) -> None:
+    params = workload.params
+    if workload.warm_tokens is not None:
+        params = replace(params, max_tokens=min(params.max_tokens, workload.warm_tokens))
     for mode in workload.modes:
         prompts = itertools.islice(itertools.cycle(workload.prompts), concurrency)
-        await asyncio.gather(*(_time(stream, prompt.text, workload.params, mode.speculation) for prompt in prompts))
+        await asyncio.gather(*(_time(stream, prompt.text, params, mode.speculation) for prompt in prompts))
 
 
 async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Callable[[], object]) -> None:
@@ -198,7 +203,7 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
     return Timed(completion, gaps_s[0] if gaps_s else last - begin, tuple(gaps_s[1:]))
 
 
-def _rotated(modes: Sequence[Mode], turns: int) -> Sequence[Mode]:
+def rotated(modes: Sequence[Mode], turns: int) -> Sequence[Mode]:
     """The modes with another one first at every turn, so that none is favoured by always coming early or late."""
     first = turns % len(modes)
     return (*modes[first:], *modes[:first])

@@ -1,24 +1,32 @@
 """`cascade demo`: a few questions to a served cascade, and a comparison with its full model alone."""
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.progress import Progress
 
-from cascade.bench.measure import Mode, Stream, measure
+from cascade.answer import Chunk
+from cascade.bench.load import Workload, joined, load, same_text
+from cascade.bench.measure import Mode
 from cascade.bench.prompts import QUESTIONS, Prompt
 from cascade.cli import screen
 from cascade.cli.bench import modes
 from cascade.cli.connection import Served, stream_for
 from cascade.cli.screen import console
 from cascade.cli.serve import started
+from cascade.errors import CascadeError
 from cascade.params import Handling, SamplingParams, Speculation
+
+Stream = Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]
 
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that every mode answers, at each temperature
 COMPARED_TOKENS = 32  # of such an answer at most: the whole is to be over in a minute and a half, on two cores
+WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not count
 
 
 @click.command()
@@ -59,12 +67,20 @@ def answer(stream: Stream, question: Prompt, params: SamplingParams) -> None:
 
 def compare(stream: Stream, params: SamplingParams, compared: Sequence[Mode]) -> None:
     """Have every mode answer some of the questions in turns; print how fast each was, and whether all said the same."""
-    prompts = [question.text for question in QUESTIONS if question.category in COMPARED]
+    prompts = tuple(question for question in QUESTIONS if question.category in COMPARED)
+    workload = Workload(tuple(compared), prompts, (1,), params, warm_tokens=WARM_TOKENS)
+
+    async def ask(*how: Any) -> AsyncGenerator[Chunk, None]:
+        for chunk in stream(*how):  # one request at a time: nobody waits for this loop
+            yield chunk
+
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Measuring", total=len(prompts) * len(compared))
-        results = measure(stream, compared, params, prompts=prompts, step=lambda: progress.advance(task))
+        task = progress.add_task("Measuring", total=workload.num_requests)
+        cells = asyncio.run(load(ask, workload, lambda: progress.advance(task)))
+    if errors := [error for cell in cells for error in cell.errors]:
+        raise CascadeError(errors[0])
+    results = joined(cells)
     console.print(f"\n[bold]Temperature {params.temperature:g}[/]")
-    same = all(result.texts == results[0].texts for result in results)
-    console.print(screen.speeds(results, results[0].mode.name))
-    console.print(screen.acceptance(edge for result in results[-1:] for edge in result.edges.values()))
-    console.print("All modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")
+    console.print(screen.speeds(results))
+    console.print(screen.acceptance(results[-1].edges.values()))
+    console.print("All modes gave the same text." if same_text(cells) else "[bold red]The modes gave different texts.[/]")

@@ -11,7 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.answer import Chunk, Completion
-from cascade.bench.measure import Measured
+from cascade.bench.load import Cell, quantile
+from cascade.bench.report import speed_up
 from cascade.messages import Edge, origin_corrected, origin_level
 from cascade.simulation.forecast import Prediction
 
@@ -73,20 +74,17 @@ def logprobs(completion: Completion) -> Table:
     return table
 
 
-def speeds(results: Iterable[Measured], baseline: str) -> Table:
-    """Tokens per second of each mode beside the mode named ``baseline``."""
-    results = list(results)
-    base = next(r.tokens_per_second for r in results if r.mode.name == baseline)
+def speeds(cells: Sequence[Cell]) -> Table:
+    """Tokens per second of each mode beside the first one."""
     mode = Column("mode", no_wrap=True)
     table = Table(mode, "tokens/s", "speed-up", "tokens per full pass", "first token", title="Speed")
-    for result in results:
-        first = sorted(result.first_token_s)[len(result.first_token_s) // 2] * 1e3 if result.first_token_s else 0.0
+    for cell in cells:
         table.add_row(
-            result.mode.name,
-            f"{result.tokens_per_second:.1f}",
-            f"{result.tokens_per_second / base:.2f}x",
-            f"{result.tokens_per_full_pass:.2f}",
-            f"{first:.0f} ms",
+            cell.mode.name,
+            f"{cell.tokens_per_second:.1f}",
+            f"{speed_up(cell, cells):.2f}x",
+            f"{cell.tokens_per_full_pass:.2f}",
+            f"{quantile(cell.first_token_s, 0.5) * 1e3:.0f} ms",
         )
     return table
 

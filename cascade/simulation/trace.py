@@ -1,7 +1,7 @@
 """What the tiers of a simulated cascade say at each position of a text, and a model that says it.
 
-The best trace is a recorded one (`Trace.recorded`): real agreement comes in bursts, and independent draws overrate short
-windows and underrate long ones. Without one, `Trace.drawn` makes it up from an acceptance per edge.
+`Trace.drawn` makes it up from an acceptance per edge. Real agreement comes in bursts: independent draws overrate short windows
+and underrate long ones.
 """
 
 import itertools
@@ -56,19 +56,6 @@ class Trace:
 
     says: tuple[tuple[int, ...], ...]
     beside: tuple[tuple[tuple[RunnerUp, ...], ...], ...] = ()  # likewise, what each of them nearly said, if that is known
-
-    @classmethod
-    def recorded(cls, own: Sequence[Sequence[int]]) -> "Trace":
-        """From the own tokens of each tier, bottom to top, along the full tier's text ``own[-1]``.
-
-        A pass of every tier over a finished text gives them.
-        """
-        return cls(tuple(tuple(0 if token == at[-1] else 1 + token for token in at) for at in zip(*own, strict=True)))
-
-    @classmethod
-    def agreeing(cls, right: Sequence[Sequence[bool]]) -> "Trace":
-        """From whether each lower tier, bottom to top, agrees with the full one; their errors are taken to differ."""
-        return cls(tuple((*(0 if ok else 1 + i for i, ok in enumerate(at)), 0) for at in zip(*right, strict=True)))
 
     @classmethod
     def drawn(cls, acceptance: Acceptance, length: int, seed: int = 0, burst: float = 0.0) -> "Trace":

@@ -246,18 +246,16 @@ def test_drawn_trace_has_the_shares_asked_for(shares: tuple[tuple[float, ...], t
         assert trace.accepted(tier, full) == pytest.approx(by_full, abs=0.015)
 
 
-def test_recorded_trace() -> None:
-    """Guards replays: which tiers agree at a position is all that is kept, errors that they share included."""
-    trace = Trace.recorded([(1, 9, 7, 4), (1, 9, 3, 5), (1, 2, 3, 4)])
+def test_a_trace_knows_who_agrees() -> None:
+    """Guards shares: which tiers say the same at a position, errors that they share included."""
+    trace = Trace(((0, 0, 0), (2, 2, 0), (3, 0, 0), (0, 1, 0)))
     assert [trace.accepted(0, 1), trace.accepted(1, 2), trace.accepted(0, 2)] == [0.5, 0.5, 0.5]
-    flags = Trace.agreeing([(True, False, False, True), (True, False, True, False)])
-    assert [flags.accepted(0, 1), flags.accepted(1, 2), flags.accepted(0, 2)] == [0.25, 0.5, 0.5]
     assert trace.only([0, 2]).accepted(0, 1) == 0.5
 
 
-def test_replay_accepts_what_was_recorded() -> None:
-    """Guards the reader of a trace: in lockstep with windows of one guess, acceptance is the recorded share."""
-    trace = Trace.agreeing([[p % 5 != 0 for p in range(4000)]])
+def test_a_trace_is_accepted_as_it_says() -> None:
+    """Guards the reader of a trace: in lockstep with windows of one guess, acceptance is the share of the trace."""
+    trace = Trace(tuple((int(p % 5 == 0), 0) for p in range(4000)))
     costs = (TierCost("tiny", PassCost(0.001)), TierCost("full", PassCost(0.01)))
     outcome = Bench(costs, trace, 3000).outcome((0, 1), lockstep=True, window=1)
     edge = outcome.edges[0]

@@ -29,6 +29,7 @@ class TierInfo:
     pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.chain.profile.PassCost`
     context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
     dtype: str = ""  # of its weights
+    engine: str = ""  # that runs its passes: "cascade" or "vllm"
     same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if the server does not say
 
 

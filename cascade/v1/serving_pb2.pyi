@@ -436,7 +436,7 @@ class KeyLimits(_message.Message):
     def __init__(self, name: _Optional[str] = ..., min_priority: _Optional[int] = ..., weight: _Optional[float] = ..., max_running: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "pass_cost", "context_s")
+    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "engine", "pass_cost", "context_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -447,6 +447,7 @@ class Tier(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SAME_BITS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     PASS_COST_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -459,9 +460,10 @@ class Tier(_message.Message):
     device: str
     dtype: str
     same_bits: bool
+    engine: str
     pass_cost: _containers.RepeatedCompositeFieldContainer[PassPoint]
     context_s: float
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., same_bits: _Optional[bool] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., same_bits: _Optional[bool] = ..., engine: _Optional[str] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class PassPoint(_message.Message):
     __slots__ = ("tokens", "seconds")

@@ -103,13 +103,13 @@ def passes(model: VllmModel) -> dict[str, Any]:
 
 def gap(model: VllmModel, source: str) -> dict[str, float]:
     """Milliseconds between two passes with a model that answers at once, by the number of sessions."""
-    call, logits = model._llm.collective_rpc, torch.zeros(4096, model.vocab_size)[:, :64]
+    call, logits = model._engine.collective_rpc, torch.zeros(4096, model.vocab_size)[:, :64]
 
     def at_once(name: str, args: tuple[Any, ...]) -> list[Any]:
         return [logits[: len(args[0].keep)]]
 
     found = {}
-    model._llm.collective_rpc = at_once
+    model._engine.collective_rpc = at_once
     try:
         for sessions in (1, 32):
             with Cascade([model], Tokenizer.from_pretrained(source), drafter=None) as cascade:
@@ -119,7 +119,7 @@ def gap(model: VllmModel, source: str) -> dict[str, float]:
                 number = cascade.tiers[0].snapshot().passes
                 found[str(sessions)] = round((time.perf_counter() - begin) / number * 1e3, 3)
     finally:
-        model._llm.collective_rpc = call
+        model._engine.collective_rpc = call
     return found
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeAlias, overload
+from typing import Literal, Self, TypeAlias, overload
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
@@ -18,9 +18,11 @@ from cascade.chain.tier import Tier
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine.grammar import Grammars
+from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.model import VllmModel
 from cascade.errors import InvalidRequest
 from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
@@ -77,6 +79,7 @@ class Cascade:
         self.names = (*kinds, *elsewhere, *here)  # bottom to top
         self.tokenizer = tokenizer
         self.lower = lower
+        self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
         everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
         self.context_len = min(model.context_len for model in everywhere)
@@ -115,14 +118,16 @@ class Cascade:
         quantization: str | Sequence[str | None] | None = None,
         drafter: Drafters = AUTO,
         processes: bool | None = None,
+        engine: Literal["cascade", "vllm"] = "cascade",
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
         list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s.
-        With ``processes`` all tiers but the full one live in processes of their own, which end with this one; by default
-        on a CPU with more than one core.
+        With ``engine`` "vllm" all run on vLLM, whose quantization methods it takes then; for other engine arguments load each
+        as a `cascade.engine.vllm.model.VllmModel`. With ``processes`` all tiers but the full one live in processes of their
+        own, which end with this one; by default on a CPU with more than one core.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
@@ -130,9 +135,9 @@ class Cascade:
         names, inner = tuple(names or TIER_NAMES[len(models)]), specs(drafter)
         check_drafters([one.kind for one in inner], names)
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        checkpoints = Checkpoints(models, names, each(quantization, len(models)), options)
+        checkpoints = Checkpoints(models, names, each(quantization, len(models)), options, engine)
         with checkpoints.place(processes, policy, inner) as placed:
-            return cls(
+            cascade = cls(
                 placed.models,
                 placed.tokenizer,
                 names=names[-len(placed.models) :],
@@ -141,6 +146,8 @@ class Cascade:
                 drafter=inner,
                 lower=placed.lower,
             )
+            cascade._loaded = placed.models
+            return cascade
 
     @classmethod
     def demo(
@@ -243,6 +250,8 @@ class Cascade:
             tier.close()
         if self.lower is not None:
             self.lower.close()
+        for model in self._loaded:
+            model.close()
 
     def __enter__(self) -> Self:
         return self

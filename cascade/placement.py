@@ -10,11 +10,13 @@ import torch
 
 from cascade.chain.policy import Policy
 from cascade.drafters import DrafterSpec, source_and_kind
+from cascade.engine import budget
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.loading import check_room, common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError
 from cascade.processes.child import TierSpec
 from cascade.processes.lower_tiers import LowerTiers, pay
@@ -33,7 +35,7 @@ class Placed:
     """Models that are loaded, bottom to top: those elsewhere, then those here."""
 
     lower: LowerTiers | None
-    models: Sequence[Model]
+    models: Sequence[Model | VllmModel]
     tokenizer: Tokenizer
 
     def __enter__(self) -> Self:
@@ -53,10 +55,13 @@ class Checkpoints:
     names: Sequence[str]
     quantization: Sequence[str | None]
     options: Mapping[str, Any]  # dtype, device and trust_remote_code of `cascade.engine.loading.load`
+    engine: str = "cascade"  # or "vllm"
 
     def place(self, processes: bool | None, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """Load them all; raises `ModelError`, or `ConfigError` if they do not belong together."""
         tokenizer = self._tokenizer()
+        if self.engine == "vllm":
+            return Placed(None, self._on_vllm(processes, drafters), tokenizer)
         if any(one.within for one in drafters):
             check_mtp(self.sources[-1], trust_remote_code=self.options["trust_remote_code"])
         device = find_device(self.sources[-1], self.options["device"])
@@ -87,6 +92,27 @@ class Checkpoints:
         room = common_room(self.sources, device, **kinds)
         lower = [apart(partial(Model, network, cache_tokens=room)) for network in networks[:-1]]
         return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), cache_tokens=room))]
+
+    def _on_vllm(self, processes: bool | None, drafters: Sequence[DrafterSpec]) -> list[VllmModel]:
+        """All of them, on vLLM in this process; on a GPU they share its memory evenly."""
+        if reads := next((one.kind for one in drafters if one.reads), None):
+            raise ConfigError(f"drafter {reads!r} reads a model of our own engine: remove it, or set engine to 'cascade'")
+        for name, given in {"processes": processes, "device": self.options["device"]}.items():
+            if given:
+                raise ConfigError(f"{name} is {given!r}, which is for our own engine: remove it, or set engine to 'cascade'")
+        options = {name: self.options[name] for name in ("dtype", "trust_remote_code") if self.options[name]}
+        if torch.cuda.is_available():
+            options["gpu_memory_utilization"] = budget.UTILIZATION / len(self.sources)
+        found: list[VllmModel] = []
+        try:
+            for source, method in zip(self.sources, self.quantization, strict=True):
+                given = {"quantization": method} if method else {}
+                found.append(VllmModel(source, options=options | given))
+        except BaseException:
+            for model in found:
+                model.close()
+            raise
+        return found
 
     def _spread(self, tokenizer: Tokenizer, policy: Policy, drafters: Sequence[DrafterSpec]) -> Placed:
         """The full one into this process, while the others load into theirs."""

@@ -81,8 +81,8 @@ def test_routers_import_no_models() -> None:
         "cascade.engine.gguf",
         "cascade.engine.grammar",
         "cascade.engine.memory",
-        "cascade.engine.sharing",
         "cascade.engine.tokenizer",
+        "cascade.engine.vllm",
     }
 
 

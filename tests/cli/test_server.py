@@ -125,7 +125,7 @@ def asking(**full: Any) -> CascadeConfig:
         (asking(deployment_config={"ray_actor_options": {"num_cpus": 4}}), "ask for 5 CPU (tiny 0.5, medium 0.5, full 4)"),
         (asking(deployment_config={"autoscaling_config": {"min_replicas": 4}}), "ask for 5 CPU"),
         (asking(deployment_config={"ray_actor_options": {"resources": {"disk": 2}}}), "ask for 2 disk (full 2)"),
-        (asking(engine_kwargs={"device": "cuda"}, deployment_config={"ray_actor_options": {"num_gpus": 1}}), "2 GPU (full 2)"),
+        (asking(engine_kwargs={"engine": "vllm"}, deployment_config={"ray_actor_options": {"num_gpus": 1}}), "2 GPU (full 2)"),
     ],
     ids=["gpus", "cpus", "autoscaled", "custom", "ranks"],
 )

@@ -1,4 +1,4 @@
-"""A served cascade whose full tier is shared among ranks, and whose links and doors speak TLS."""
+"""A served cascade whose links and doors speak TLS."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,11 +28,10 @@ class Secure:
 
 @pytest.fixture(scope="package")
 def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    """Prompt lookup inside tiny and full; full shared by two ranks, on one processor."""
+    """Prompt lookup inside tiny and full."""
     ours = Authority(tmp_path_factory.mktemp("secure") / "ours")
     values = small.config().model_dump(mode="json")
     del values["tiers"][1]
-    values["tiers"][-1]["engine_kwargs"] |= {"tensor_parallel_size": 2, "device": "cpu", "cpu_affinity": [0]}
     for tier in values["tiers"]:
         tier["engine_kwargs"]["drafter"] = "lookup"
     door = ours.sign("door", name="localhost")

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "long name": (one(name="x" * 33), r"tiers\.0\.name is 'x{33}'"),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
     "unknown key in a tier": (one(model="m"), r"tiers\.0\.model is not a known key"),
-    "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs\.quantise is not a known key"),
+    "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs: quantise is not a known key"),
     "unknown deployment option": (deploying(replicas=2), r"deployment_config\.replicas is not a known key"),
     "unknown router option": ({"tiers": [tier()], "router": {"port": 1}}, r"router\.port is not a known key"),
     "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),

@@ -216,6 +216,15 @@ def test_rules_draw_what_they_draw_on_our_own_engine(pair: Pair, rule: Any) -> N
     assert list(said[0]) == list(said[1])
 
 
+def test_a_library_on_vllm(cascades: tuple[Cascade, Cascade]) -> None:
+    """Guards `from_pretrained`: all tiers on vLLM in one process, whose forward context is a global, write the same."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=32)
+    with Cascade.from_pretrained(small.paths()[1:], dtype="float32", engine="vllm") as cascade:
+        said = cascade.generate(["def read(path):\n", "import os\n"], params, Speculation(tiers=("tiny",)))
+    expected = cascades[1].generate(["def read(path):\n", "import os\n"], params)
+    assert [one.text for one in said] == [one.text for one in expected]
+
+
 SHAPED = {
     "penalties": SamplingParams(temperature=0, seed=1, max_tokens=24, presence_penalty=0.7, repetition_penalty=1.2),
     "bias": SamplingParams(temperature=0.8, seed=2, max_tokens=24, logit_bias={40: 3.0}, min_tokens=10),
@@ -307,7 +316,7 @@ def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.M
     other.take(base, 39)
     row = Row(other, 39, [39], 1, GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.vllm._llm, "collective_rpc", lambda *args, **options: 1 / 0)
+        patch.setattr(pair.vllm._engine, "collective_rpc", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pair.vllm.run([row])
     torch.testing.assert_close(pair.vllm.logits([row]), expected, rtol=1e-3, atol=1e-3)

@@ -84,15 +84,15 @@ class VllmModel:
         """
         options = dict(options or {})
         check_options(options)
-        self._llm = _start(converted(source), cache_tokens, options)
-        config = self._llm.llm_engine.vllm_config
+        self._engine = _start(converted(source), cache_tokens, options)
+        config = self._engine.vllm_config
         self._ranks: int = config.parallel_config.world_size
         if self._ranks == 1:
-            _running.append(self._llm)
-        facts: Facts = self._llm.collective_rpc("cascade_facts")[0]
+            _running.append(self._engine)
+        facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         if facts.problem is not None or facts.block % 16:
             problem = facts.problem or f"its blocks have {facts.block} positions, which is no multiple of 16"
-            _end(self._llm, shared=self._ranks == 1)
+            _end(self._engine, shared=self._ranks == 1)
             raise ModelError(f"{source!r} cannot be a tier on vLLM: {problem}; set engine to 'cascade'")
         self.device, self.dtype = facts.device, facts.dtype
         self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
@@ -100,6 +100,10 @@ class VllmModel:
         self.context_len: int = config.model_config.max_model_len
         self.same_bits = bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
         self._facts = facts
+        # on a GPU tiers of one process do not wait for each other's passes
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for weights and caches
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
@@ -118,9 +122,10 @@ class VllmModel:
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read."""
-        if any(row.draft.parents for row in rows):
-            return run_trees(rows, self._pass, shares_pass=False)
-        return self._pass(rows)
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            if any(row.draft.parents for row in rows):
+                return run_trees(rows, self._pass, shares_pass=False)
+            return self._pass(rows)
 
     def _pass(self, rows: Sequence[Row], tell: Any = report) -> list[Scored]:
         number = max((row.runner_ups for row in rows), default=0)
@@ -150,7 +155,7 @@ class VllmModel:
             asked=asked(rows) if simple else None,
             runner_ups=number,
         )
-        found = self._llm.collective_rpc("cascade_score", args=(batch,))
+        found = self._engine.collective_rpc("cascade_score", args=(batch,))
         del self._blocks.copies[: len(copies)]  # a pass that failed may be tried again
         return next(one for one in found if one is not None)
 
@@ -158,19 +163,19 @@ class VllmModel:
         """End the other ranks; give memory back, once all models of this process are closed."""
         if self.healthy:
             self.healthy = False
-            _end(self._llm, shared=self._ranks == 1)
+            _end(self._engine, shared=self._ranks == 1)
 
 
-def _end(llm: Any, *, shared: bool) -> None:
+def _end(engine: Any, *, shared: bool) -> None:
     """Shut an engine down, when nobody needs any more what it shares with others: vLLM's groups of ranks are the process's."""
     if not shared:
-        llm.llm_engine.engine_core.shutdown()
+        engine.engine_core.shutdown()
         return
-    _running.remove(llm)
-    _closed.append(llm)
+    _running.remove(engine)
+    _closed.append(engine)
     if not _running:
         for each in _closed:
-            each.llm_engine.engine_core.shutdown()
+            each.engine_core.shutdown()
         _closed.clear()
 
 
@@ -179,7 +184,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> An
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _undisturbed():
-        from vllm import LLM
+        from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu() and not options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
@@ -188,7 +193,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> An
             block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
             options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
         try:
-            return LLM(
+            arguments = EngineArgs(
                 model=source,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,
@@ -197,6 +202,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> An
                 disable_log_stats=True,
                 **options,
             )
+            return LLMEngine.from_engine_args(arguments)
         except torch.OutOfMemoryError as error:
             advice = "lower max_model_len, set quantization, or take a larger device"
             raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error

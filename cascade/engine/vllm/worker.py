@@ -4,9 +4,7 @@ vLLM adds `CascadeWorker` to the class of every worker (``worker_extension_cls``
 all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 0.32 on CPUs.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from cascade.engine.sampling import Asked, own_tokens_and_next
 
-# vLLM's forward context is a global of the process: tiers that share one launch their passes one after the other.
-_LAUNCHING = threading.Lock()
+# vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
+# process launch their passes one after the other. On a GPU they overlap all the same.
+_PASSING = threading.Lock()
 PADDING_SLOT = -1  # where tokens that only fill a pass up are not written
 
 
@@ -75,7 +74,7 @@ class CascadeWorker:
     def cascade_score(self, batch: Batch) -> Tensor | list[list[int]] | None:
         """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks."""
         runner = self.model_runner
-        with self._stream():
+        with _PASSING:
             for source, target in batch.copies:
                 _copy_block(runner, source, target)
             logits = self._forward(batch)
@@ -107,7 +106,7 @@ class CascadeWorker:
             ids, places = runner.input_ids.gpu[:padded], runner.positions[:padded]
         metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
-        with _LAUNCHING, set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
+        with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
             hidden = runner.model(input_ids=ids, positions=places)
         logits: Tensor | None = runner.model.compute_logits(hidden[sent[3 * padded :]])
         return logits
@@ -142,19 +141,6 @@ class CascadeWorker:
             built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata, dict.fromkeys(metadata, slots)
-
-    @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
-        """On a GPU a stream of its own: tiers that share one do not wait for each other."""
-        if self.model_runner.device.type != "cuda":
-            yield
-            return
-        stream = self.__dict__.get("_cascade_stream")
-        if stream is None:
-            stream = self.__dict__["_cascade_stream"] = torch.cuda.Stream(self.model_runner.device)
-            stream.wait_stream(torch.cuda.default_stream(self.model_runner.device))
-        with torch.cuda.stream(stream):
-            yield
 
 
 def _problem(runner: Any) -> str | None:

@@ -108,7 +108,6 @@ class Row:
     num_own: int  # own tokens wanted, behind the last so many of tokens; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
-    ahead: int = 0  # more own tokens that are welcome, each of the text with those before; the store has room for them
     draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
     guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line, or `UNREAD`
@@ -129,7 +128,6 @@ class Scored:
     """What a pass says of a row."""
 
     own: Sequence[int] = ()  # behind the last `Row.num_own` tokens, then behind each node of its draft, as far as is known
-    ahead: Sequence[int] = ()  # own tokens of the text that follow upon the last one, if `Row.ahead` asked for any
     draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses behind these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
     dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.likeliest` asked for it
@@ -153,7 +151,6 @@ class Scorer(Protocol):
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row; for a grammar that could not follow a guess, those before it alone.
 
-        A model that has them at hand may add up to ``ahead`` more, whose keys and values but the last one's it has stored.
         Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: nothing is known of what
         the stores hold from ``start`` on then, and the rows may be scored again.
         """

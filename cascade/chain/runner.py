@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +108,7 @@ class Runner:
             log.exception("A pass of tier %s failed with %d rows", self._tier, len(rows))
             self.stats.failures += 1
             return None
-        self._account(batch, scored, time.monotonic() - begin)
+        self._account(batch, time.monotonic() - begin)
         if sum(len(work) for _, work in batch) >= self.max_tokens:
             self.max_tokens = min(self._most_tokens, self.max_tokens + 1)
         return list(scored)
@@ -127,15 +126,13 @@ class Runner:
             cache.free()
         return True
 
-    def _account(self, batch: Batch[Any], scored: Sequence[Scored], seconds: float) -> None:
-        ahead = [len(one.ahead) for one in scored]
-        passes = 1 + max(ahead)  # in one launch
+    def _account(self, batch: Batch[Any], seconds: float) -> None:
         stats = self.stats
-        stats.passes += passes
-        stats.tokens += sum(len(work) for _, work in batch) + sum(ahead)
-        stats.own_tokens += sum(work.num_scored for _, work in batch) + sum(ahead)
+        stats.passes += 1
+        stats.tokens += sum(len(work) for _, work in batch)
+        stats.own_tokens += sum(work.num_scored for _, work in batch)
         stats.busy_s += seconds
-        self._profile.saw([work for _, work in batch], seconds / passes)
+        self._profile.saw([work for _, work in batch], seconds)
         stats.pass_s = self._profile.pass_s
 
 
@@ -153,7 +150,7 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
         params, num_own = _of_prompt(params), len(work.tokens)
         return Row(slot.cache, work.start, work.tokens, num_own, params, state, guesses=guesses)
     draw = session.rounds.draw(work) if session.rounds is not None else None
-    return Row(slot.cache, work.start, work.tokens, num_own, params, state, slot.ahead(work), work.draft, draw=draw, **alike)
+    return Row(slot.cache, work.start, work.tokens, num_own, params, state, work.draft, draw=draw, **alike)
 
 
 def _of_prompt(params: SamplingParams) -> SamplingParams:

@@ -20,7 +20,7 @@ from cascade.chain.hints import Hint, fed
 from cascade.chain.opening import below
 from cascade.chain.rounds import MAX_NODES, Rounds
 from cascade.chain.work import Work
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import Draft
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.scorer import RunnerUp, Scored
 
@@ -199,8 +199,7 @@ class Session:
     def advance(self, work: Work, scored: Scored) -> Commit | None:
         """Take what a pass says of ``work``; the commit for the tier below, ``None`` after a prefill chunk.
 
-        Own tokens may end before the draft does, behind the first at least: the guesses left have not been scored. Those that
-        came ahead count as far as the text goes on and the window allows.
+        Own tokens may end before the draft does, behind the first at least: the guesses left have not been scored.
         """
         if work.branch is not None:
             self._extend(work.branch, work, scored)
@@ -214,10 +213,6 @@ class Session:
         if self.rounds is not None:
             self.rounds.judged(start, work.draft, scored)
         self._accept(work.draft, scored.own, scored.runner_ups, work.whose)
-        for token in scored.ahead:
-            if self.stalled:
-                break
-            self._accept(NO_DRAFT, (token,), ())
         return Commit(self.drafter_session, start, tuple(self.text[start:]))
 
     def _accept(

@@ -8,7 +8,6 @@ from cascade.chain.branches import Branch
 from cascade.chain.calibration import Calibration
 from cascade.chain.plan import ALONE, Course
 from cascade.chain.session import Session
-from cascade.chain.work import Work
 from cascade.scorer import UNREAD, Guesser, RowState, Store
 
 U = TypeVar("U")
@@ -63,12 +62,3 @@ class Slot(Generic[U]):
         """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
         most = self.session.room if self.course.drafters else 0
         return min(most, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
-
-    def ahead(self, work: Work) -> int:
-        """Own tokens beyond those of ``work`` that are of use and have room; none with a drafter, which guesses them."""
-        session = self.session
-        if work.num_scored != 1 or session.drafter or self.state is not None or self.allocation is None:
-            return 0
-        if self.guesses != UNREAD or session.rounds is not None:  # the noise of rounds depends on what is before it
-            return 0
-        return min(session.room, self.allocation.capacity - len(session.text))

@@ -61,7 +61,7 @@ class Tree:
             return self.lines
         trunk, *branches = self._split()
         self._depths |= {node: depth for depth, node in enumerate(trunk, 1)}
-        self.lines.append(Line(replace(row, draft=self._draft(trunk), ahead=0), (-1, *trunk)))
+        self.lines.append(Line(replace(row, draft=self._draft(trunk)), (-1, *trunk)))
         for nodes in branches:
             try:
                 self.lines.append(self._branch(nodes))

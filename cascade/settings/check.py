@@ -15,7 +15,7 @@ from cascade.engine.heads.formats import num_weights
 from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.memory import GIB
 from cascade.engine.tokenizer import Tokenizer
-from cascade.engine.vllm import installed
+from cascade.engine.vllm import batch_invariant, installed
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 
@@ -78,7 +78,7 @@ def remarks(found: Sequence[Need]) -> list[str]:
         if need.anatomy.widened is not None
     ]
     full = found[-1]
-    if not full.anatomy.same_bits or full.engine == "vllm":
+    if not (batch_invariant() if full.engine == "vllm" else full.anatomy.same_bits):
         said.append(
             f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are as near as "
             "that, texts may part (docs/algorithm.md)."

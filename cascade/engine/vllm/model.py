@@ -20,7 +20,7 @@ from cascade.engine.memory import host_memory
 from cascade.engine.packing import Packed, unpacked
 from cascade.engine.scoring import asked, scored
 from cascade.engine.trees import run_trees
-from cascade.engine.vllm import installed
+from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.worker import Batch, Facts
 from cascade.errors import ConfigError, ModelError
@@ -37,6 +37,8 @@ OURS = (  # engine arguments that belong to the cascade
     "skip_tokenizer_init",
     "worker_extension_cls",
     "enable_prefix_caching",
+    "disable_hybrid_kv_cache_manager",
+    "disable_log_stats",
     "speculative_config",
     "pipeline_parallel_size",
     "data_parallel_size",
@@ -98,7 +100,7 @@ class VllmModel:
         self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.context_len: int = config.model_config.max_model_len
-        self.same_bits = bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+        self.same_bits = batch_invariant()
         self._facts = facts
         # on a GPU tiers of one process do not wait for each other's passes
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -9,7 +9,7 @@ from cascade.scorer import BLOCK
 
 HOST_SHARE = 1 / 8  # of the memory a host has left, for each model: there are up to five, and other programs
 UTILIZATION = 0.9  # of a GPU's memory, by weights and caches; as in `cascade.settings.config`, which does without torch
-PASSES = 0.1  # of a GPU's memory, left to passes and graphs unless more of it is asked for
+PASSES = 0.1  # of a GPU's memory, left to passes unless more of it is asked for
 
 
 def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilization: float) -> int:

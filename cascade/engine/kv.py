@@ -27,7 +27,7 @@ SHARED = 2**22  # numbers in a mask that is kept from layer to layer
 
 
 class Writable(Protocol):
-    """Keys and values of one session that `attend` can use; as a contiguous `Cache` and `PagedCache`.
+    """Keys and values of one session that `attend` can use; such as a contiguous `Cache`.
 
     `write` stores ``[kv_heads, n, head_dim]`` and returns ``[1, kv_heads, m, head_dim]``: whole tiles, with any finite numbers
     behind the text.

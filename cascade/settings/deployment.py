@@ -13,7 +13,7 @@ REFUSED = {  # what Serve knows and a cascade does not hand on, and what to do
     "placement_group_bundles": "write placement_group_config of the tier, with its key bundles",
     "placement_group_strategy": "write placement_group_config of the tier, with its key strategy",
     "placement_group_bundle_label_selector": "write placement_group_config of the tier, with its key bundle_label_selector",
-    "gang_scheduling_config": "ranks of a replica share a placement group, and replicas need not start together: remove it",
+    "gang_scheduling_config": "replicas need not start together: remove it",
     "deployment_actors": "a cascade has no actors beside its replicas: remove it",
 }
 

@@ -3,7 +3,7 @@
 What a head keeps are layers of the same stores, behind the model's: its own keys and values, and in one that nobody attends to
 the states that it reads. So all that happens to a store, be it rolled back, shared, forked, joined or freed, happens to
 them. They are exact as far as the text before a row, but for one position: where a row begins at the first position of a
-fork, or behind blocks that others hold, too, the entry before it belongs to another text, whose next token is another one.
+fork, the entry before it belongs to another text, whose next token is another one.
 A head guesses a little worse then.
 """
 

@@ -13,14 +13,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cascade.engine.checkpoint import context_len
-from cascade.engine.heads.block_training import BlockShape, train_dflash
-from cascade.engine.heads.eagle_training import Shape, train_eagle3
-from cascade.engine.heads.markov_training import train_dspark
-from cascade.engine.heads.medusa_training import train_medusa
-from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
+from cascade.training.block import BlockShape, train_dflash
+from cascade.training.eagle import Shape, train_eagle3
+from cascade.training.fitting import Batch, Schedule
+from cascade.training.markov import train_dspark
+from cascade.training.medusa import train_medusa
 from cascade.training.writing import Turns, end_tokens, own_prompts, write
 
 KINDS = ("eagle3", "medusa", "dflash", "dspark")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from cascade.engine.heads.formats import MEDUSA_FILES
 from cascade.engine.heads.medusa import Block, Medusa
 from cascade.engine.heads.reader import decoder
-from cascade.engine.heads.training import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, fit
 
 LAYERS = 1  # of each head, before its output embedding
 

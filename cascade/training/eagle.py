@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from cascade.engine.heads.eagle import Eagle3, Shared
-from cascade.engine.heads.training import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, fit
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from cascade.engine.heads.block import DFlash
-from cascade.engine.heads.block_training import BlockShape, blocks, guessed, train_dflash
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.markov import DSpark
-from cascade.engine.heads.markov_training import train_dspark
-from cascade.engine.heads.training import Schedule
 from cascade.engine.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row, gap_byte
+from cascade.training.block import BlockShape, blocks, guessed, train_dflash
+from cascade.training.fitting import Schedule
+from cascade.training.markov import train_dspark
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)

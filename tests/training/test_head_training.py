@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.eagle_training import Shape, train_eagle3, unroll
 from cascade.engine.heads.formats import MEDUSA_FILES
 from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.medusa_training import train_medusa
 from cascade.engine.heads.probe import probe
-from cascade.engine.heads.training import Batch, Schedule
 from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+from cascade.training.eagle import Shape, train_eagle3, unroll
+from cascade.training.fitting import Batch, Schedule
+from cascade.training.medusa import train_medusa
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.block_training import BlockShape, config_of, guessed, nats, options_of, prepared, write
 from cascade.engine.heads.eagle import Shared
 from cascade.engine.heads.markov import Confidence, DSpark, Markov
-from cascade.engine.heads.training import Batch, Schedule, fit
+from cascade.training.block import BlockShape, config_of, guessed, nats, options_of, prepared, write
+from cascade.training.fitting import Batch, Schedule, fit
 
 RANK = 64  # numbers between a token and what it adds to logits, unless the model has fewer
 
 
 def train_dspark(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
-    """As `cascade.engine.heads.block_training.train_dflash`; the loss is that of guesses and confidence together."""
+    """As `cascade.training.block.train_dflash`; the loss is that of guesses and confidence together."""
     torch.manual_seed(0)
     head = new_dspark(network, shape)
     mean = fit(head, lambda ids: _loss(network, head, ids, shape), batch, schedule, folder)

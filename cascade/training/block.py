@@ -6,7 +6,7 @@ at each of its places what the model says there:
     loss = sum_k exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
 
 The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036. What comes on
-top of it in a DSpark head is in `cascade.engine.heads.markov_training`.
+top of it in a DSpark head is in `cascade.training.markov`.
 """
 
 import json
@@ -26,7 +26,7 @@ from cascade.engine.heads.block import BlockAttention, DFlash
 from cascade.engine.heads.block_formats import Layout, Seen
 from cascade.engine.heads.eagle import Shared
 from cascade.engine.heads.formats import MASK
-from cascade.engine.heads.training import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, fit
 
 Kind = TypeVar("Kind", bound=DFlash)
 
@@ -64,7 +64,7 @@ class Guessed(NamedTuple):
 def train_dflash(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
     """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
 
-    As `cascade.engine.heads.training.train_eagle3`; rows of a batch are longer than a block.
+    As `cascade.training.eagle.train_eagle3`; rows of a batch are longer than a block.
     """
     torch.manual_seed(0)
     head = new_dflash(network, shape)

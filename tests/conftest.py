@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # which begin behind Ray's
-LONGEST = ("test_parallel", "test_bits", "test_graphs", "test_processes", "test_local", "test_pass", "test_cuda", "test_nodes")
+LONGEST = ("test_bits", "test_processes", "test_local", "test_pass", "test_heads", "test_nodes")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
 
@@ -42,6 +42,17 @@ def _turn(item: pytest.Item) -> int:
     group = "" if marker is None else marker.args[0]
     order = ("ray", *LONGEST)
     return order.index(group) if group in order else len(order)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Products in one thread: of so little work several would only wait for each other."""
+    import torch  # not every process of tests needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

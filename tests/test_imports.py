@@ -82,7 +82,6 @@ def test_routers_import_no_models() -> None:
         "cascade.engine.grammar",
         "cascade.engine.memory",
         "cascade.engine.tokenizer",
-        "cascade.engine.vllm",
     }
 
 

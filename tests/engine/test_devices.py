@@ -38,22 +38,21 @@ def test_no_dtype_rounds_the_weights_that_were_saved(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    ("taken", "capability", "instructions", "fast"),
+    ("taken", "capability", "tiles", "fast"),
     [
         (True, "AVX512", True, True),
-        (True, "AVX512", False, False),  # oneDNN emulates it there: half as fast as float32
+        (True, "AVX512", False, False),  # with bfloat16 instructions or without: float32 is faster by our kernels
         (True, "DEFAULT", False, True),  # AVX-NE-CONVERT, or Arm
         (False, "AVX2", True, False),  # a processor that is told to hide its instructions
     ],
 )
 def test_bfloat16_is_fast_with_instructions_for_it(
-    taken: bool, capability: str, instructions: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+    taken: bool, capability: str, tiles: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards processors with AVX-512 and no bfloat16, which oneDNN takes without being fast."""
+    """Guards processors with AVX-512 and no matrix tiles, on which oneDNN takes bfloat16 without being fast."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: taken)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert has_bfloat16() == fast
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers import contest, crew, environments
-from benchmarks.peers.contract import FLOAT32, HEAD, POSITIONS, Models
+from benchmarks.peers.contract import FLOAT32, POSITIONS, Models
 from benchmarks.peers.vllm_drafts import configuration
 from cascade.bench.prompts import Prompt
 from deployments.launch.server import LOOPBACK, free_port
@@ -44,14 +44,8 @@ def cascade_config(models: Models) -> dict[str, Any]:
             "engine_kwargs": {"dtype": "float32", "drafter": drafter},
         }
 
-    head = {"kind": HEAD, "source": models.head}
-    return {
-        "tiers": [
-            tier("tiny", models.tiny, ["suffix"]),
-            tier("medium", models.medium, ["suffix"]),
-            tier("full", models.full, ["suffix", head]),
-        ]
-    }
+    sources = {"tiny": models.tiny, "medium": models.medium, "full": models.full}
+    return {"tiers": [tier(name, source, ["suffix"]) for name, source in sources.items()]}
 
 
 class Arena:

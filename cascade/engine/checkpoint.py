@@ -71,15 +71,16 @@ def anatomy(
         check_files(folder)
     text = config.get_text_config()
     saved = _saved_dtype(text)
-    chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device)
     network = _skeleton(config, source, trust_remote_code)
+    parameters = sum(weight.numel() for weight in network.parameters())
+    chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device, parameters)
     if problem := unlike_attention(config):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
     heads = int(text.num_attention_heads)
     exact = device is not None and device.type == "cpu" and quantization is None
     return Anatomy(
         architecture=type(network).__name__,
-        parameters=sum(weight.numel() for weight in network.parameters()),
+        parameters=parameters,
         weight_bytes=_weight_bytes(network, chosen, quantization),
         dtype=chosen,
         widened=saved if dtype is None and chosen is not saved else None,
@@ -155,10 +156,10 @@ def _saved_dtype(text: PreTrainedConfig) -> torch.dtype:
     return saved if isinstance(saved, torch.dtype) else torch.float32
 
 
-def _held_dtype(config: PreTrainedConfig, saved: torch.dtype, device: torch.device | None) -> torch.dtype:
+def _held_dtype(config: PreTrainedConfig, saved: torch.dtype, device: torch.device | None, parameters: int) -> torch.dtype:
     if device is None or getattr(config, "quantization_config", None) is not None:  # which needs the dtype it was made with
         return saved
-    return wider_dtype(saved, device) or saved
+    return wider_dtype(saved, device, parameters) or saved
 
 
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -31,28 +31,41 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_dtype_rounds_the_weights_that_were_saved(dtype: torch.dtype) -> None:
     """Guards against another model than was asked for: a dtype is only ever replaced by one that holds its numbers."""
-    held = wider_dtype(dtype, CPU) or dtype
+    held = wider_dtype(dtype, CPU, 10**10) or dtype
     assert held in (dtype, torch.float32)
     assert (held is dtype) == (dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16()))
-    assert wider_dtype(dtype, CUDA) is None
+    assert wider_dtype(dtype, CUDA, 10) is None
+
+
+@pytest.mark.parametrize(("capability", "tiles", "small"), [("AVX512", False, True), ("AVX512", True, False)])
+def test_small_models_are_held_in_what_our_kernels_take(
+    capability: str, tiles: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards small models on processors with bfloat16 but without matrix tiles, where a pass took three times as long."""
+    monkeypatch.setattr(devices, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert (wider_dtype(torch.bfloat16, CPU, 135_000_000) is torch.float32) == small
+    assert wider_dtype(torch.bfloat16, CPU, 7_000_000_000) is None
 
 
 @pytest.mark.parametrize(
-    ("taken", "capability", "tiles", "fast"),
+    ("taken", "capability", "instructions", "fast"),
     [
         (True, "AVX512", True, True),
-        (True, "AVX512", False, False),  # with bfloat16 instructions or without: float32 is faster by our kernels
+        (True, "AVX512", False, False),  # oneDNN emulates it there: half as fast as float32
         (True, "DEFAULT", False, True),  # AVX-NE-CONVERT, or Arm
         (False, "AVX2", True, False),  # a processor that is told to hide its instructions
     ],
 )
 def test_bfloat16_is_fast_with_instructions_for_it(
-    taken: bool, capability: str, tiles: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+    taken: bool, capability: str, instructions: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards processors with AVX-512 and no matrix tiles, on which oneDNN takes bfloat16 without being fast."""
+    """Guards processors with AVX-512 and no bfloat16, which oneDNN takes without being fast."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: taken)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert has_bfloat16() == fast
 

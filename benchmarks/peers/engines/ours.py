@@ -1,4 +1,4 @@
-"""This project's library: one cascade without a head, and one with it, for a head's layers are read in every pass."""
+"""This project's library: without a head as it is served, or with one, whose layers are read in every pass."""
 
 import time
 from itertools import count
@@ -15,6 +15,7 @@ from cascade.params import Handling, SamplingParams, Speculation
 TEXT_DRAFTERS = ("suffix", "lookup")
 WITHOUT_HEAD = {
     "cascade_alone": Speculation("off"),
+    "cascade_auto": Speculation(),
     "cascade_suffix": Speculation(tiers=("suffix",)),
     "cascade_lookup": Speculation(tiers=("lookup",)),
     "cascade_tiny": Speculation(tiers=("tiny",)),
@@ -22,7 +23,6 @@ WITHOUT_HEAD = {
     "cascade_tiny_medium": Speculation(tiers=("tiny", "medium")),
 }
 WITH_HEAD = {
-    "cascade_auto": Speculation(),
     "cascade_head": Speculation(tiers=(HEAD,)),
     "cascade_head_suffix": Speculation(tiers=(HEAD, "suffix")),
 }

@@ -199,7 +199,7 @@ def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
 def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
     """Guards the served part against a configuration that is refused after minutes of loading."""
     names = CascadeConfig.model_validate(served.cascade_config(models(model))).chain_names
-    assert set(names) == {"suffix", "eagle3", "tiny", "medium", "full"}
+    assert set(names) == {"suffix", "tiny", "medium", "full"}
     modes = [mode for post in contest.POSTS if post.engine == "vllm_cpu" for mode in post.modes]
     methods = [(vllm_drafts.configuration(mode, model) or {}).get("method") for mode in modes]
     assert methods == [None, "ngram", "suffix", "draft_model"]

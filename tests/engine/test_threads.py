@@ -78,8 +78,8 @@ def test_one_thread_needs_no_timing() -> None:
 def test_a_number_that_is_given_holds_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ``num_threads`` against being taken for a hint."""
     model, seen = Model(build("llama"), num_threads=3), set()
-    score = model._pass
-    monkeypatch.setattr(model, "_pass", lambda rows: seen.add(torch.get_num_threads()) or score(rows))
+    score = model.logits
+    monkeypatch.setattr(model, "logits", lambda rows: seen.add(torch.get_num_threads()) or score(rows))
     for size in (1, 200):
         model.run([Row(model.new_cache(), 0, [1] * size, 1, GREEDY)])
     assert seen == {3}

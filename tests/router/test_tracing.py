@@ -26,6 +26,7 @@ from tests.chain.test_tier import NAMES, CountingModel, opening
 from tests.doors import House, house
 from tests.links.net import Node
 from tests.router.test_http import PROMPT, ask
+from tests.router.test_serve import wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{PARENT}-01"
@@ -50,7 +51,7 @@ class Traces:
 
     def taken(self) -> list[ReadableSpan]:
         """All that has ended since the last call; nothing has not."""
-        assert not [name for name, process in self.processes.items() if process.live]
+        wait_until(lambda: not any(process.live for process in self.processes.values()))
         spans = list(self.exporter.get_finished_spans())
         self.exporter.clear()
         return spans

@@ -188,7 +188,8 @@ def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
         process = Path("/proc") / str(worker._process.pid)
         while state(process) != "T":  # a signal takes a moment
             time.sleep(0.01)
-        assert all(0 < one.processor_s <= worker.processor_s() for one in answers.values())
+        assert all(one.processor_s <= worker.processor_s() for one in answers.values())  # counted in ticks: an answer may be 0
+        assert worker.processor_s() > 0
         with pytest.raises(crew.WorkerFailed, match="KeyError"):
             worker.ask(Turn("nobody", [1], 0, 0.0, 4))
     assert not process.exists()

@@ -89,12 +89,11 @@ class VllmModel:
         self._engine = _start(converted(source), cache_tokens, options)
         config = self._engine.vllm_config
         self._ranks: int = config.parallel_config.world_size
-        if self._ranks == 1:
-            _running.append(self._engine)
+        _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         if facts.problem is not None or facts.block % 16:
             problem = facts.problem or f"its blocks have {facts.block} positions, which is no multiple of 16"
-            _end(self._engine, shared=self._ranks == 1)
+            _end(self._engine)
             raise ModelError(f"{source!r} cannot be a tier on vLLM: {problem}; set engine to 'cascade'")
         self.device, self.dtype = facts.device, facts.dtype
         self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
@@ -165,16 +164,16 @@ class VllmModel:
         """End the other ranks; give memory back, once all models of this process are closed."""
         if self.healthy:
             self.healthy = False
-            _end(self._engine, shared=self._ranks == 1)
+            _end(self._engine)
 
 
-def _end(engine: Any, *, shared: bool) -> None:
+def _end(engine: Any) -> None:
     """Shut an engine down, when nobody needs any more what it shares with others: vLLM's groups of ranks are the process's."""
-    if not shared:
-        engine.engine_core.shutdown()
-        return
     _running.remove(engine)
     _closed.append(engine)
+    core = engine.engine_core.engine_core  # in this process
+    if core.vllm_config.parallel_config.world_size > 1:
+        core.model_executor.shutdown()  # its ranks are processes, and end at once
     if not _running:
         for each in _closed:
             each.engine_core.shutdown()

@@ -437,7 +437,8 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
         for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
             assert complete(reading, PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
         completion = complete(reading, PROMPT, params, Speculation(tiers=("eagle3",)))
-        assert completion.stats.tokens_per_full_pass > 1  # how often it guesses depends on what it costs here
+        # where sampling makes guesses wrong, how often it guesses depends on what a pass costs here
+        assert completion.stats.tokens_per_full_pass > (1 if temperature else 1.5)
         assert {edge.drafter for edge in completion.stats.edges} <= {"", "eagle3"}
         off = complete(reading, PROMPT, params, Speculation("off"))
         assert (off.token_ids, {edge.drafter for edge in off.stats.edges}) == (expected, {""})

@@ -98,7 +98,7 @@ def scores_alike(pair: Pair, seed: int, passes: int = 12) -> None:
         found, expected = (
             model.logits([row[place] for row in rows]).float() for place, model in enumerate((pair.vllm, pair.own))
         )
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     pair.vllm._blocks.check([text.stores[0] for text in texts])
     for text in texts:
         for store in text.stores:
@@ -164,7 +164,7 @@ def test_stores_that_share_blocks_do_not_share_what_follows(pair: Pair) -> None:
     expected = torch.cat(
         [pair.own.logits([Row(pair.own.new_cache(), 0, [*text[:40], *end], 4, GREEDY)]).float() for end in ends]
     )
-    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-4)
     base.free()
     other.free()
 
@@ -319,7 +319,7 @@ def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.M
         patch.setattr(pair.vllm._engine, "collective_rpc", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pair.vllm.run([row])
-    torch.testing.assert_close(pair.vllm.logits([row]), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(pair.vllm.logits([row]), expected, rtol=1e-4, atol=1e-4)
     base.free()
     other.free()
 

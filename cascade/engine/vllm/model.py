@@ -1,7 +1,6 @@
 """A model on vLLM as a tier sees it: a `cascade.scorer.Scorer` over vLLM's blocks."""
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -25,8 +24,6 @@ from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.worker import Batch, Facts
 from cascade.errors import ConfigError, ModelError
 from cascade.scorer import Row, Scored
-
-log = logging.getLogger(__name__)
 
 _running: list[Any] = []  # engines of this process
 _closed: list[Any] = []  # that wait for those, see `_end`

@@ -78,10 +78,11 @@ class CascadeWorker:
             for source, target in batch.copies:
                 _copy_block(runner, source, target)
             logits = self._forward(batch)
-            if logits is None or self.vllm_config.parallel_config.rank % self.vllm_config.parallel_config.tensor_parallel_size:
+            ranks = self.vllm_config.parallel_config
+            if logits is None or ranks.rank:
                 return None
             if batch.asked is None:
-                return logits if self.vllm_config.parallel_config.world_size == 1 else logits.cpu()
+                return logits if ranks.world_size == 1 else logits.cpu()
             said: list[list[int]] = own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
             return said
 

@@ -27,6 +27,7 @@ from tests.architectures import VOCAB, build
 vllm = pytest.importorskip("vllm")
 from cascade.engine.vllm.model import VllmModel  # noqa: E402  # needs vLLM beside it
 
+# vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 GREEDY = SamplingParams(temperature=0, seed=0)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}

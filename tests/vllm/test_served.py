@@ -16,6 +16,7 @@ from deployments.launch.server import APPLICATION, Server
 from tests import small
 
 pytest.importorskip("vllm")
+# vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 PROMPTS = ("def read(path):\n", "import os\n\nclass Shape:\n", "for name in names:\n", "class Point:\n    def __init__")
 LONG_S = 120.0

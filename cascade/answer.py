@@ -274,7 +274,7 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
     """Why no guess was scored at the full tier: ``None`` if one was.
 
     ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
-    drafting does not pay, now or ever (`cascade.chain.planner.Planner.spared`). ``no_replica``: most passes had no drafter.
+    drafting does not pay, now or ever (`cascade.planner.chains.Planner.undrafted`). ``no_replica``: most passes had no drafter.
     ``short``: the text ended before drafts were tried or guesses came. ``late``: there was a drafter, but its guesses never
     came in time.
     """

@@ -66,7 +66,7 @@ class Cascade:
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
-        - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.planner.Policy`).
+        - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.policy.Policy`).
         - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.

@@ -6,7 +6,7 @@ from itertools import chain
 
 from cascade.chain.profile import Profile
 from cascade.chain.tier import Tier
-from cascade.chain.worth import worths
+from cascade.planner.chains import worths
 from cascade.scorer import BLOCK
 from cascade.settings.config import TierConfig
 from deployments.links.downlink import Downlink

@@ -45,7 +45,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     prompts, tokens = recorded.PROMPTS, recorded.TOKENS
     if quick:
         single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8, windows=(4,))
-        many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),), choosing_s=0.3)
+        many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
         rising = autoscale.Size(stretch=QUICK_STRETCH, tokens=24, max_devices=4, loads=(1, 4), phase_s=4.0)
         prompts, tokens = 1, 24
     recording = timed("Recording the family", lambda: recorded.record(prompts, tokens))
@@ -71,7 +71,20 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
 def head(found: dict[str, Any]) -> dict[str, Any]:
     """One figure for each claim; nothing of parts that did not run."""
     says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline, "autoscale": autoscale.headline}
-    return {part: say(found[part]) if part in found else {} for part, say in says.items()}
+    return {part: say(found[part]) if part in found else {} for part, say in says.items()} | planned(found)
+
+
+def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By cell, what the planner chooses over the best single choice, and over the full model alone."""
+    best: dict[str, float] = {}
+    alone: dict[str, float] = {}
+    for kind, ratios in found.get("one", {}).get("by_category", {}).items():
+        best[f"one {kind}"], alone[f"one {kind}"] = ratios["auto_vs_best"], ratios["auto_vs_alone"]
+    for replicas, loads in found.get("scale", {}).items():
+        for load, cell in loads.items():
+            name, ratios = f"{replicas} {load}", cell["ratios"]
+            best[name], alone[name] = round(ratios["auto"] / max(1.0, ratios["three"]), 3), ratios["auto"]
+    return {"auto_vs_best": best, "auto_vs_alone": alone}
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Many requests at once on emulated devices: the full model alone, three tiers and what the planner chooses, by replicas.
 
-As many clients as there are requests at once each send one request after another. After a while in which the planner finds out
-what pays, the tokens that come in a span of time are counted. All texts, those that were broken off too, must be as recorded.
+As many clients as there are requests at once each send one request after another. After a short while the tokens that come in a
+span of time are counted. All texts, those that were broken off too, must be as recorded.
 """
 
 import asyncio
@@ -26,12 +26,11 @@ from cascade.simulation.toy import full_text
 from cascade.simulation.toy_tier import ToyTier
 from deployments.launch.server import Server
 
-REPLICAS = ((1, 1, 1), (2, 2, 4))  # tiny, medium, full
+REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
 LOADS = (1, 16, 64)
 ALONE = Mode("alone", Speculation("off"))
 THREE = Mode("three", Speculation(tiers=family.NAMES[:-1]))
 AUTO = Mode("auto", Speculation())
-CHOSEN = {((1, 1, 1), 16), ((2, 2, 4), 64)}  # replicas and loads where the planner chooses, too: it takes its time
 QUIET_S = 1.0  # until sessions that were broken off are over
 
 
@@ -42,8 +41,7 @@ class Size:
     stretch: float = 20.0
     tokens: int = 96  # of an answer
     span_s: float = 0.6  # of the devices' time, that counts
-    warm_up_s: float = 0.3  # before it; where the planner chooses, `choosing_s`
-    choosing_s: float = 2.5
+    warm_up_s: float = 0.3  # before it
     loads: tuple[int, ...] = LOADS
     replicas: tuple[tuple[int, ...], ...] = REPLICAS
 
@@ -134,17 +132,17 @@ async def _measure(address: str, setup: Setup, size: Size, tell: Callable[[str],
     async with AsyncClient(address) as client:
         for load in size.loads:
             one: dict[str, Any] = {"same_text": True}
-            for mode in (ALONE, THREE, *((AUTO,) if (setup.replicas, load) in CHOSEN else ())):
+            for mode in (ALONE, THREE, AUTO):
                 clients = crowd(client, mode, size.tokens, setup, prompts)
                 clients.grow(load)
-                await asyncio.sleep(size.stretch * (size.choosing_s if mode is AUTO else size.warm_up_s))
+                await asyncio.sleep(size.stretch * size.warm_up_s)
                 one[mode.name] = round(await clients.rate(size.stretch * size.span_s), 2)
                 await clients.stop()
                 await asyncio.sleep(QUIET_S)
                 one["same_text"] &= clients.exact
                 tell(f"{named(setup.replicas)}, {load} at once, {mode.name}: {one[mode.name]:.2f} tokens/s")
             found[str(load)] = one | {
-                "ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto") if name in one}
+                "ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto")}
             }
     return found
 
@@ -168,6 +166,6 @@ def table(found: Mapping[str, Any]) -> Table:
     result = Table("replicas", "requests at once", *(f"{mode}, tokens/s" for mode in modes), title="Many requests")
     for name, loads in found.items():
         for load, one in loads.items():
-            shown = (f"{one[mode]:.1f} ({one[mode] / one['alone']:.2f})" if mode in one else "" for mode in modes)
+            shown = (f"{one[mode]:.1f} ({one[mode] / one['alone']:.2f})" for mode in modes)
             result.add_row(name, load, *shown)
     return result

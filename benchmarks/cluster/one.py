@@ -173,6 +173,7 @@ def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
     best = {kind: max(speed for name, speed in speeds.items() if name.startswith(kind)) for kind in ("lockstep", "async pair")}
     three, auto, alone = (speeds[mode.name] for mode in (THREE, AUTO, ALONE))
     found = {
+        "auto_vs_best": auto / max(speed for name, speed in speeds.items() if name != AUTO.name),
         "three_vs_alone": three / alone,
         "three_vs_async_pair": three / best["async pair"],
         "three_vs_lockstep_pair": three / best["lockstep"],

@@ -1,6 +1,7 @@
 """Requests over HTTP: ``vllm bench serve`` asks this project's server and vLLM's, in turns."""
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,8 +11,11 @@ from typing import Any
 from benchmarks.peers import contest, crew, environments
 from benchmarks.peers.contract import FLOAT32, POSITIONS, Models
 from benchmarks.peers.vllm_drafts import configuration
+from cascade.bench.load import rotated
 from cascade.bench.prompts import Prompt
 from deployments.launch.server import LOOPBACK, free_port
+
+ROUNDS = 3  # in which modes take turns: the speed of a shared machine wanders
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +143,24 @@ def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], N
     for mode in list(arena.modes):
         arena.ask(mode, 1, 1, f"warm-up {mode}")
     found: dict[str, dict[str, Any]] = {}
-    for number, (at_once, requests) in enumerate(plan.requests.items()):
-        modes = list(arena.modes)
-        first = number % max(1, len(modes))
-        cells: dict[str, Any] = {}
-        for mode in [*modes[first:], *modes[:first]]:
-            if result := arena.ask(mode, at_once, requests, f"{mode} {at_once}"):
-                cells[mode] = _cell(result)
-        found[str(at_once)] = {mode: cells[mode] for mode in modes if mode in cells}
+    for at_once, requests in plan.requests.items():
+        results: dict[str, list[Mapping[str, Any]]] = {mode: [] for mode in arena.modes}
+        for number in range(ROUNDS):
+            for mode in rotated(list(arena.modes), number):
+                if result := arena.ask(mode, at_once, max(1, requests // ROUNDS), f"{mode} {at_once} {number}"):
+                    results[mode].append(result)
+        found[str(at_once)] = {mode: _cell(results[mode]) for mode in arena.modes}
         tell(at_once, found[str(at_once)])
     return found
 
 
-def _cell(result: Mapping[str, Any]) -> dict[str, Any]:
+def _cell(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    tokens = sum(result["total_output_tokens"] for result in results)
     return {
-        "tokens_per_second": round(result["output_throughput"], 1),
-        "tokens": result["total_output_tokens"],
-        "ttft_ms": round(result["mean_ttft_ms"], 1),
-        "tpot_ms": round(result["mean_tpot_ms"], 2),
+        "tokens_per_second": round(tokens / sum(result["duration"] for result in results), 1),
+        "tokens": tokens,
+        "ttft_ms": round(statistics.fmean(result["mean_ttft_ms"] for result in results), 1),
+        "tpot_ms": round(statistics.fmean(result["mean_tpot_ms"] for result in results), 2),
     }
 
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal
+from typing import Generic, NamedTuple
 
 from cascade.chain.calibration import Calibrations
-from cascade.chain.plan import ALONE, Chain, Course, Seen
-from cascade.chain.planner import Planner, Spared
-from cascade.chain.profile import CHUNK
+from cascade.chain.profile import CHUNK, Profile
 from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.messages import Commit, Failed, Message, Proposal
+from cascade.planner.chains import ALONE, Chain, Planner, Seen
 
 SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it
 
@@ -18,6 +17,15 @@ MOST_READING = 0.75  # of the time from token to token may be reading of others:
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
+
+
+class Progress(NamedTuple, Generic[U]):
+    """What a session had of a pass: ``num_new`` own tokens, ``seconds`` after its last ones."""
+
+    slot: Slot[U]
+    work: Work
+    num_new: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -60,27 +68,26 @@ class Drafting(Generic[U]):
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
         opening = slot.session.opening
-        slot.allowed = Course(opening.chain, bool(opening.chain and opening.draft_branches), bool(slot.guessers))
+        slot.allowed = opening.chain
         self._plan((slot,), num_sessions)
         self.draft(slot, now)
         slot.settling = 0
 
     def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
-        (chain, branches, drafters), session = slot.course, slot.session
-        if session.done or slot.using == slot.course:
+        chain, session = slot.chain, slot.session
+        if session.done or slot.using == chain:
             return None
         usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
-        if not chain and slot.using.tiers:
+        if not chain:
             self.leave(slot)
-        elif usable and slot.using[:2] != (usable, branches):
+        elif usable and slot.using != usable:
             self.leave(slot)
-            opening = session.attach(usable[0], self._mint(), usable[1:], session.opening.draft_branches if branches else 0)
+            opening = session.attach(usable[0], self._mint(), usable[1:])
             session.guessed.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
-            slot.using, slot.settling = Course(usable, branches), SETTLING
+            slot.using, slot.settling = usable, SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
-        slot.using = slot.using._replace(drafters=drafters)
         failed = (tier for tier in chain if not self._health.usable(tier, now))
         return min((self._health.retry_at[tier] for tier in failed), default=None)
 
@@ -116,7 +123,7 @@ class Drafting(Generic[U]):
             self._health.works(drafter)
             return None
         if message.fault:  # others may draft there, this one nowhere
-            slot.course = slot.allowed = slot.allowed._replace(tiers=(), branches=False)
+            slot.chain = slot.allowed = ALONE
         else:
             self._health.failed(message.tier or drafter, now)
         self.leave(slot)
@@ -124,41 +131,38 @@ class Drafting(Generic[U]):
         return drafter, message.reason
 
     def passed(
-        self, slots: Collection[Slot[U]], rows: Sequence[tuple[Slot[U], Work, int, float]], reading_s: float, now: float
+        self, slots: Collection[Slot[U]], rows: Sequence[Progress[U]], profile: Profile, num_read: int, now: float
     ) -> None:
-        """A pass gave each of ``rows`` so many own tokens, so many seconds after its last ones; ``slots`` are all sessions.
+        """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts; ``slots`` are all sessions of the tier.
 
-        For about ``reading_s`` seconds the pass read texts. Who drafts has no part in that, and it is most of one pass and
-        nothing of the next: rates leave it out.
+        Who drafts has no part in reading, and it is most of one pass and nothing of the next: rates leave it out.
         """
-        totals: dict[tuple[Course, bool, Course, bool], Seen] = {}
+        reading_s = profile.token_s * num_read
+        alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))
+        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float]]] = {}
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
             if slot.planned and work.num_read < CHUNK:
-                seen = totals.setdefault((slot.allowed, slot.sampled, slot.course, settled), Seen(settled=settled))
-                seen.rows += 1
-                seen.tokens += num_new
-                seen.seconds += seconds - min(reading_s, MOST_READING * seconds)
-        for (allowed, sampled, course, _), seen in totals.items():
-            self._planner.saw(allowed, course, len(slots), seen, sampled=sampled)
+                key = (slot.allowed, slot.sampled, slot.chain, settled)
+                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MOST_READING * seconds)))
+        for (allowed, sampled, chain, settled), had in totals.items():
+            seen = Seen(len(had), sum(tokens for tokens, _ in had), sum(seconds for _, seconds in had), alone_s, settled)
+            self._planner.record(allowed, chain, len(slots), seen, sampled=sampled)
         self._plan(slots, len(slots))
         for slot in slots:
             self.draft(slot, now)
 
     def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
-        """What each shall use; those that may use the same and are sampled alike are told the same."""
-        told: dict[tuple[Course, bool], tuple[Course, Spared | Literal[""]]] = {}
+        """What each shall use; those that may use the same and are sampled alike use the same."""
+        planned: dict[tuple[Chain, bool], tuple[Chain, str]] = {}
         for slot in slots:
             if not slot.planned:
-                slot.course = slot.allowed
+                slot.chain = slot.allowed
                 continue
             kind = slot.allowed, slot.sampled
-            if kind not in told:
-                told[kind] = self._told(*kind, num_sessions)
-            slot.course, slot.session.spared = told[kind]
-
-    def _told(self, allowed: Course, sampled: bool, num_sessions: int) -> tuple[Course, Spared | Literal[""]]:
-        """What to use, and why nobody drafts if nobody shall."""
-        course = self._planner.course(allowed, num_sessions, sampled=sampled)
-        return course, self._planner.spared(allowed, num_sessions, sampled=sampled) if course == ALONE else ""
+            if kind not in planned:
+                chain = self._planner.chain(slot.allowed, num_sessions, sampled=slot.sampled)
+                why = self._planner.undrafted(slot.allowed, num_sessions, sampled=slot.sampled) if not chain else ""
+                planned[kind] = chain, why
+            slot.chain, slot.session.skip_reason = planned[kind]

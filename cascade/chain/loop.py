@@ -11,10 +11,9 @@ from itertools import islice
 from typing import Generic, TypeAlias
 
 from cascade.chain.calibration import Calibration
-from cascade.chain.drafting import Drafting
+from cascade.chain.drafting import Drafting, Progress
 from cascade.chain.hints import Hint
 from cascade.chain.kv_admission import KVAdmission
-from cascade.chain.planner import Planner
 from cascade.chain.policy import Policy
 from cascade.chain.profile import Profile
 from cascade.chain.scheduler import Batch, schedule, stretch
@@ -23,6 +22,7 @@ from cascade.chain.slot import Slot, U
 from cascade.chain.work import Work
 from cascade.errors import InvalidRequest
 from cascade.messages import MAKES_WAY, Close, Commit, Failed, Message, Open, Proposal
+from cascade.planner.chains import Planner
 from cascade.scorer import Drafter, Guesser, RowState, Scored
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Loop(Generic[U]):
         if self._makes_way:  # short passes: a request may come any time
             max_tokens = stretch(self._profile, max_tokens)
         for slot in self.slots.values():
-            if slot.using != slot.course:  # it drafts with others than it should, or with nobody
+            if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
                 wake_at = earlier(wake_at, self._drafting.draft(slot, now))
         able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
@@ -232,7 +232,7 @@ class Loop(Generic[U]):
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
         """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
-        rows: list[tuple[Slot[U], Work, int, float]] = []
+        rows: list[Progress[U]] = []
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
                 self._extend(slot, work, result)
@@ -249,18 +249,17 @@ class Loop(Generic[U]):
                     guesser.saw(work.tokens[-1], work.draft, result)
                 self._hint(slot)
                 self.written += len(commit.tokens)
-                rows.append((slot, work, len(commit.tokens), seconds))
+                rows.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.tell(slot, commit)
         for slot in {id(slot): slot for slot, _ in batch}.values():
             if self.slots.get(slot.session.opening.session) is slot:
                 self._propose(slot)
-        reading_s = self._profile.token_s * sum(work.num_read for _, work in batch)
-        self._drafting.passed(self.slots.values(), rows, reading_s, now)
+        self._drafting.passed(self.slots.values(), rows, self._profile, sum(work.num_read for _, work in batch), now)
 
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess behind a text that is another one now."""
         session = slot.session
-        if slot.course.drafters and not session.stalled:
+        if slot.guessers and not session.stalled:
             text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)
             session.hint([Hint(name, learnt, one.guess(text, since, most)) for name, learnt, one in slot.guessers])
 

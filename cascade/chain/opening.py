@@ -7,11 +7,8 @@ from cascade.chain.rounds import unended
 from cascade.messages import Open
 
 
-def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain: tuple[str, ...], branches: int) -> Open:
-    """The message that opens the ``session`` of the tier ``drafter``, for the one that ``opening`` began and that has ``text``.
-
-    It and the tiers of ``chain`` may offer and prepare so many ``branches``.
-    """
+def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain: tuple[str, ...]) -> Open:
+    """What opens the ``session`` of the tier ``drafter``, for the one that ``opening`` began and that has ``text``."""
     params, rules = opening.params, opening.rules.below()
     return replace(
         opening,
@@ -21,8 +18,7 @@ def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain:
         tier=drafter,
         chain=chain,
         window=opening.draft_window,
-        branches=branches,
-        draft_branches=branches,
+        branches=opening.draft_branches,
         adaptive=False,
         lockstep=opening.lockstep and not opening.rules.keyed,
         rules=rules,

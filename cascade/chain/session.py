@@ -55,7 +55,7 @@ class Session:
         "opening",
         "rounds",
         "run_ahead",
-        "spared",
+        "skip_reason",
         "taken",
         "text",
         "tier",
@@ -76,7 +76,7 @@ class Session:
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
-        self.spared = ""  # why it has no drafter, if the tier left them out
+        self.skip_reason = ""  # why it has no drafter, if the tier left them out
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
         self.totals = EdgeTotals(tier)
@@ -321,22 +321,19 @@ class Session:
         else:
             draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
-        return Proposal(self.opening.session, start, draft, self.edges, spared=self.spared, lanes=lanes)
+        return Proposal(self.opening.session, start, draft, self.edges, spared=self.skip_reason, lanes=lanes)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
         return self.guessed.lanes(self.text, self.drafter)
 
-    def attach(self, drafter: str, session: str, chain: tuple[str, ...], branches: int = 0) -> Open:
-        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it.
-
-        It and those may offer and prepare so many ``branches``.
-        """
+    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
+        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
         self._change(drafter)
         self.guessed.stats = DraftStats()
         self.drafter, self.drafter_session = drafter, session
-        return below(self.opening, self.text, drafter, session, chain, branches)
+        return below(self.opening, self.text, drafter, session, chain)
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""

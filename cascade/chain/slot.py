@@ -6,8 +6,8 @@ from typing import Any, Generic, TypeVar
 from cascade.chain.block_manager import Allocation
 from cascade.chain.branches import Branch
 from cascade.chain.calibration import Calibration
-from cascade.chain.plan import ALONE, Course
 from cascade.chain.session import Session
+from cascade.planner.chains import ALONE, Chain
 from cascade.scorer import UNREAD, Guesser, RowState, Store
 
 U = TypeVar("U")
@@ -33,9 +33,9 @@ class Slot(Generic[U]):
     opened: float
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
-    allowed: Course = ALONE  # all that its request allows; no tiers once it was too much for them
-    course: Course = ALONE  # what it shall use now
-    using: Course = ALONE  # tiers below that it was opened with
+    allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
+    chain: Chain = ALONE  # those that shall draft for it now
+    using: Chain = ALONE  # those that do
     settling: int = 0  # passes to come that say nothing about them yet
     forks: dict[Branch, Fork] = field(default_factory=dict)
     guessers: tuple[tuple[str, Calibration, Guesser], ...] = ()  # of drafters inside the tier, by name
@@ -49,7 +49,7 @@ class Slot(Generic[U]):
 
     @property
     def planned(self) -> bool:
-        """What it uses is what pays, not what its request says."""
+        """The planner chooses who drafts for it, not its request."""
         return self.session.opening.adaptive and self.allowed != ALONE
 
     @property
@@ -60,5 +60,4 @@ class Slot(Generic[U]):
     @property
     def guesses(self) -> int:
         """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
-        most = self.session.room if self.course.drafters else 0
-        return min(most, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
+        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop, NewState
-from cascade.chain.plan import Chain
-from cascade.chain.planner import Planner
 from cascade.chain.policy import Policy
 from cascade.chain.profile import Profile
 from cascade.chain.runner import Runner, TierStats
 from cascade.messages import Failed, Link, Message, Open, mint
+from cascade.planner.chains import Chain, Planner
 from cascade.scorer import Drafter, Scorer
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Tier:
     sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
     default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``new_state`` makes
     what sampling parameters need beside the logits of a pass; without it requests with such parameters fail. ``planner``
-    leaves out tiers below that do not pay. ``drafters`` guess here, beside the tiers below.
+    chooses the tiers below that draft. ``drafters`` guess here, beside the tiers below.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Tier:
         slots = list(self._loop.slots.values())
         waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
         return Load(
-            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.usage, self.planner.speeds(len(slots))
+            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.usage, self.planner.rates(len(slots))
         )
 
     # the loop

@@ -15,6 +15,7 @@ from cascade.chain.profile import GRID, Profile
 from cascade.chain.runner import row_of
 from cascade.chain.scheduler import Batch
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal
+from cascade.planner.chains import Planner
 from cascade.scorer import Scored
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
@@ -80,6 +81,8 @@ class Node:
         self._wake_at = math.inf
         self._bare: dict[str, float] = {}  # sessions that a pass left without a guess, and when
         self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in GRID])
+        lower = scenario.tiers[:level]
+        self._shared = [below.name for below in lower if below.device and below.device == tier.device]
         self._loop = self._begin()
 
     def _begin(self) -> Loop[str]:
@@ -93,6 +96,7 @@ class Node:
             send_up=lambda above, message: self._wires.send(self.name, above, message),
             send_down=lambda tier, message: self._wires.send(self.name, tier, message),
             mint=self._mint,
+            planner=Planner(self._shared),
         )
 
     def receive(self, source: str, message: Message) -> None:

@@ -58,9 +58,10 @@ def test_network_is_timed_and_left_clean() -> None:
 
 @given(tokens=st.integers(1, 200), context=st.integers(0, 1000), factor=st.floats(0.6, 1.9))
 def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) -> None:
-    """Guards currency: when passes become slower or faster, the profile follows; others a little, and keep their shape.
+    """Guards currency: when passes become slower or faster, the profile follows, most of it for all numbers of tokens.
 
-    Where only one number of tokens grew dearer with the load, more guesses looked cheap until they were tried.
+    Where only one number of tokens grew dearer with the load, more guesses looked cheap until they were tried; where only one
+    grew cheaper, as after a start beside others, guesses looked dear for ever.
     """
     profile = Profile(POINTS, context_s=1e-6)
     seconds = profile.predict(tokens, context) * factor
@@ -71,7 +72,7 @@ def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) 
         moved = {after / before for (_, after), (_, before) in zip(profile.points[2:], POINTS[2:], strict=True)}
         assert max(moved) == pytest.approx(min(moved))
         assert min(1, factor) <= min(moved) <= max(1, factor)
-        assert abs(min(moved) - 1) <= abs(factor - 1) / 2
+        assert abs(min(moved) - 1) >= 0.7 * abs(factor - 1)
 
 
 def test_passes_are_timed_as_they_follow_each_other() -> None:

@@ -73,8 +73,7 @@ class Chain:
         if level and session is not None and not session.done:
             self.detach(level)
             self.num_opened += 1
-            branches = session.opening.draft_branches
-            self.down[level - 1].append(session.attach(f"tier{level - 1}", str(self.num_opened), (), branches))
+            self.down[level - 1].append(session.attach(f"tier{level - 1}", str(self.num_opened), ()))
 
     def detach(self, level: int) -> None:
         session = self.sessions[level]

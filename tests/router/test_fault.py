@@ -8,18 +8,17 @@ from dataclasses import replace
 import pytest
 
 from cascade.chain.drafting import Drafting
-from cascade.chain.plan import ALONE
-from cascade.chain.planner import Planner
 from cascade.chain.session import Session
 from cascade.chain.slot import Slot
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.messages import Failed, Message
 from cascade.params import SamplingParams, Speculation, Structured
+from cascade.planner.chains import ALONE, Planner
 from deployments.links.codec import decode, encode
-from tests.chain.test_planner import ALLOWED
 from tests.chain.test_tier import opening
 from tests.doors import House, house
+from tests.planner.test_chains import ALLOWED
 from tests.router.test_http import ask
 
 HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those behind it are not
@@ -72,7 +71,7 @@ def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)
     assert drafting.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
-    assert (hard.using, hard.course, easy.using.tiers) == (ALONE, ALONE, ALLOWED)
+    assert (hard.using, hard.chain, easy.using) == (ALONE, ALONE, ALLOWED)
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None
     assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
-from cascade.chain.planner import Planner
+from cascade.planner.chains import Planner
 from tests.doors import House, house
 from tests.router.test_http import ask
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 def served() -> Iterator[House]:
     """All tiers take part always: on a busy machine the planner might find that they do not pay."""
     with pytest.MonkeyPatch.context() as patch, house(pass_s=0.002, pace=(1, 3, 10)) as built:
-        patch.setattr(Planner, "course", lambda self, allowed, num_sessions, *, sampled: allowed)
+        patch.setattr(Planner, "chain", lambda self, allowed, num_sessions, *, sampled: allowed)
         yield built
 
 

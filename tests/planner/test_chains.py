@@ -1,17 +1,16 @@
-"""Which tiers take part: the laws of `cascade.chain.planner.Planner`, alone and at work in virtual time."""
+"""Which tiers take part: the laws of `cascade.planner.chains`, by themselves and at work in virtual time."""
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.drafting import MOST_READING, SETTLING, Drafting
+from cascade.chain.drafting import MOST_READING, SETTLING, Drafting, Progress
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop
-from cascade.chain.plan import ALONE, GLANCE, HEAD_START_S, PRICE_S, REST, SHARE, TRIAL, Chain, Course, Seen
-from cascade.chain.planner import Planner
 from cascade.chain.policy import Policy
 from cascade.chain.profile import CHUNK, PassCost, Profile
 from cascade.chain.runner import Runner
@@ -20,6 +19,7 @@ from cascade.chain.slot import Slot
 from cascade.chain.work import Work
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
+from cascade.planner.chains import ALONE, MIN_PASSES, MIN_ROWS, SHARE, Chain, Measured, Planner, Seen, Worth, worths
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -29,37 +29,30 @@ from tests.cases import rare
 from tests.chain.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")
-LINES = Course(ALLOWED)
-CHAINS: tuple[Chain, ...] = ((), ("tiny",), ("medium",), ALLOWED)  # in the order in which they are tried first
+CHAINS: tuple[Chain, ...] = (ALONE, ("tiny",), ("medium",), ALLOWED)
 FULL_S = 0.045
-PASS_S = 0.01
-OVERSHOOT = 4  # passes alone that a trial may cost beyond its price: passes end when they end, and tiers below go on
+OVERSHOOT = 4  # passes alone that the last exploration may cost beyond its budget: tiers below go on when it ends
 OVERSHOOT_S = 0.03  # the same where passes are short
+PASS_S = 0.01
 rates = st.tuples(*[st.floats(0.1, 3.0)] * 3).map(lambda others: dict(zip(CHAINS, (1.0, *others), strict=True)))
 
 
-def play(planner: Planner, speed: dict[Chain, float], passes: int, sessions: int = 1, pass_s: float = PASS_S) -> list[Chain]:
-    """The chain of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
-    courses = {Course(chain): rate for chain, rate in speed.items()}
-    return [course.tiers for course in follow(planner, LINES, courses, passes, sessions, pass_s)]
-
-
-def follow(
+def play(
     planner: Planner,
-    allowed: Course,
-    speed: dict[Course, float],
+    speed: dict[Chain, float],
     passes: int,
     sessions: int = 1,
     pass_s: float = PASS_S,
     *,
+    allowed: Chain = ALLOWED,
     sampled: bool = False,
-) -> list[Course]:
-    """The course of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
+) -> list[Chain]:
+    """The chain of each of so many passes, of a token for each session in ``pass_s / speed`` seconds."""
     used = []
     for _ in range(passes):
-        used.append(planner.course(allowed, sessions, sampled=sampled))
-        seen = Seen(sessions, sessions, sessions * pass_s / speed[used[-1]])
-        planner.saw(allowed, used[-1], sessions, seen, sampled=sampled)
+        used.append(planner.chain(allowed, sessions, sampled=sampled))
+        seen = Seen(sessions, sessions, sessions * pass_s / speed[used[-1]], pass_s)
+        planner.record(allowed, used[-1], sessions, seen, sampled=sampled)
     return used
 
 
@@ -67,139 +60,89 @@ def seconds_of(used: list[Chain], speed: dict[Chain, float], pass_s: float = PAS
     return sum(pass_s / speed[chain] for chain in used)
 
 
-@given(speed=rates, sessions=st.sampled_from([1, 3, 16]))
-def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int) -> None:
-    """Guards the choice itself: whatever the order of the chains, work is soon done about as fast as by the fastest."""
-    used = play(Planner(), speed, 20 * REST, sessions)
-    assert set(used) == set(CHAINS)
-    later = used[10 * REST :]
-    assert seconds_of(later, speed) < seconds_of(later, dict.fromkeys(CHAINS, max(speed.values()))) / 0.85
+@given(speed=rates, sessions=st.sampled_from([1, 3, 16]), shared=st.sampled_from([(), ALLOWED]))
+def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int, shared: Collection[str]) -> None:
+    """Guards the choice itself: whatever is first, work is in the end done nearly as fast as by the fastest chain."""
+    used = play(Planner(shared), speed, 8000, sessions)
+    later = used[4000:]
+    assert seconds_of(later, speed) < seconds_of(later, dict.fromkeys(CHAINS, max(speed.values()))) / 0.9
 
 
-@given(speed=rates, sessions=st.sampled_from([1, 16]), pass_s=st.floats(0.001, 0.1), num_passes=st.integers(1, 600))
-def test_trials_are_paid_from_a_purse(speed: dict[Chain, float], sessions: int, pass_s: float, num_passes: int) -> None:
-    """Guards "never slower", from the first second on: what trials lose is bounded at any time, not only in the long run."""
-    used = play(Planner(), speed, num_passes, sessions, pass_s)
-    alone_s, seconds = pass_s * len(used), seconds_of(used, speed, pass_s)
+@given(
+    speed=rates,
+    sessions=st.sampled_from([1, 16]),
+    pass_s=st.floats(0.001, 0.1),
+    passes=st.integers(1, 2000),
+    shared=st.sampled_from([(), ALLOWED]),
+)
+def test_exploring_has_a_budget(
+    speed: dict[Chain, float], sessions: int, pass_s: float, passes: int, shared: Collection[str]
+) -> None:
+    """Guards "never slower" at any time, not only in the long run: 2 %, and what the first few passes cost."""
+    used = play(Planner(shared), speed, passes, sessions, pass_s)
     slowest_s = pass_s / min(speed.values())
-    assert used[:GLANCE] == [()] * min(GLANCE, len(used))
-    price_s = max(2 * PRICE_S, 2 * pass_s)  # of the last one, which the purse need not hold all of
-    assert seconds - alone_s <= HEAD_START_S + 2 * SHARE * seconds + price_s + slowest_s
+    overshoot_s = (0 if shared else MIN_ROWS) * slowest_s + 2 * slowest_s
+    assert seconds_of(used, speed, pass_s) <= (1 + 1.5 * SHARE) * pass_s * len(used) + overshoot_s
 
 
-def test_small_chains_are_tried_first() -> None:
-    """Guards the first seconds: the whole chain, which slows a shared processor most, is not where a tier begins."""
-    used = play(Planner(), dict.fromkeys(CHAINS, 1.0), 16 * (GLANCE + TRIAL))
-    assert tuple(dict.fromkeys(used)) == CHAINS
+def test_tiers_with_processors_of_their_own_draft_at_once() -> None:
+    """Guards short answers: the first tokens of a cascade with a device for each tier were written by the full model alone."""
+    speed = dict(zip(CHAINS, (1.0, 1.5, 2.0, 3.0), strict=True))
+    assert play(Planner(), speed, 200).count(ALLOWED) > 190
+    assert play(Planner(["tiny"]), speed, 20) == [("medium",)] * 20
+    assert play(Planner(ALLOWED), speed, 20) == [ALONE] * 20
 
 
-def test_a_chain_that_pays_is_in_use_at_once() -> None:
-    """Guards gains: a trial that goes well is not cut short, and the best of three has been found within a request."""
-    used = play(Planner(), dict(zip(CHAINS, (1.0, 1.5, 2.0, 3.0), strict=True)), 128)
-    assert used[64:].count(ALLOWED) > 50
+def test_a_chain_that_does_not_pay_is_left_within_twelve_rows() -> None:
+    """Guards tiers that agree too seldom: what the tier would give alone is known without trying it."""
+    used = play(Planner(), dict(zip(CHAINS, (1.0, 0.5, 0.5, 0.7), strict=True)), 2 * MIN_ROWS)
+    assert used[MIN_ROWS:] == [ALONE] * MIN_ROWS
 
 
 def test_a_chain_that_is_cold_for_long_is_judged_in_the_end() -> None:
     """Guards drafters that read for a while on a shared processor: cut short each time at one price, they were never known."""
-    planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.5, 0.5, 2.0), strict=True))
-    cold = 0
-    for _ in range(200 * REST):
-        chain = planner.course(LINES, 1).tiers
+    planner, speed = Planner(ALLOWED), dict(zip(CHAINS, (1.0, 0.5, 0.5, 2.0), strict=True))
+    cold = used = 0
+    for _ in range(20_000):
+        chain = planner.chain(ALLOWED, 1)
+        used += chain == ALLOWED
         cold = cold + 1 if chain == ALLOWED else 0
         reads = 0 < cold <= 10
         rate = 0.2 if reads else speed[chain]
-        planner.saw(LINES, Course(chain), 1, Seen(1, 1, PASS_S / rate, settled=not reads))
-    assert cold > REST
+        planner.record(ALLOWED, chain, 1, Seen(1, 1, PASS_S / rate, PASS_S, settled=not reads))
+    assert used > 5000
 
 
-def test_what_a_trial_leaves_behind_is_not_held_against_others() -> None:
-    """Guards shared processors: tiers below still work when a trial is over, and that slowed what was in use."""
-    planner, speed = Planner(), dict(zip(CHAINS, (1.0, 0.3, 0.6, 0.6), strict=True))
-    play(planner, speed, GLANCE)
-    while planner.course(LINES, 1).tiers:
-        play(planner, speed, 1)
-    for _ in range(SETTLING):
-        planner.saw(LINES, ALONE, 1, Seen(1, 1, 3 * PASS_S, settled=False))
-    used = play(planner, speed, 50)
-    assert used.count(()) == 50, "the debt is paid first"
-    assert play(planner, speed, 30 * REST).count(()) > 28 * REST
+def test_what_exploring_leaves_behind_is_paid_too() -> None:
+    """Guards shared processors: tiers below still work when an exploration is over, and slow what is used then."""
+    planner, speed = Planner(ALLOWED), dict(zip(CHAINS, (1.0, 0.3, 0.6, 0.6), strict=True))
+    seconds = passes = 0.0
+    left = 0
+    for _ in range(5000):
+        chain = planner.chain(ALLOWED, 1)
+        left = SETTLING if chain else left - 1
+        slow = 1 / 3 if not chain and left >= 0 else speed[chain]
+        planner.record(ALLOWED, chain, 1, Seen(1, 1, PASS_S / slow, PASS_S, settled=bool(chain) or left < 0))
+        seconds, passes = seconds + PASS_S / slow, passes + 1
+    assert seconds < 1.03 * PASS_S * passes
 
 
 def test_follows_a_change() -> None:
     """Guards against a plan for ever: a chain that becomes the best one is found."""
-    planner = Planner()
-    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 500)
-    used = play(planner, dict(zip(CHAINS, (1.0, 3.0, 0.7, 0.5), strict=True)), 12 * REST)
-    assert used[-REST:].count(("tiny",)) >= REST - 2 * TRIAL
-
-
-@pytest.mark.parametrize("sessions", [1, 16])
-@pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (1.1, True)])
-def test_drafters_inside_take_part_where_they_pay(rate: float, sessions: int, *, drafts: bool) -> None:
-    """Guards a crowd: guesses that nobody has to wait for took more time between passes than they saved, and stayed."""
-    inside = Course(drafters=True)
-    used = follow(Planner(), inside, {ALONE: 1.0, inside: rate}, 30 * REST, sessions)
-    assert used[:GLANCE] == [ALONE] * GLANCE
-    assert used[GLANCE] == inside, "they need nothing but the text: they are asked first"
-    assert used[10 * REST :].count(inside if drafts else ALONE) > 19 * REST, "who lost is asked less and less"
-
-
-def test_drafters_inside_are_kept_through_silence() -> None:
-    """Guards text that repeats now and then: between two bursts its drafters were given up, and missed half of the next."""
-    planner, used, inside = Planner(), list[Course](), Course(drafters=True)
-    for _ in range(30):
-        used += follow(planner, inside, {ALONE: 1.0, inside: 0.98}, 150)
-        used += follow(planner, inside, {ALONE: 1.0, inside: 2.0}, 20)
-    assert used[1000:].count(inside) > 0.9 * len(used[1000:])
-
-
-def test_drafters_inside_are_asked_once_whatever_the_purse_holds() -> None:
-    """Guards the first sampled text behind greedy ones, whose trials had emptied the purse: it was written alone to its end."""
-    planner, both, inside = Planner(), Course(ALLOWED, drafters=True), Course(drafters=True)
-    courses = {ALONE: 1.0, inside: 1.2} | {Course(chain, drafters=True): 0.05 for chain in CHAINS[1:]}
-    used = follow(planner, both, courses, 30)
-    assert len(set(used)) > 2, "a dear chain was tried"
-    used = follow(planner, both, courses, 2 * REST, sampled=True)
-    assert used[: GLANCE + 1] == [*[ALONE] * GLANCE, inside]
-    assert used[GLANCE:].count(inside) == len(used) - GLANCE
-
-
-def test_a_chain_is_tried_without_the_drafters_inside() -> None:
-    """Guards a tier below whose guesses are better than those of drafters, which only make passes longer."""
-    lonely = Course(("tiny",))
-    inside, both = Course(drafters=True), Course(("tiny",), drafters=True)
-    used = follow(Planner(), both, {ALONE: 1.0, inside: 0.9, both: 1.5, lonely: 2.0}, 20 * REST)
-    assert used[-REST:].count(lonely) > REST - TRIAL
-
-
-def test_a_crowd_is_held_against_what_the_tier_gives_alone_now() -> None:
-    """Guards a crowd from an old rate: alone was measured while prompts were read, and a chain that is slower stayed."""
-    planner, reading = Planner(), dict(zip(CHAINS, (0.3, 0.6, 0.6, 0.6), strict=True))
-    used = play(planner, reading, 4 * REST, sessions=64)
-    assert used[-REST:].count(()) < REST // 2, "a chain is in use"
-    used = play(planner, reading | {(): 1.0}, 8 * REST, sessions=64)
-    assert used[-REST:].count(()) > REST // 2
-
-
-def test_chains_that_lose_stay_rare_while_others_take_turns() -> None:
-    """Guards a crowd whose drafters inside pay now and then: each time all chains were tried anew, at 200 ms a trial."""
-    planner, used, inside = Planner(), list[Course](), Course(drafters=True)
-    chains = {Course(chain, drafters=True): 0.5 for chain in CHAINS[1:]}
-    for turn in range(24):
-        rates = {ALONE: 1.0, inside: (0.7, 1.4)[turn % 2]} | chains
-        used += follow(planner, Course(ALLOWED, drafters=True), rates, 8 * REST, sessions=64)
-    turns = sum(before != after for before, after in itertools.pairwise(course for course in used if not course.tiers))
-    assert turns > 12, "they take turns"
-    half = used[len(used) // 2 :]
-    assert sum(bool(course.tiers) for course in half) < len(half) // 100
+    planner = Planner(ALLOWED)
+    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 4000)
+    used = play(planner, dict(zip(CHAINS, (1.0, 3.0, 0.7, 0.5), strict=True)), 2000)
+    assert used[-100:].count(("tiny",)) >= 80
 
 
 def test_greedy_and_sampled_texts_are_told_apart() -> None:
-    """Guards sampled requests from what greedy ones gained: each kind has a plan of its own, from alone on."""
-    planner, inside = Planner(), Course(drafters=True)
-    used = follow(planner, inside, {ALONE: 1.0, inside: 2.0}, 4 * REST)
-    assert used[-REST:].count(inside) > REST // 2
-    assert planner.course(inside, 1, sampled=True) == ALONE
+    """Guards sampled requests from what greedy ones gained."""
+    planner = Planner()
+    gains, loses = dict.fromkeys(CHAINS, 2.0) | {ALONE: 1.0}, dict.fromkeys(CHAINS, 0.5) | {ALONE: 1.0}
+    for _ in range(10):
+        greedy, sampled = play(planner, gains, 20), play(planner, loses, 20, sampled=True)
+    assert ALONE not in greedy
+    assert sampled == [ALONE] * 20
 
 
 def test_loads_are_told_apart() -> None:
@@ -207,38 +150,48 @@ def test_loads_are_told_apart() -> None:
     planner = Planner()
     play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 300, sessions=1)
     play(planner, dict(zip(CHAINS, (1.0, 0.5, 0.5, 0.3), strict=True)), 300, sessions=64)
-    assert planner.course(LINES, 1).tiers == ALLOWED
-    assert planner.course(LINES, 64).tiers == ()
-    assert planner.spared(LINES, 64) == "load"
-    assert planner.spared(LINES, 1) == "low_acceptance"
-    assert Planner().spared(LINES, 1) == "short"
+    assert planner.chain(ALLOWED, 1) == ALLOWED
+    assert planner.chain(ALLOWED, 64) == ALONE
+    assert planner.undrafted(ALLOWED, 64) == "load"
+    assert planner.undrafted(ALLOWED, 1) == "low_acceptance"
+    assert Planner().undrafted(ALLOWED, 1) == "short"
 
 
-@pytest.mark.parametrize(("better", "chosen"), [(2.5, ALLOWED), (0.2, ())])
-def test_a_new_load_asks_one_question(better: float, chosen: Chain) -> None:
-    """Guards busy servers: with more sessions than ever, one chain is tried, that of the nearest load, and let go."""
+def test_a_new_load_begins_with_what_is_best_at_the_nearest() -> None:
+    """Guards servers that fill up: what one session had found out was found out again with two, with three and with six."""
+    speed = dict(zip(CHAINS, (1.0, 3.0, 1.5, 0.5), strict=True))
     planner = Planner()
-    play(planner, dict(zip(CHAINS, (1.0, 0.5, 1.5, 2.5), strict=True)), 200)
-    speed = dict(zip(CHAINS, (0.3, 0.1, 0.2, 0.3 * better), strict=True))
-    used = play(planner, speed, 60, sessions=16)
-    assert used[:GLANCE] == [()] * GLANCE
-    assert set(used[:20]) == {(), ALLOWED}
-    assert used[-1] == chosen
-    lost = seconds_of(used, speed) - PASS_S / 0.3 * len(used)
-    assert lost < 8 * PASS_S / 0.3
+    play(planner, speed, 3000)
+    assert play(planner, speed, 100, sessions=6).count(("tiny",)) > 90
+    shared = Planner(ALLOWED)
+    play(shared, speed, 3000)
+    used = play(shared, speed, 100, sessions=6)
+    assert used[: MIN_ROWS // 4] == [ALONE] * (MIN_ROWS // 4)
+    assert set(used) <= {ALONE, ("tiny",)}
 
 
 def test_sessions_that_have_yet_to_follow_do_not_count_for_the_new_chain() -> None:
-    """Guards trials: what comes of sessions that still use another chain says nothing about the one on trial."""
+    """Guards the judgement: what comes of sessions that still use another chain says nothing about the one in use."""
     planner = Planner()
-    play(planner, dict.fromkeys(CHAINS, 1.0), GLANCE)
-    tried = planner.course(LINES, 1).tiers
-    assert tried
-    for _ in range(10 * TRIAL):
-        planner.saw(LINES, ALONE, 1, Seen(1, 1, PASS_S))
-    assert planner.course(LINES, 1).tiers == tried
-    planner.saw(LINES, Course(tried), 1, Seen(1, 1, 10 * PASS_S))
-    assert planner.course(LINES, 1).tiers == ()
+    for _ in range(10 * MIN_ROWS):
+        planner.record(ALLOWED, ("tiny",), 1, Seen(1, 1, 100 * PASS_S, PASS_S))
+    assert planner.chain(ALLOWED, 1) == ALLOWED
+    assert not list(itertools.chain(*(measured.rates for measured in planner.measured())))
+
+
+def test_worth_compares_the_best_with_the_best_without() -> None:
+    """Guards the panel: a tier is not praised for what another one does, nor judged where nothing is known without it.
+
+    Where requests may use different tiers, those count that may use most.
+    """
+    alone = {ALONE: 10.0, ("medium",): 30.0}
+    both = {ALONE: 10.0, ALLOWED: 20.0, ("medium",): 15.0}
+    measured = [
+        Measured(("medium",), False, 1, alone),
+        Measured(ALLOWED, False, 1, both),
+        Measured(ALLOWED, True, 2, {ALONE: 1.0}),
+    ]
+    assert worths(iter(measured)) == [Worth("medium", False, 1, 2.0), Worth("tiny", False, 1, 20.0 / 15.0)]
 
 
 @dataclass(frozen=True)
@@ -292,7 +245,7 @@ any_setting = st.builds(
 def test_never_slower_in_the_first_second(setting: Setting) -> None:
     """Guards the second promise where nothing is known yet: 5 % of a second, or what a few passes cost, and no more."""
     alone, adaptive = setting.outcome(1.0, (2,)), setting.outcome(1.0, adaptive=True)
-    assert adaptive.elapsed_s <= 1.05 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s * setting.full_s)
+    assert adaptive.elapsed_s <= 1.02 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s * setting.full_s)
 
 
 @settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
@@ -302,7 +255,7 @@ def test_never_slower_in_the_first_second(setting: Setting) -> None:
 def test_never_slower_in_ten_seconds(setting: Setting) -> None:
     """Guards the second promise in the long run: trials come back, and each has its price."""
     alone, adaptive = setting.outcome(10.0, (2,)), setting.outcome(10.0, adaptive=True)
-    assert adaptive.elapsed_s <= 1.05 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s / 10 * setting.full_s)
+    assert adaptive.elapsed_s <= 1.02 * alone.elapsed_s + max(OVERSHOOT_S, OVERSHOOT * alone.elapsed_s / 10 * setting.full_s)
 
 
 @pytest.mark.parametrize(
@@ -340,27 +293,27 @@ def allowed_to_draft() -> Slot[None]:
 
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     """Guards degradation: the planner has chosen tiny alone, tiny dies, and medium, which is well, must not stand idle."""
-    planner, sent = Planner(), list[Message]()
+    planner, sent = Planner(ALLOWED), list[Message]()
     rates = {ALLOWED: 10.0, (): 20.0, ("medium",): 10.0, ("tiny",): 50.0}
-    play(planner, rates, 200)
+    play(planner, rates, 2000)
     names = (f"s{number}" for number in itertools.count())
     drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
     slot = allowed_to_draft()
     drafting.begin(slot, 1, 0.0)
-    assert slot.using.tiers == ("tiny",)
+    assert slot.using == ("tiny",)
     assert drafting.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
-    assert slot.using.tiers == ALLOWED
+    assert slot.using == ALLOWED
     retry_at = drafting.draft(slot, 1.0)
     assert retry_at is not None
     assert drafting.draft(slot, retry_at) is None
-    assert slot.using.tiers == ("tiny",)
+    assert slot.using == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]
 
 
 @pytest.mark.parametrize("prompt_len", [CHUNK + 1, 3 * CHUNK])
 def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> None:
     """Guards the loop's part of it: what a pass reads, at the price that passes showed, does not count for who drafts."""
-    model, planner, profile, now = ToyModel(), Planner(), Profile([(1, PASS_S)]), 0.0
+    model, planner, profile, now = ToyModel(), Planner(ALLOWED), Profile([(1, PASS_S)]), 0.0
     limits, admission = Limits(model.vocab_size, model.context_len, Policy()), KVAdmission(model.new_cache, 1 << 20)
     loop = Loop[int](
         "full", 2, limits, admission, profile,
@@ -370,7 +323,7 @@ def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> No
     writes = replace(opening(1, 0.0, 50), adaptive=True)
     reads = replace(opening(2, 0.0, 50), tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
     loop.take(writes, 0, now)
-    for number in range(GLANCE):
+    for number in range(MIN_PASSES):
         if number == 1:
             loop.take(reads, 0, now)
         batch, _ = loop.schedule(512, now)
@@ -386,11 +339,12 @@ def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> No
 @pytest.mark.parametrize("reading_s", [0.0, 0.02, 9.0])
 def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None:
     """Guards a crowd from how it began: passes that read 64 prompts made slow what was in use then, and only that."""
-    planner = Planner()
+    planner, profile = Planner(ALLOWED), Profile([(1, PASS_S)])
+    profile.token_s = reading_s
     drafting: Drafting[None] = Drafting(lambda tier, message: None, lambda: "below", planner)
     slot = allowed_to_draft()
     drafting.begin(slot, 1, 0.0)
-    drafting.passed([slot], [(slot, Work(5, [1], 1), 1, PASS_S + reading_s)], reading_s, 1.0)
+    drafting.passed([slot], [Progress(slot, Work(5, [1], 1), 1, PASS_S + reading_s)], profile, 1, 1.0)
     (measured,) = planner.measured()
     left_s = max(PASS_S, (1 - MOST_READING) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
     assert measured.rates == {ALONE: pytest.approx(1 / left_s)}

@@ -141,9 +141,7 @@ async def _measure(address: str, setup: Setup, size: Size, tell: Callable[[str],
                 await asyncio.sleep(QUIET_S)
                 one["same_text"] &= clients.exact
                 tell(f"{named(setup.replicas)}, {load} at once, {mode.name}: {one[mode.name]:.2f} tokens/s")
-            found[str(load)] = one | {
-                "ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto")}
-            }
+            found[str(load)] = one | {"ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto")}}
     return found
 
 

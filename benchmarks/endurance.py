@@ -125,7 +125,7 @@ def config() -> CascadeConfig:
 
 def expected() -> Iterator[Ask]:
     """Each prompt at each temperature."""
-    with Cascade.demo(processes=False) as reference:
+    with Cascade.demo() as reference:
         for seed, prompt in enumerate(BUILT_IN):
             for temperature in TEMPERATURES:
                 params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A whole cascade in one program: tiers in threads of one process, or in processes of their own."""
+"""A whole cascade in one process: a thread for each tier, joined by links in memory."""
 
 import asyncio
 import queue
@@ -6,7 +6,9 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, overload
+from typing import Any, Literal, Self, TypeAlias, overload
+
+import torch
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
@@ -15,19 +17,20 @@ from cascade.chain.local_links import join
 from cascade.chain.policy import Policy
 from cascade.chain.profile import glance
 from cascade.chain.tier import Tier
-from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
+from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and_kind, specs
 from cascade.drafters.in_pass import InPass
+from cascade.engine import budget
 from cascade.engine.grammar import Grammars
+from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.loading import common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
-from cascade.errors import InvalidRequest
+from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
-from cascade.placement import TIER_NAMES, Checkpoints, check_models, each
-from cascade.processes.lower_tiers import LowerTiers
 from cascade.requests import Deliver, Mailbox, Requests
 from cascade.scorer import Drafter, Scorer
 
@@ -35,6 +38,13 @@ Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
 Drafters: TypeAlias = str | DrafterSpec | Iterable[str | DrafterSpec] | None
 
+TIER_NAMES = {
+    1: ("full",),
+    2: ("tiny", "full"),
+    3: ("tiny", "medium", "full"),
+    4: ("tiny", "small", "medium", "full"),
+    5: ("tiny", "small", "medium", "large", "full"),
+}
 ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are taken
 
 
@@ -57,38 +67,32 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
         drafter: Drafters = AUTO,
-        lower: LowerTiers | None = None,
     ) -> None:
-        """Start a thread for each tier of this process.
+        """Start a thread for each tier.
 
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
-        - ``policy``: when a tier waits for guesses, and how it finds out which tiers pay (`cascade.chain.policy.Policy`).
-        - ``lower``: tiers in processes of their own below those of ``models``, from `from_pretrained`.
+        - ``policy``: when a tier waits for guesses, and how many guesses a pass scores at most (`cascade.chain.policy.Policy`).
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
-        check_models(models, names)
+        names = _named(models, names)
         kinds, drafters = _drafters(models, drafter, tokenizer)
-        here = tuple(names or TIER_NAMES[len(models)])
-        elsewhere = () if lower is None else lower.names
-        check_drafters(kinds, (*elsewhere, *here))
-        self.names = (*kinds, *elsewhere, *here)  # bottom to top
+        check_drafters(kinds, names)
+        self.names = (*kinds, *names)  # bottom to top
         self.tokenizer = tokenizer
-        self.lower = lower
         self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
-        everywhere: list[Scorer | LowerTiers] = [*models, *([] if lower is None else [lower])]
-        self.context_len = min(model.context_len for model in everywhere)
+        self.context_len = min(model.context_len for model in models)
         grammars = Grammars(tokenizer)
         new_state = state_maker(grammars.matcher)
         self._capabilities = Capabilities(
             self.names,
             drafters=kinds,
-            vocab_size=min(model.vocab_size for model in everywhere),
+            vocab_size=min(model.vocab_size for model in models),
             context_len=self.context_len,
             end_ids=tokenizer.end_ids,
             adapters=getattr(models[-1], "adapters", ()),
@@ -98,9 +102,9 @@ class Cascade:
         )
         self.tiers = tuple(
             Tier(name, level, model, policy=policy, profile=apart(partial(glance, model)), new_state=new_state, drafters=inner)
-            for level, (name, model, inner) in enumerate(zip(here, models, drafters, strict=True), len(kinds) + len(elsewhere))
+            for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
         )
-        join(self.tiers, None if lower is None else lower.join)
+        join(self.tiers)
         for tier in self.tiers:
             tier.start()
 
@@ -117,7 +121,6 @@ class Cascade:
         trust_remote_code: bool = False,
         quantization: str | Sequence[str | None] | None = None,
         drafter: Drafters = AUTO,
-        processes: bool | None = None,
         engine: Literal["cascade", "vllm"] = "cascade",
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
@@ -126,43 +129,27 @@ class Cascade:
         there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
         list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s.
         With ``engine`` "vllm" all run on vLLM, whose quantization methods it takes then; for other engine arguments load each
-        as a `cascade.engine.vllm.model.VllmModel`. With ``processes`` all tiers but the full one live in processes of their
-        own, which end with this one; by default on a CPU with more than one core.
+        as a `cascade.engine.vllm.model.VllmModel`.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
-        check_models(models, names)
-        names, inner = tuple(names or TIER_NAMES[len(models)]), specs(drafter)
+        names, inner = _named(models, names), specs(drafter)
         check_drafters([one.kind for one in inner], names)
+        methods = _each(quantization, len(models))
+        tokenizer = _common_tokenizer(models, trust_remote_code)
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        checkpoints = Checkpoints(models, names, each(quantization, len(models)), options, engine)
-        with checkpoints.place(processes, policy, inner) as placed:
-            cascade = cls(
-                placed.models,
-                placed.tokenizer,
-                names=names[-len(placed.models) :],
-                window=window,
-                policy=policy,
-                drafter=inner,
-                lower=placed.lower,
-            )
-            cascade._loaded = placed.models
-            return cascade
+        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, methods, inner, options)
+        cascade = cls(loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner)
+        cascade._loaded = loaded
+        return cascade
 
     @classmethod
-    def demo(
-        cls,
-        *,
-        dtype: str | None = None,
-        device: str | None = None,
-        drafter: Drafters = AUTO,
-        processes: bool | None = None,
-    ) -> Self:
+    def demo(cls, *, dtype: str | None = None, device: str | None = None, drafter: Drafters = AUTO) -> Self:
         """The demonstration family: SmolLM2-135M-Instruct, and two models that this package ships below it.
 
         Raises `ModelError` if the full one is nowhere, see `cascade.family.full`.
         """
-        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafter=drafter, processes=processes)
+        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafter=drafter)
 
     # requests
 
@@ -248,8 +235,6 @@ class Cascade:
         """End all requests and free everything."""
         for tier in reversed(self.tiers):
             tier.close()
-        if self.lower is not None:
-            self.lower.close()
         for model in self._loaded:
             model.close()
 
@@ -293,6 +278,76 @@ def _collect(chunks: Iterator[Chunk]) -> list[Completion]:
 
 def _sort(completions: Sequence[Completion | None]) -> list[Completion]:
     return sorted((c for c in completions if c is not None), key=lambda c: c.index)
+
+
+def _named(models: Sequence[object], names: Sequence[str] | None) -> tuple[str, ...]:
+    """A name for each model; raises `ConfigError` if there are too few or too many of either."""
+    if isinstance(models, str):
+        raise ConfigError(f"models is {models!r}: give a list, bottom to top")
+    if not 1 <= len(models) <= len(TIER_NAMES):
+        raise ConfigError(f"models has {len(models)} entries: a cascade has 1 to {len(TIER_NAMES)} tiers")
+    if names is not None and not len(set(names)) == len(names) == len(models):
+        raise ConfigError(f"names is {names!r}: give each of the {len(models)} models a name of its own")
+    return tuple(names or TIER_NAMES[len(models)])
+
+
+def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> Sequence[str | None]:
+    """One method for every model."""
+    if quantization is None or isinstance(quantization, str):
+        return [quantization] * num_models
+    if len(quantization) != num_models:
+        raise ConfigError(
+            f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
+        )
+    return quantization
+
+
+def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokenizer:
+    """The one that all models have; raises `ConfigError` if there are several."""
+    tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in sources]
+    for source, tokenizer in zip(sources, tokenizers, strict=True):
+        if tokenizer.fingerprint != tokenizers[-1].fingerprint:
+            raise ConfigError(f"{source} and {sources[-1]} have different tokenizers: the models of a cascade must share one")
+    return tokenizers[-1]
+
+
+def _load(
+    sources: Sequence[str], methods: Sequence[str | None], drafters: Sequence[DrafterSpec], options: dict[str, Any]
+) -> list[Model]:
+    """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
+    known = {"trust_remote_code": options["trust_remote_code"]}
+    if any(one.within for one in drafters):
+        check_mtp(sources[-1], **known)
+    device = find_device(sources[-1], options["device"])
+    networks = [
+        apart(partial(load, source, quantization=method, **options)) for source, method in zip(sources, methods, strict=True)
+    ]
+    room = common_room(sources, device, dtype=options["dtype"], **known)
+    lower = [apart(partial(Model, network, cache_tokens=room)) for network in networks[:-1]]
+    return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), cache_tokens=room))]
+
+
+def _load_on_vllm(
+    sources: Sequence[str], methods: Sequence[str | None], drafters: Sequence[DrafterSpec], options: dict[str, Any]
+) -> list[VllmModel]:
+    """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
+    refused = [f"drafter {one.kind!r} reads a model of our own engine" for one in drafters if one.reads]
+    if options["device"]:
+        refused.append(f"device is {options['device']!r}, which is for our own engine")
+    if refused:
+        raise ConfigError(f"{refused[0]}: remove it, or set engine to 'cascade'")
+    given = {name: options[name] for name in ("dtype", "trust_remote_code") if options[name]}
+    if torch.cuda.is_available():
+        given["gpu_memory_utilization"] = budget.UTILIZATION / len(sources)
+    loaded: list[VllmModel] = []
+    try:
+        for source, method in zip(sources, methods, strict=True):
+            loaded.append(VllmModel(source, options=given | ({"quantization": method} if method else {})))
+    except BaseException:
+        for model in loaded:
+            model.close()
+        raise
+    return loaded
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:

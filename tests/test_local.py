@@ -22,7 +22,8 @@ from cascade import (
     SamplingParams,
     Speculation,
     Structured,
-    placement,
+    Unavailable,
+    local,
 )
 from cascade.drafters import DrafterSpec
 from cascade.engine.contiguous_cache import Cache
@@ -130,6 +131,36 @@ def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float
             assert complete(babbling, PROMPT, params).token_ids == expected
 
 
+class Deserter(Babbler):
+    """A model whose tier's loop ends in the fifth pass after ``armed``, as by an error that nobody expects."""
+
+    armed, passes = False, 0
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        self.passes += self.armed
+        if self.passes == 5:
+            raise SystemExit
+        return self._model.run(rows)
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread tier")
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_tier_whose_loop_ends_is_missed(cascade: Cascade, dead: int) -> None:
+    """Guards the tiers above against a hang: lower tiers are done without, in the same text, and the full one fails at once."""
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=6, ignore_eos=True)
+    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    models: list[Any] = [Model.from_pretrained(path, dtype="float32") for path in small.paths()]
+    models[dead], everyone = Deserter(models[dead]), Speculation(tiers=("tiny", "medium"))
+    with Cascade(models, cascade.tokenizer) as left:
+        models[dead].armed = True
+        for _ in range(2):
+            if dead == 2:
+                with pytest.raises(Unavailable, match="tier full stopped"):
+                    left.generate(PROMPT, params, everyone)
+            else:
+                assert complete(left, PROMPT, params, everyone).token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("name", "temperature"),
     crossed(
@@ -158,16 +189,16 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
 def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards cascades on a GPU: the cache of the first model took all that the weights of the others wanted."""
     steps: list[str] = []
-    load, cpu, gpu = placement.load, torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(placement, "load", lambda source, **options: steps.append("load") or load(source, **options))
+    load, cpu, gpu = local.load, torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(local, "load", lambda source, **options: steps.append("load") or load(source, **options))
 
     class Watched(Model):
         def __init__(self, *args: Any, **options: Any) -> None:
             steps.append("cache")
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(placement, "Model", Watched)
-    Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu", processes=False).close()
+    monkeypatch.setattr(local, "Model", Watched)
+    Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu").close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
     room = common_room(small.paths(), gpu, dtype="float32", trust_remote_code=False)
@@ -432,7 +463,7 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
     """Guards drafters that read the model, from their files to the answer: the text is the model's, in fewer passes."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, ignore_eos=True)
     expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
-    with small.cascade(drafter=["lookup", DrafterSpec("head", small.head())], processes=False) as reading:
+    with small.cascade(drafter=["lookup", DrafterSpec("head", small.head())]) as reading:
         assert reading.names == ("lookup", "eagle3", "tiny", "medium", "full"), "its files say what it is"
         for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
             assert complete(reading, PROMPT, params, Speculation(tiers=tiers)).token_ids == expected

@@ -117,7 +117,7 @@ def api_key() -> str | None:
 
 
 @contextmanager
-def connected(address: str | None, models: tuple[str, ...] = (), *, processes: bool | None = None) -> Iterator[Asked]:
+def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Asked]:
     """The server at ``address``, or what `loaded` loads."""
     if address:
         from cascade.client import Client
@@ -125,15 +125,15 @@ def connected(address: str | None, models: tuple[str, ...] = (), *, processes: b
         with Client(address, api_key=api_key()) as client:
             yield Served(client)
         return
-    with loaded(models, processes=processes) as cascade:
+    with loaded(models) as cascade:
         yield Here(cascade)
 
 
-def loaded(models: tuple[str, ...], *, processes: bool | None = None) -> "Cascade":
-    """``models``, bottom to top, or those that ship, whose lower tiers live in ``processes`` as in `Cascade.demo`."""
+def loaded(models: tuple[str, ...]) -> "Cascade":
+    """``models``, bottom to top, or those that ship."""
     if not models:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load in no time
     from cascade.local import Cascade
 
     with console.status("Loading models"):
-        return Cascade.from_pretrained(models) if models else Cascade.demo(processes=processes)
+        return Cascade.from_pretrained(models) if models else Cascade.demo()

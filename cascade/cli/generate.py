@@ -27,8 +27,7 @@ def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: b
     """Go on with PROMPT ("-" reads it from standard input), streaming. Raw text: see `cascade chat` for conversations."""
     params, speculation = parameters(options)
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    # one answer of the demonstration family is there before processes for its tiers are
-    with connected(address, models, processes=False) as asked:
+    with connected(address, models) as asked:
         chunks = asked.stream(prompt, params, speculation, Handling())
         if plain:
             for chunk in chunks:

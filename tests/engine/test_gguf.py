@@ -51,7 +51,7 @@ def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, kind: str) ->
     path = tmp_path / "tiny.gguf"
     source = small.gguf(path, kind)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with Cascade.from_pretrained([source], device="cpu", processes=False) as cascade:
+    with Cascade.from_pretrained([source], device="cpu") as cascade:
         assert list(cascade.generate(PROMPT, params).token_ids) == greedy(path)
 
 
@@ -79,7 +79,7 @@ def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
     found, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
     assert (found.parameters, found.context_len, found.heads) == (expected.parameters, expected.context_len, expected.heads)
     params = SamplingParams(max_tokens=20, temperature=0)
-    below = Cascade.from_pretrained([source, small.paths()[-1]], device="cpu", quantization=["int8", None], processes=False)
+    below = Cascade.from_pretrained([source, small.paths()[-1]], device="cpu", quantization=["int8", None])
     with below as cascade, small.cascade() as reference:
         assert cascade.generate(PROMPT, params).token_ids == reference.generate(PROMPT, params).token_ids
     tiers = [{"name": "full", "model_loading_config": {"model_id": source}}]
@@ -208,7 +208,7 @@ def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.Monkey
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
     )
     begin = time.monotonic()
-    with Cascade.from_pretrained([source], device="cpu", drafter=None, processes=False) as cascade:
+    with Cascade.from_pretrained([source], device="cpu", drafter=None) as cascade:
         answer = cascade.generate(asked, SamplingParams(max_tokens=24, temperature=0))
     assert "The capital of France is Paris" in answer.text, time.monotonic() - begin
     assert answer.finish_reason == "stop"

@@ -108,7 +108,7 @@ def test_the_demo_is_the_family(small_demo: None) -> None:
     assert config.names == family.NAMES
     assert [tier.model_loading_config.source for tier in config.tiers] == family.paths()
     assert config.tiers[-1].model_loading_config.model_id == family.MODEL
-    with Cascade.demo(device="cpu", processes=False) as cascade, small.cascade() as reference:
+    with Cascade.demo(device="cpu") as cascade, small.cascade() as reference:
         params = SamplingParams(max_tokens=16, temperature=0)
         assert cascade.generate("def read(", params).text == reference.generate("def read(", params).text
 

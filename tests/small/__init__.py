@@ -46,7 +46,7 @@ def gguf(target: Path, kind: str = "Q4_1", **options: Any) -> str:
 
 def cascade(**options: Any) -> Cascade:
     """The three in this process, in float32 on the CPU, for `Cascade.from_pretrained`."""
-    return Cascade.from_pretrained(paths(), **{"dtype": "float32", "device": "cpu", "processes": False, **options})
+    return Cascade.from_pretrained(paths(), **{"dtype": "float32", "device": "cpu", **options})
 
 
 def config() -> CascadeConfig:

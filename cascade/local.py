@@ -31,6 +31,7 @@ from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
+from cascade.planner.chains import Planner
 from cascade.requests import Deliver, Mailbox, Requests
 from cascade.scorer import Drafter, Scorer
 
@@ -101,7 +102,16 @@ class Cascade:
             answer_window=ANSWER_WINDOW,
         )
         self.tiers = tuple(
-            Tier(name, level, model, policy=policy, profile=apart(partial(glance, model)), new_state=new_state, drafters=inner)
+            Tier(
+                name,
+                level,
+                model,
+                policy=policy,
+                planner=Planner(shared=names),
+                profile=apart(partial(glance, model)),
+                new_state=new_state,
+                drafters=inner,
+            )
             for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
         )
         join(self.tiers)

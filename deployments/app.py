@@ -80,7 +80,8 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
     options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
-    bound = {**bound, "roomy": [name for name in lower if places[name] >= HELD_PLACES]}
+    shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
+    bound = {**bound, "roomy": [name for name in lower if places[name] >= HELD_PLACES], "shared": shared}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, **bound)
@@ -212,6 +213,13 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
                 "change their ray_actor_options, accelerator_type or num_replicas, or add machines"
             )
     return None
+
+
+def shares_processors(tier: TierConfig, other: TierConfig) -> bool:
+    """Whether replicas of both may compute on the same processors: emulated devices and whole GPUs are a replica's own."""
+    return not any(
+        one.engine_kwargs.emulated is not None or of_replica(tier_options(one)).get("GPU", 0.0) >= 1 for one in (tier, other)
+    )
 
 
 def emulated_gpus(config: CascadeConfig) -> int:

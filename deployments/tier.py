@@ -26,6 +26,7 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
+from cascade.planner.chains import Planner
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
@@ -53,7 +54,8 @@ HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for
 
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
-    ``sleepers`` tiers that are not to be woken, ``roomy`` those that have places for leases which nobody uses."""
+    ``sleepers`` tiers that are not to be woken, ``roomy`` those that have places for leases which nobody uses, ``shared`` those
+    that may compute on the processors of this one."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -64,6 +66,7 @@ class TierReplica:
         link_tls: Mapping[str, Any] | None = None,
         sleepers: Sequence[str] = (),
         roomy: Sequence[str] = (),
+        shared: Sequence[str] = (),
     ) -> None:
         join_serves()
         self._config = TierConfig.model_validate(config)
@@ -83,6 +86,7 @@ class TierReplica:
             level,
             self._model,
             policy=engine.policy,
+            planner=Planner(shared),
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),

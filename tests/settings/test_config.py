@@ -427,6 +427,23 @@ def test_accelerators() -> None:
 half = {"ray_actor_options": {"num_gpus": 0.5}}
 
 
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, True),
+        ({"deployment_config": {"ray_actor_options": {"num_gpus": 0.5}}}, True),
+        ({"deployment_config": {"ray_actor_options": {"num_gpus": 1}}}, False),
+        ({"accelerator_type": "L4"}, False),
+        ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, False),
+    ],
+)
+def test_whole_gpus_are_shared_with_nobody(changes: dict[str, Any], *, shared: bool) -> None:
+    """Guards where drafting begins: a tier below with a GPU of its own was taken to slow this one, or one without it not to."""
+    plain, other = (CascadeConfig.parse(one(**values)).tiers[0] for values in ({}, changes))
+    assert app.shares_processors(plain, other) is shared
+    assert app.shares_processors(other, plain) is shared
+
+
 def test_emulated_devices_are_gpus_that_ray_is_told_of() -> None:
     """Guards servers that scale: GPUs that are not there suffice for all replicas there may be, and for no real tier."""
     values = emulated([0.5], [])

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from pydantic import ValidationError
@@ -20,13 +20,10 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
-from cascade.settings.router import RouterConfig
 from cascade.settings.sentence import sentence
 from deployments.links.held_lease import HELD_PLACES
 from deployments.scaling.plan import scaled, sleepers
 from deployments.versions import versioned
-
-Owner = TypeVar("Owner", TierConfig, RouterConfig)
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
 SURGE_PERCENT = 20  # rounded up to whole replicas
@@ -113,29 +110,6 @@ def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
             raise ConfigError("config is a path: give it alone, or give the keys of the configuration without it")
         return CascadeConfig.load(Path(path))
     return CascadeConfig.parse(args)
-
-
-def forked(config: CascadeConfig, py_executable: str) -> CascadeConfig:
-    """``config`` whose replicas start with ``py_executable``, but for those on GPUs and with a ``runtime_env`` of their own."""
-    tiers = tuple(tier if _on_gpus(tier) else _started(tier, py_executable) for tier in config.tiers)
-    return config.model_copy(update={"tiers": tiers, "router": _started(config.router, py_executable)})
-
-
-def _on_gpus(tier: TierConfig) -> bool:
-    """Whether it may have one: CUDA is not to be touched before a fork, and libraries do when they are imported."""
-    if tier.engine_kwargs.emulated is not None:
-        return False
-    actor = tier.deployment_config.ray_actor_options
-    return bool(tier.accelerator_type or actor.get("num_gpus") or tier.placement_group_config)
-
-
-def _started(owner: Owner, py_executable: str) -> Owner:
-    deployment = owner.deployment_config
-    actor = deployment.ray_actor_options
-    if "runtime_env" in actor:
-        return owner
-    options = {**actor, "runtime_env": {"py_executable": py_executable}}
-    return owner.model_copy(update={"deployment_config": deployment.model_copy(update={"ray_actor_options": options})})
 
 
 def tier_options(tier: TierConfig) -> dict[str, Any]:

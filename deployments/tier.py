@@ -188,7 +188,7 @@ def bind_threads(engine: EngineKwargs) -> None:
     if engine.cpu_affinity is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
-    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker; in a fork PyTorch has looked before
+    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker
     threads = engine.num_threads or (int(given) if given.isdigit() else None)
     if threads:
         torch.set_num_threads(threads)

@@ -71,7 +71,6 @@ class Cluster:
 
     grpc: str
     url: str
-    py_executable: str  # starts replicas as forks of one process, see `deployments.launch.fork_server`
 
 
 @pytest.fixture(scope="session")
@@ -81,13 +80,10 @@ def cluster() -> Iterator[Cluster]:
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
-    from deployments.app import ENVIRONMENT
     from deployments.grpc.ingress import SERVICER
-    from deployments.launch.fork_server import ForkServer
     from deployments.launch.server import LOOPBACK, _start_ray, free_port
 
     grpc_port, http_port = free_port(), free_port()
-    fork_server = ForkServer(ENVIRONMENT)
     _start_ray(FAKE_GPUS)
     try:
         serve.start(
@@ -96,8 +92,7 @@ def cluster() -> Iterator[Cluster]:
             grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER]),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        yield Cluster(f"{LOOPBACK}:{grpc_port}", f"http://{LOOPBACK}:{http_port}", fork_server.py_executable)
+        yield Cluster(f"{LOOPBACK}:{grpc_port}", f"http://{LOOPBACK}:{http_port}")
     finally:
         serve.shutdown()
         ray.shutdown()
-        fork_server.close()

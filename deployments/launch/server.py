@@ -7,7 +7,6 @@ import random
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,8 +25,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
 from deployments.admission.access import Access
-from deployments.app import ENVIRONMENT, bind, build, emulated_gpus, forked, parse, shortage
-from deployments.launch.fork_server import ForkServer
+from deployments.app import bind, build, emulated_gpus, parse, shortage
 from deployments.links.tls import check, check_door
 
 log = logging.getLogger(__name__)
@@ -56,7 +54,6 @@ class Server:
         self._owns_ray = owns_ray
         self._name = name
         self._deployed = False
-        self._fork_server: ForkServer | None = None
 
     @classmethod
     def start(
@@ -95,9 +92,6 @@ class Server:
         """Return when all tiers are ready."""
         tell("Reading configurations")
         config = self.config
-        if self._owns_ray and sys.platform == "linux":
-            self._fork_server = ForkServer(ENVIRONMENT)
-            config = forked(config, self._fork_server.py_executable)
         application = build(config)  # before Ray is started: wrong configurations are told soonest
         _check_files(config)
         if not ray.is_initialized():
@@ -160,8 +154,6 @@ class Server:
 
     def stop(self) -> None:
         """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
-        if self._fork_server is not None:
-            self._fork_server.close()
         if not ray.is_initialized():
             return
         try:

@@ -18,12 +18,6 @@ from deployments.launch.server import Server
 from tests import small
 
 
-@pytest.fixture(autouse=True)
-def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started for a Ray that is none."""
-    monkeypatch.setattr(module.sys, "platform", "elsewhere")
-
-
 class Ray:
     """Remembers what is asked of Ray and of Serve."""
 

@@ -14,7 +14,6 @@ from benchmarks.cluster.one import ALONE, PAIRS
 from cascade import InvalidRequest, SamplingParams, Speculation
 from cascade.bench.measure import Mode
 from cascade.client import AsyncClient, Client
-from deployments.app import forked
 from deployments.launch.server import Server
 from tests.conftest import FAKE_GPUS, Cluster
 
@@ -27,7 +26,7 @@ LOCKSTEP = Mode("lockstep", Speculation(tiers=("medium",), window=4, schedule="l
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
     """Three tiers of toys, each replica with a device, of whose full one there are two."""
-    with Server.start(forked(SETUP.config, cluster.py_executable), port=0) as server:
+    with Server.start(SETUP.config, port=0) as server:
         yield server
 
 

@@ -18,7 +18,7 @@ from cascade.client import Client
 from cascade.messages import Open
 from cascade.settings.router import ListenConfig
 from cascade.simulation.toy import full_text
-from deployments.app import forked, parse
+from deployments.app import parse
 from deployments.launch.server import LOOPBACK, free_port
 from tests.conftest import LONG_S, Cluster
 
@@ -123,7 +123,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
     for tier in values["tiers"]:
         tier["deployment_config"]["ray_actor_options"]["num_gpus"] = 0.5
     values["router"] = {"listen": listen.model_dump(mode="json"), "held_lease_s": 1.0}
-    values = forked(parse(values), cluster.py_executable).model_dump(mode="json", exclude_none=True)
+    values = parse(values).model_dump(mode="json", exclude_none=True)
     toy = Setup().models()[-1]
     texts = [full_text(toy, Open("x", tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
     crowd = Crowd(f"{LOOPBACK}:{listen.grpc_port}", [text[len(PROMPT) :] for text in texts])

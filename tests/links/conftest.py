@@ -7,7 +7,6 @@ import pytest
 
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
-from deployments.app import forked
 from deployments.launch.server import Server
 from tests import small
 from tests.conftest import Cluster
@@ -37,5 +36,5 @@ def secure(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     door = ours.sign("door", name="localhost")
     values["link_tls"] = ours.sign("process").model_dump()
     values["router"]["listen"] = {"tls": {"certificate": door.certificate, "key": door.key}}
-    with Server.start(forked(CascadeConfig.parse(values), cluster.py_executable), port=0) as server:
+    with Server.start(CascadeConfig.parse(values), port=0) as server:
         yield Secure(server, door.authority)

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.cluster.devices import Setup
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
-from deployments.app import forked
 from deployments.launch.server import Server
 from deployments.metrics.series import AUDITS, COMMON, ROUTER, SERIES
 from tests.conftest import LONG_S, Cluster
@@ -42,7 +41,7 @@ Labels = dict[str, str]
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
     """Three tiers of toys with a device each."""
-    with Server.start(forked(SETUP.config, cluster.py_executable), port=0, name=APPLICATION) as server:
+    with Server.start(SETUP.config, port=0, name=APPLICATION) as server:
         yield server
 
 

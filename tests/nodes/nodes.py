@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,11 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cascade.settings.config import CascadeConfig
-from deployments.app import ENVIRONMENT, forked
-from deployments.launch import fork_server
-from deployments.launch.fork_server import ForkServer
 from tests import small
-from tests.nodes import forks
 from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
 
@@ -71,9 +65,6 @@ class Nodes:
         self.network = network
         self.resources = resources
         self._numbers = {name: number for number, name in enumerate(resources, 1)}
-        self._forks = network.shared / "forks" / fork_server.SOCKET
-        self._fork_server = ForkServer(ENVIRONMENT)
-        self._alive, self._living = os.pipe()  # fork servers on hosts go on until it closes
         self._python = {"PYTHONPATH": str(ROOT)}
         self._environment = {
             **RAY,
@@ -100,8 +91,6 @@ class Nodes:
     def start(self, *names: str) -> None:
         """Start nodes, anew if they were there; the `HEAD` first, if it is one of them."""
         hosts = {name: self.network.add(name, self._numbers[name]) for name in names}
-        for host in hosts.values():
-            self._start_forks(host)
         if head := hosts.pop(HEAD, None):
             self._start_ray(head)
         with ThreadPoolExecutor() as threads:
@@ -131,14 +120,6 @@ class Nodes:
             **more,
         )
 
-    def _start_forks(self, host: Host) -> None:
-        """Let replicas on a host start as forks."""
-        place = self.network.folder(host.name) / self._forks.relative_to(self.network.shared)
-        shutil.rmtree(place.parent, ignore_errors=True)  # of a host that was killed
-        command = [*shlex.split(self._fork_server.py_executable), forks.__file__, str(host.pid), str(self._forks)]
-        subprocess.run(command, env={**os.environ, **self._python}, stdin=self._alive, check=True)
-        wait_until(place.exists)
-
     def drain(self, name: str, deadline_s: int = 240) -> None:
         """Tell Ray that a node will go, at the latest when so much time is over."""
         head = self.network.hosts[HEAD]
@@ -152,8 +133,6 @@ class Nodes:
 
     def deploy(self, config: CascadeConfig) -> None:
         """Put a cascade on the cluster, also in place of the one that is there, and return when it serves."""
-        executable = shlex.join([sys.executable, "-I", "-S", fork_server.__file__, str(self._forks)])
-        values = forked(config, executable).model_dump(mode="json")
         process = self.network.hosts[HEAD].popen(
             [sys.executable, "-m", "tests.nodes.deploy"],
             self._environment,
@@ -161,7 +140,7 @@ class Nodes:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        said, _ = process.communicate(json.dumps(values), timeout=LONG_S)
+        said, _ = process.communicate(config.model_dump_json(), timeout=LONG_S)
         assert process.returncode == 0, said
 
     def replicas(self, deployment: str) -> dict[int, str]:
@@ -176,9 +155,6 @@ class Nodes:
 
     def close(self) -> None:
         self.network.close()
-        self._fork_server.close()
-        for end in (self._alive, self._living):
-            os.close(end)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,6 @@ import pytest
 
 from cascade import Cascade
 from cascade.settings.config import CascadeConfig
-from deployments.app import forked
 from deployments.launch.server import Server
 from tests import small
 from tests.conftest import Cluster
@@ -19,7 +18,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     values["router"]["deployment_config"]["num_replicas"] = 2
     values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
-    with Server.start(forked(CascadeConfig.parse(values), cluster.py_executable), port=0) as server:
+    with Server.start(CascadeConfig.parse(values), port=0) as server:
         yield server
 
 

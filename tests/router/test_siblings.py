@@ -12,7 +12,6 @@ from cascade.client import Client
 from cascade.errors import Overloaded
 from cascade.params import Handling, SamplingParams
 from cascade.settings.config import CascadeConfig
-from deployments.app import forked
 from deployments.launch.server import Server
 from deployments.observer import OBSERVE_S
 from tests.conftest import LONG_S, Cluster
@@ -26,7 +25,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     """Toys, behind two routers that share their ports; everybody together may have three answers at once."""
     described = values(Load(), affinity=True)
     described["router"] |= {"deployment_config": {"num_replicas": 2}, "access": {"default_limits": {"max_running": 3}}}
-    with Server.start(forked(CascadeConfig.parse(described), cluster.py_executable), port=0, name="siblings") as server:
+    with Server.start(CascadeConfig.parse(described), port=0, name="siblings") as server:
         yield server
 
 

@@ -13,7 +13,7 @@ from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
 from cascade.scorer import UNIT
 
-MEMORY = 0.995  # share of old verdicts that is left after a new one
+MEMORY = 0.97  # share of old verdicts that is left after a new one: twenty halve what was known
 WARMEST = 2.0  # temperatures above it are taken for it
 PRIOR = 6.0  # verdicts that are made up, of each kind
 _GAPS = 9  # kinds of gaps: unknown, then from one power of two to the next

@@ -170,7 +170,7 @@ REPLICAS = (
     _counter("num_preemptions", "Times that a session lost its place in memory.", places=TIER, vllm="num_preemptions"),
     _gauge(
         "tier_worth",
-        "What a drafter was measured to be worth: tokens per second with it over without, at so many sessions.",
+        "What a tier below was measured to be worth: tokens per second with it over without, at so many sessions.",
         "drafter",
         "sampling",
         "sessions",

@@ -9,14 +9,14 @@ from cascade.chain.work import Work
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scorer
 
-GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)  # tokens of a pass
+GRID = (1, 16, 4, 64, 8, 2, 32, 256, 3, 6, 12, 24, 128, 512)  # tokens of a pass: of a slow model, the first of them tell most
 SCORED = 16  # of them at most, own tokens are wanted; the others are a prompt's
 CONTEXT = 512  # positions before those of a pass, where time is taken a second time
 BUDGET_S = 0.6  # for all of it
 ROUNDS = 5
-GLANCE_TOKENS, GLANCE_S = 64, 0.15  # of a program that has just been started, and is waited for
-RATE = 0.05  # weight of the latest pass in the points of the grid beside it
-SHARED = 0.04  # its weight in all of them: what slows one pass slows others, and sizes not run would stay too dear for ever
+GLANCE_TOKENS, GLANCE_S = 64, 0.3  # of a program that has just been started, and is waited for
+RATE = 0.05  # weight of the latest pass in the points beside it, and in those that no pass of their own has told of lately
+STALE = 0.98  # share of what a point knows of its own passes that is left after a pass of another size
 SMOOTHING = 0.1  # weight of the latest pass in mean costs
 CHUNK = 32  # positions to catch up with that make a session one that reads
 FIRST_PASS_S = 0.01  # cost of a pass before one was timed
@@ -54,6 +54,7 @@ class Profile:
         assert points, "at least one pass was timed"
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
+        self._fresh = [0.0] * len(points)  # 1: a pass of this size has just told what it takes
         self.context_s = context_s
         self.pass_s = self.predict(1)  # mean of late passes that read nothing but the latest tokens
         self.token_s = 0.0  # what each token of a text that is read adds to such a pass; 0 until one was read
@@ -92,7 +93,11 @@ class Profile:
         self._correct(sum(map(len, works)), sum(work.start for work in works), seconds)
 
     def _correct(self, num_tokens: int, context: int, seconds: float) -> None:
-        """Move the points beside a number of tokens towards what a pass of so many took, and all others a little with them."""
+        """Move the points beside a number of tokens towards what a pass of so many took.
+
+        Points that have not been seen lately move along: what slows or speeds up one pass does so to all. Else a size that
+        looked dear at the start, when others were starting too, would stay so and never be tried.
+        """
         expected = self.predict(num_tokens, context)
         ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
         after = bisect_right(self._tokens, num_tokens)
@@ -100,7 +105,9 @@ class Profile:
         if after and self._tokens[after - 1] == num_tokens:
             beside = [after - 1]
         for place in range(len(self._seconds)):
-            self._seconds[place] *= 1 + (RATE if place in beside else SHARED) * (ratio - 1)
+            self._fresh[place] = 1.0 if place in beside else STALE * self._fresh[place]
+            moved = RATE if place in beside else RATE * (1 - self._fresh[place])
+            self._seconds[place] *= 1 + moved * (ratio - 1)
 
 
 def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
@@ -113,9 +120,9 @@ def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -
 
 
 def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = BUDGET_S) -> Profile:
-    """Time passes of ``model``: rounds over the grid, smallest first, until ``budget_s`` is over; the best time counts.
+    """Time passes of ``model``: rounds over the grid until ``budget_s`` is over; the best time counts.
 
-    A model so slow that the budget ends within the first round is timed at the small sizes alone.
+    A model so slow that the budget ends within the first round is timed at fewer sizes, two at least.
     """
     end = time.perf_counter() + budget_s
     room = model.context_len - 1
@@ -125,7 +132,7 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = BUDG
     _time(model, grid[0], 1)  # the first pass of a process is no measure
     for _ in range(ROUNDS):
         for tokens in grid:
-            if best and time.perf_counter() > end:
+            if len(best) > 1 and time.perf_counter() > end:
                 return _fit(best, context)
             best[tokens, 1] = min(best.get((tokens, 1), float("inf")), _time(model, tokens, 1))
         best[1, context] = min(best.get((1, context), float("inf")), _time(model, 1, context))

@@ -80,7 +80,7 @@ class Node:
         self._num_opened = 0
         self._wake_at = math.inf
         self._bare: dict[str, float] = {}  # sessions that a pass left without a guess, and when
-        self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in GRID])
+        self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in sorted(GRID)])
         lower = scenario.tiers[:level]
         self._shared = [below.name for below in lower if below.device and below.device == tier.device]
         self._loop = self._begin()

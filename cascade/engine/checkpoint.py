@@ -60,9 +60,11 @@ def anatomy(
     quantization: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    sizes_only: bool = False,
 ) -> Anatomy:
     """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served.
 
+    With ``sizes_only`` another engine serves it, and whether our own could is not asked.
     Without a ``dtype`` it is the checkpoint's, or a wider one if ``device`` is faster with it, see `wider_dtype`.
     """
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -74,8 +76,14 @@ def anatomy(
     network = _skeleton(config, source, trust_remote_code)
     parameters = sum(weight.numel() for weight in network.parameters())
     chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device, parameters)
-    if problem := unlike_attention(config):
+    if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
+    try:
+        cache_size = _cache_size(network, text)
+    except ModelError:
+        if not sizes_only:
+            raise
+        cache_size = _nominal_size(text)
     heads = int(text.num_attention_heads)
     exact = device is not None and device.type == "cpu" and quantization is None
     return Anatomy(
@@ -84,7 +92,7 @@ def anatomy(
         weight_bytes=_weight_bytes(network, chosen, quantization),
         dtype=chosen,
         widened=saved if dtype is None and chosen is not saved else None,
-        cache_bytes_per_token=_cache_size(network, text) * chosen.itemsize,
+        cache_bytes_per_token=cache_size * chosen.itemsize,
         context_len=context_len(config),
         vocab_size=int(text.vocab_size),
         heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),

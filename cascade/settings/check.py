@@ -159,12 +159,14 @@ def _need(tier: TierConfig) -> Need:
     engine = tier.engine_kwargs
     ranks = engine.tensor_parallel_size
     device, size = _device(tier)
+    ours = _engine(tier) == "cascade"
     try:
         found = anatomy(
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
-            quantization=engine.quantization if _engine(tier) == "cascade" else None,  # vLLM knows its own methods
+            quantization=engine.quantization if ours else None,  # vLLM knows its own methods
+            sizes_only=not ours,
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
@@ -177,13 +179,16 @@ def _need(tier: TierConfig) -> Need:
 
 
 def _check_engine(tier: TierConfig) -> None:
-    """Engine arguments are vLLM's to know: they are checked where it is installed, else by the replica that starts it."""
+    """Its arguments and architectures are vLLM's to know: it is asked where it is installed, else the replica finds out."""
     if _engine(tier) != "vllm" or not installed():
         return
-    from cascade.engine.vllm.model import check_options
+    from cascade.engine.vllm.model import check_architectures, check_options
 
+    options = tier.engine_kwargs.vllm_options
     try:
-        check_options(tier.engine_kwargs.vllm_options)
+        check_options(options)
+        if not (options["trust_remote_code"] or "model_impl" in options):
+            check_architectures(_config(tier).architectures or ())
     except ConfigError as error:
         raise ConfigError(f"Tier {tier.name}: {error}") from None
 

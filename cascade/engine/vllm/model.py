@@ -65,6 +65,16 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is no engine argument of this vLLM: see vllm.EngineArgs for their names")
 
 
+def check_architectures(names: Sequence[str]) -> None:
+    """Raise `ConfigError` if vLLM has no model for any of the architectures that a checkpoint names; needs vLLM."""
+    from vllm import ModelRegistry
+
+    if names and not {*names} & ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"vLLM has no model for {names[0]}: set engine to 'cascade', or model_impl to 'transformers' for vLLM to try theirs"
+        )
+
+
 class VllmModel:
     """A causal language model that vLLM runs; see `cascade.scorer.Scorer`.
 

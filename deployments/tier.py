@@ -199,7 +199,8 @@ def _load(config: TierConfig) -> Model | VllmModel:
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
         source = config.model_loading_config.source
-        return VllmModel(source, cache_tokens=engine.cache_tokens, options={**share, **engine.vllm_options})
+        given = {**share, **engine.vllm_options}
+        return VllmModel(source, cache_tokens=engine.cache_tokens, adapters=engine.lora_modules, options=given)
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,

@@ -142,7 +142,6 @@ class EngineKwargs(Section):
             only_ours = {
                 "emulated": self.emulated is not None,
                 "device": self.device is not None,
-                "lora_modules": bool(self.lora_modules),
                 f"drafter {head.kind!r}" if head else "": head is not None,
             }
             for name, given in only_ours.items():

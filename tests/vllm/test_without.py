@@ -1,10 +1,15 @@
 """What a machine without vLLM says."""
 
+from pathlib import Path
+
 import pytest
 
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError
+from cascade.settings.check import needs
+from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import EngineKwargs
+from tests.architectures import config
 
 
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,6 +19,18 @@ def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> N
         ConfigError, match=r"engine is 'vllm', which is not installed here: pip install 'cascade-serve\[vllm\]'"
     ):
         VllmModel("anything")
+
+
+def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards tiers on vLLM against what our own engine cannot serve: `cascade check` refused them for that."""
+    monkeypatch.setattr("cascade.settings.check.installed", lambda: False)
+    config("bloom").save_pretrained(tmp_path)
+    tier = {"name": "full", "model_loading_config": {"model_id": str(tmp_path)}}
+    [need] = needs(CascadeConfig.parse({"tiers": [{**tier, "engine_kwargs": {"engine": "vllm"}}]}))
+    assert need.anatomy.architecture == "BloomForCausalLM"
+    assert need.anatomy.cache_bytes_per_token > 0
+    with pytest.raises(ConfigError, match="BloomForCausalLM cannot be served"):
+        needs(CascadeConfig.parse({"tiers": [tier]}))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +44,8 @@ def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> N
         ({"quantization": "int8"}, True, True, "cascade"),
         ({"drafter": {"kind": "eagle3", "source": "a/b"}}, True, True, "cascade"),
         ({"tensor_parallel_size": 2}, False, False, "vllm"),
+        ({"lora_modules": {"red": "a/b"}}, True, True, "cascade"),
+        ({"lora_modules": {"red": "a/b"}, "engine": "vllm"}, True, True, "vllm"),
     ],
 )
 def test_the_engine_is_chosen(

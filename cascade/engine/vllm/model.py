@@ -27,19 +27,15 @@ from cascade.scorer import Row, Scored
 
 _running: list[Any] = []  # engines of this process
 _closed: list[Any] = []  # that wait for those, see `_end`
-EXTENSION = "cascade.engine.vllm.worker.CascadeWorker"
-OURS = (  # engine arguments that belong to the cascade
-    "model",
-    "tokenizer",
-    "skip_tokenizer_init",
-    "worker_extension_cls",
-    "enable_prefix_caching",
-    "disable_hybrid_kv_cache_manager",
-    "disable_log_stats",
-    "speculative_config",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)
+CHOSEN = {  # engine arguments that the cascade sets itself
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "cascade.engine.vllm.worker.CascadeWorker",
+    "enable_prefix_caching": False,
+    "disable_hybrid_kv_cache_manager": True,
+    "disable_log_stats": True,
+}
+OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
+OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
 # What vLLM reads from the environment: its engine runs in this process, its workers leave the binding of threads to us.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -84,24 +80,38 @@ class VllmModel:
 
     drafter = ""  # heads that read hidden states are for the own engine
 
-    def __init__(self, source: str, *, cache_tokens: int | None = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        cache_tokens: int | None = None,
+        adapters: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
-        ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``tensor_parallel_size``,
-        ``gpu_memory_utilization``, ``max_model_len``, ...); see `check_options`. There is memory for ``cache_tokens``
-        positions of keys and values; without a number, for as many as vLLM finds room for.
+        There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as vLLM finds room
+        for. ``adapters`` are LoRA adapters by the names that `SamplingParams.adapter` has: paths or hub ids. ``options``
+        are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see
+        `check_options`.
         """
         options = dict(options or {})
         check_options(options)
-        self._engine = _start(converted(source), cache_tokens, options)
-        config = self._engine.vllm_config
-        self._ranks: int = config.parallel_config.world_size
+        self.adapters = tuple(adapters or ())
+        self._engine = _start(converted(source), cache_tokens, options, len(self.adapters))
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
-        if facts.problem is not None or facts.block % 16:
-            problem = facts.problem or f"its blocks have {facts.block} positions, which is no multiple of 16"
+        try:
+            if facts.problem is not None:
+                raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
+            self._numbers = {"": 0} | {name: number for number, name in enumerate(self.adapters, start=1)}
+            for name, adapter in (adapters or {}).items():
+                self._add(name, adapter)
+        except ModelError:
             _end(self._engine)
-            raise ModelError(f"{source!r} cannot be a tier on vLLM: {problem}; set engine to 'cascade'")
+            raise
+        config = self._engine.vllm_config
+        self._ranks: int = config.parallel_config.world_size
         self.device, self.dtype = facts.device, facts.dtype
         self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -115,6 +125,15 @@ class VllmModel:
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
+
+    def _add(self, name: str, source: str) -> None:
+        """Load an adapter; raises `ModelError`."""
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self._engine.add_lora(LoRARequest(name, self._numbers[name], source))
+        except Exception as error:  # of any library
+            raise ModelError(f"The adapter {name!r} cannot be loaded from {source!r}: {reason(error)}") from error
 
     @property
     def summary(self) -> str:
@@ -152,20 +171,20 @@ class VllmModel:
         packed = Packed.of(rows)
         for row in rows:
             row.cache.prepare(row.start, row.start + len(row.fed))
-        copies = list(self._blocks.copies)
+        if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
+            self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
+            self._blocks.copies.clear()
         batch = Batch(
             tokens=packed.tokens,
             starts=[row.start for row in rows],
             lengths=[len(row.fed) for row in rows],
             tables=[row.cache.table[: -(-(row.start + len(row.fed)) // self._blocks.block)] for row in rows],
             keep=packed.keep,
-            copies=copies,
+            adapters=[self._numbers[row.params.adapter] for row in rows] if self.adapters else [],
             asked=asked(rows) if simple else None,
             runner_ups=number,
         )
-        found = self._engine.collective_rpc("cascade_score", args=(batch,))
-        del self._blocks.copies[: len(copies)]  # a pass that failed may be tried again
-        return next(one for one in found if one is not None)
+        return next(one for one in self._engine.collective_rpc("cascade_score", args=(batch,)) if one is not None)
 
     def close(self) -> None:
         """End the other ranks; give memory back, once all models of this process are closed."""
@@ -187,7 +206,7 @@ def _end(engine: Any) -> None:
         _closed.clear()
 
 
-def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> Any:
+def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_adapters: int) -> Any:
     """vLLM's engine, for its workers alone."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -200,17 +219,11 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any]) -> An
         if cache_tokens is not None:
             block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
             options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
+        if num_adapters:
+            # on a CPU, rows without an adapter follow the last one: it is one that is not there, and adds nothing
+            options |= {"enable_lora": True, "max_loras": num_adapters + current_platform.is_cpu()}
         try:
-            arguments = EngineArgs(
-                model=source,
-                skip_tokenizer_init=True,
-                enable_prefix_caching=False,
-                worker_extension_cls=EXTENSION,
-                disable_hybrid_kv_cache_manager=True,
-                disable_log_stats=True,
-                **options,
-            )
-            return LLMEngine.from_engine_args(arguments)
+            return LLMEngine.from_engine_args(EngineArgs(model=source, **CHOSEN, **options))
         except torch.OutOfMemoryError as error:
             advice = "lower max_model_len, set quantization, or take a larger device"
             raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from cascade.engine.sampling import Asked, own_tokens_and_next
+from cascade.scorer import BLOCK
 
 # vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
 # process launch their passes one after the other. On a GPU they overlap all the same.
 _PASSING = threading.Lock()
-PADDING_SLOT = -1  # where tokens that only fill a pass up are not written
+PADDING_SLOT = -1  # tokens that only fill a pass up are written nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Batch:
     lengths: list[int]  # of each row, how many tokens it has
     tables: list[list[int]]  # of each row, its blocks
     keep: list[int]  # places in ``tokens`` whose logits are wanted
-    copies: list[tuple[int, int]]  # source and target blocks, copied in this order before the pass
+    adapters: list[int]  # of each row, the number of its LoRA adapter, 0 for none; empty if the model has no adapters
     asked: list[Asked] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
     runner_ups: int = 0  # wanted beside each own token
 
@@ -54,16 +55,15 @@ class CascadeWorker:
     vllm_config: Any
 
     def cascade_facts(self) -> Facts:
-        """What is needed to know before the first pass."""
+        """What a tier must know before its first pass."""
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
-        spec = groups[0].kv_cache_spec if groups else None
         weights = list(runner.model.parameters())
         return Facts(
             device=runner.device,
             dtype=runner.dtype,
             num_blocks=runner.kv_cache_config.num_blocks,
-            block=getattr(spec, "block_size", 0),
+            block=groups[0].kv_cache_spec.block_size if groups else 0,
             num_parameters=sum(weight.numel() for weight in weights),
             weight_bytes=sum(weight.nbytes for weight in weights),
             backend=runner.attn_groups[0][0].backend.get_name() if groups else "",
@@ -71,14 +71,20 @@ class CascadeWorker:
         )
 
     @torch.inference_mode()
+    def cascade_copy(self, blocks: list[tuple[int, int]]) -> None:
+        """Copy keys and values of all layers from source to target blocks, in this order."""
+        runner = self.model_runner
+        for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
+            parts = cache.shape[0] // runner.kv_cache_config.num_blocks  # a kernel may see a block as several
+            for source, target in blocks:
+                cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]
+
+    @torch.inference_mode()
     def cascade_score(self, batch: Batch) -> Tensor | list[list[int]] | None:
         """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks."""
-        runner = self.model_runner
+        ranks = self.vllm_config.parallel_config
         with _PASSING:
-            for source, target in batch.copies:
-                _copy_block(runner, source, target)
             logits = self._forward(batch)
-            ranks = self.vllm_config.parallel_config
             if logits is None or ranks.rank:
                 return None
             if batch.asked is None:
@@ -90,26 +96,26 @@ class CascadeWorker:
         from vllm.forward_context import set_forward_context
 
         runner, n = self.model_runner, len(batch.tokens)
-        mode, descriptor, padded = _graph(runner, n)
-        place = {"device": runner.device, "non_blocking": True}
-        block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        positions, slots = _places(batch, block)
-        filled = padded - n
+        mode, descriptor, padded = _graph(runner, n, len({*batch.adapters} - {0}))
+        positions, slots = _places(batch, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        fill = [0] * (padded - n)
         # one copy to the device for all four
-        sent = torch.tensor(
-            [*batch.tokens, *[0] * filled, *positions, *[0] * filled, *slots, *[PADDING_SLOT] * filled, *batch.keep]
-        )
-        sent = sent.to(**place)
-        ids, places, slot_mapping = sent[:padded].to(torch.int32), sent[padded : 2 * padded], sent[2 * padded : 3 * padded]
-        if filled or mode.value:  # graphs read where they were captured
+        sent = [*batch.tokens, *fill, *positions, *fill, *slots, *[PADDING_SLOT] * len(fill), *batch.keep]
+        on_device = torch.tensor(sent).to(runner.device, non_blocking=True)
+        ids, places, slot_mapping, keep = on_device.split([padded, padded, padded, len(batch.keep)])
+        ids = ids.to(torch.int32)
+        if fill or mode.value:  # graphs read where they were captured
             runner.input_ids.gpu[:padded].copy_(ids)
             runner.positions[:padded].copy_(places)
             ids, places = runner.input_ids.gpu[:padded], runner.positions[:padded]
+        if batch.adapters:
+            of_tokens = [one for one, length in zip(batch.adapters, batch.lengths, strict=True) for _ in range(length)]
+            runner._set_active_loras(tuple(of_tokens[place] for place in batch.keep), tuple(of_tokens), set())
         metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
         with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
             hidden = runner.model(input_ids=ids, positions=places)
-        logits: Tensor | None = runner.model.compute_logits(hidden[sent[3 * padded :]])
+        logits: Tensor | None = runner.model.compute_logits(hidden[keep])
         return logits
 
     def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -149,14 +155,17 @@ def _problem(runner: Any) -> str | None:
     groups = runner.kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"its layers keep {len(groups)} kinds of state, and only keys and values can be rolled back"
-    if "Mamba" in type(groups[0].kv_cache_spec).__name__:
+    spec = groups[0].kv_cache_spec
+    if "Mamba" in type(spec).__name__:
         return "it keeps a state that cannot be rolled back"
     if getattr(runner, "uses_mrope", False):
         return "its positions have several axes"
+    if spec.block_size % BLOCK:
+        return f"its blocks have {spec.block_size} positions, which is no multiple of {BLOCK}"
     return None
 
 
-def _graph(runner: Any, num_tokens: int) -> tuple[Any, Any, int]:
+def _graph(runner: Any, num_tokens: int, num_adapters: int) -> tuple[Any, Any, int]:
     """The captured graph for a pass, if there is one, and how many tokens it takes.
 
     Only pieces between attention layers: whole graphs read block tables from where vLLM's own scheduler keeps them.
@@ -165,7 +174,8 @@ def _graph(runner: Any, num_tokens: int) -> tuple[Any, Any, int]:
 
     if runner.device.type != "cuda":
         return CUDAGraphMode.NONE, None, num_tokens
-    mode, descriptor = runner.cudagraph_dispatcher.dispatch(num_tokens, invalid_modes={CUDAGraphMode.FULL})
+    adapted = {"has_lora": num_adapters > 0, "num_active_loras": num_adapters}
+    mode, descriptor = runner.cudagraph_dispatcher.dispatch(num_tokens, invalid_modes={CUDAGraphMode.FULL}, **adapted)
     return mode, descriptor, max(num_tokens, descriptor.num_tokens)
 
 
@@ -177,13 +187,3 @@ def _places(batch: Batch, block: int) -> tuple[list[int], list[int]]:
             positions.append(position)
             slots.append(table[position // block] * block + position % block)
     return positions, slots
-
-
-def _copy_block(runner: Any, source: int, target: int) -> None:
-    """Copy keys and values of a block in all layers: caches are ``[blocks, ...]``, and kernels may see a block as several."""
-    seen = set()
-    for cache in runner.kv_caches:
-        if cache.data_ptr() not in seen:
-            seen.add(cache.data_ptr())
-            parts = cache.shape[0] // runner.kv_cache_config.num_blocks
-            cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]

@@ -1,0 +1,137 @@
+"""Tiers on vLLM whose passes fail, hang or stop in the middle of answers: the same texts, and nothing hangs."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from cascade import Cascade, SamplingParams
+from cascade.chain import watchdog
+from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.scorer import Row
+from deployments.links import uplink
+from tests import small
+from tests.architectures import VOCAB, build
+from tests.links.net import Net, Node, empty, opening, tidy, until  # noqa: F401  # fixtures
+from tests.vllm.models import GREEDY, WIDE, Pair
+
+from cascade.engine.vllm.worker import CascadeWorker  # isort: skip  # needs vLLM, which the line above asks for
+
+# vLLM and what it imports warn of themselves
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+LONG_S = 60.0  # after which an answer hangs
+GRACE_S = 0.5
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Passes on vLLM wait for it, as on a device that no longer answers; the watchdog is quick."""
+    event, forward = threading.Event(), CascadeWorker._forward
+    event.set()
+
+    def waits(worker: CascadeWorker, batch: Any) -> Any:
+        event.wait()
+        return forward(worker, batch)
+
+    monkeypatch.setattr(CascadeWorker, "_forward", waits)
+    monkeypatch.setattr(watchdog, "GRACE_S", GRACE_S)
+    yield event
+    event.set()
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(small.paths()[-1])
+
+
+def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards blocks that are shared in part: their copies were made again by the second try, of what the first had written."""
+    base, other = pair.vllm.new_cache(), pair.vllm.new_cache()
+    base.reserve(64)
+    expected = pair.vllm.logits([Row(base, 0, list(range(40)), 1, GREEDY)]).clone()
+    other.take(base, 39)
+    rows = [Row(base, 34, [7] * 6, 0, GREEDY), Row(other, 39, [39], 1, GREEDY)]
+    forward = CascadeWorker._forward
+    with monkeypatch.context() as patch:
+        patch.setattr(CascadeWorker, "_forward", lambda *args: (forward(*args), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            pair.vllm.run(rows)
+    torch.testing.assert_close(pair.vllm.logits(rows), expected, rtol=1e-4, atol=1e-4)
+    base.free()
+    other.free()
+    pair.vllm._blocks.check([])
+
+
+async def test_sessions_leave_a_replica_whose_pass_hangs(
+    empty: Net,  # noqa: F811
+    pair: Pair,
+    answers: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards answers against a full tier whose device no longer answers: they go on at another replica, with the same text."""
+    monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
+    request = opening(6, 1.0, 60, chain=())
+    with Cascade([pair.own], tokenizer()) as alone:
+        params = SamplingParams(temperature=1.0, seed=6, max_tokens=60, ignore_eos=True)
+        expected = alone.generate(list(request.tokens), params)
+    old = empty.nodes["full"] = Node(2, pair.vllm, {})  # type: ignore[arg-type]
+    await old.start()
+    running = asyncio.create_task(empty.text(request))
+    await until(lambda: old.tier.stats.own_tokens > 5)
+    assert old.tier.healthy
+    answers.clear()
+    await until(lambda: not old.tier.healthy)
+    new = empty.nodes["full"] = Node(2, pair.own, {})  # type: ignore[arg-type]
+    await new.start()
+    text, _ = await running
+    assert text == [*request.tokens, *expected.token_ids]
+    old.tier.close()  # which does not wait for it
+    answers.set()
+    await until(lambda: not old.tier._thread.is_alive())
+    assert not old.tier.hangs
+    await old.stop()
+    pair.vllm._blocks.check([])
+
+
+def test_answers_go_on_without_a_draft_tier_that_hangs(pair: Pair, answers: threading.Event) -> None:
+    """Guards answers against a draft tier on vLLM whose pass does not end: the full tier goes on alone, and `close` returns."""
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=100, ignore_eos=True)
+    prompt = [5, 6, 7]
+    with Cascade([pair.own], tokenizer()) as alone:
+        expected = alone.generate(prompt, params).token_ids
+    with ThreadPoolExecutor(1) as threads, Cascade([pair.vllm, pair.own], tokenizer(), drafter=None) as cascade:
+        answers.clear()
+        said = threads.submit(cascade.generate, prompt, params)
+        assert said.result(LONG_S).token_ids == expected
+        begin = time.monotonic()
+        cascade.close()
+        assert time.monotonic() - begin < LONG_S
+        answers.set()
+        cascade.tiers[0]._thread.join(LONG_S)
+    pair.vllm._blocks.check([])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiers_that_stop_cost_no_answer(pair: Pair, seed: int) -> None:
+    """Guards the promise with a full tier on vLLM and draft tiers on our own engine that stop in the middle of answers."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(8)]
+    params = [
+        SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=60, ignore_eos=True) for number in range(8)
+    ]
+    with Cascade([pair.own], tokenizer()) as alone:
+        expected = [alone.generate(prompt, one).token_ids for prompt, one in zip(prompts, params, strict=True)]
+    near = Model(build("llama", **WIDE))
+    with Cascade([near, pair.own, pair.vllm], tokenizer()) as cascade, ThreadPoolExecutor(len(prompts)) as threads:
+        said = [threads.submit(cascade.generate, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        for victim in rng.sample(cascade.tiers[:2], 2):
+            time.sleep(rng.uniform(0, 0.3))
+            victim.close()
+        assert [one.result(LONG_S).token_ids for one in said] == expected
+    pair.vllm._blocks.check([])

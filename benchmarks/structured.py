@@ -87,7 +87,7 @@ def _valid(text: str) -> bool:
 
 
 def main() -> None:
-    with Server.start(None, port=0, http_port=0) as server, Client(server.address) as client:
+    with Server.start(None, port=0) as server, Client(server.address) as client:
         document: dict[str, Any] = {f"temperature {temperature}": measure(client, temperature) for temperature in (0.0, 0.7)}
     document |= stamp()
     RESULTS.mkdir(exist_ok=True)

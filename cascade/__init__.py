@@ -6,6 +6,7 @@
 """
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cascade.answer import Chunk, Completion, Stats
@@ -14,16 +15,22 @@ from cascade.messages import Logprobs
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
+    from cascade.client import AsyncClient, Client
     from cascade.local import Cascade
+
+# loaded when they are asked for: they need PyTorch or gRPC, and who uses one of the two need not have the other
+LAZY = {"Cascade": "cascade.local", "Client": "cascade.client", "AsyncClient": "cascade.client"}
 
 # at import torchao tells of every kernel that this machine cannot run, and PyTorch of how torchao registers its types
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
+    "AsyncClient",
     "Cascade",
     "CascadeError",
     "Chunk",
+    "Client",
     "Completion",
     "ConfigError",
     "Handling",
@@ -40,9 +47,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # clients import this package too and need no torch: the library is loaded when it is asked for
-    if name == "Cascade":
-        from cascade.local import Cascade
-
-        return Cascade
+    if name in LAZY:
+        return getattr(import_module(LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -241,7 +241,7 @@ class Router:
     @property
     def model(self) -> str:
         """Name of the model whose text clients get."""
-        return self._config.tiers[-1].model_loading_config.model_id
+        return self._config.model_names[0]
 
     @property
     def chain_names(self) -> tuple[str, ...]:

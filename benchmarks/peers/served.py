@@ -97,9 +97,9 @@ class Arena:
         config = contest.WORK / "serve.yaml"
         config.write_text(json.dumps(self._config))  # JSON is YAML
         ports = [str(free_port()), str(free_port())]
-        command = [sys.executable, "-m", "cascade.cli.main", "serve", str(config), "--port", ports[0], "--http-port", ports[1]]
+        command = [sys.executable, "-m", "cascade.cli.main", "serve", str(config), "--port", ports[0], "--grpc-port", ports[1]]
         bodies: dict[str, dict[str, Any]] = {"alone": {"speculation": {"mode": "off"}, "seed": 1}, "auto": {"seed": 1}}
-        self._start(bodies, command, contest.settings(None), ports[1])
+        self._start(bodies, command, contest.settings(None), ports[0])
 
     def _vllm(self, mode: str, python: str) -> None:
         port = str(free_port())

@@ -1,26 +1,26 @@
 """`cascade check`: what a configuration needs, and whether its tiers fit together."""
 
-from pathlib import Path
+from typing import Any
 
 import click
 
 from cascade.cli import screen
+from cascade.cli.config import configured, model_options
 from cascade.cli.screen import console
 from cascade.errors import ConfigError
 
 
 @click.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def check(config: Path) -> None:
-    """Say what the tiers of CONFIG need and whether they fit together, without loading a weight.
+@model_options
+def check(**models: Any) -> None:
+    """Say what the tiers of MODEL, as `cascade serve` has it, need and whether they fit together, without loading a weight.
 
     Ends with status 1 and a sentence if they do not.
     """
     from cascade.settings.check import needs, remarks, unpinned, verify
-    from cascade.settings.config import CascadeConfig
     from deployments.app import build
 
-    parsed = CascadeConfig.load(config)
+    parsed = configured(**models)
     with console.status("Reading configurations"):
         found = needs(parsed)
     console.print(screen.needs(found))

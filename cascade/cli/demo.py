@@ -16,6 +16,7 @@ from cascade.bench.measure import Mode
 from cascade.bench.prompts import QUESTIONS, Prompt
 from cascade.cli import screen
 from cascade.cli.bench import modes
+from cascade.cli.config import configured
 from cascade.cli.connection import Served, stream_for
 from cascade.cli.screen import console
 from cascade.cli.serve import started
@@ -33,8 +34,7 @@ WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not co
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @click.option("--max-tokens", type=click.IntRange(1), default=96, show_default=True, help="Of each answer that is shown.")
 @click.option("--temperature", "-t", type=float, help="Of all answers; of the compared ones 0 and then 0.7 if not given.")
-@click.option("--port", type=int, help="gRPC port. Any free one unless given.")
-def demo(config: Path | None, max_tokens: int, temperature: float | None, port: int | None) -> None:
+def demo(config: Path | None, max_tokens: int, temperature: float | None) -> None:
     """Start a cascade on this machine, ask it five questions, compare it with its full model alone, shut down.
 
     The cascade is the one that ships, or that of CONFIG, a YAML file.
@@ -43,7 +43,10 @@ def demo(config: Path | None, max_tokens: int, temperature: float | None, port: 
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature or 0.0, seed=1)
     name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
-    with started(config, port=port or 0, http_port=0, name=name) as server, Client(server.address) as client:
+    with (
+        started(configured(None if config is None else str(config)), port=0, name=name) as server,
+        Client(server.address) as client,
+    ):
         served = Served(client)
         stream = stream_for(served)
         console.print(screen.legend(served.names))

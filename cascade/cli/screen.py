@@ -128,21 +128,18 @@ def predictions(rows: Iterable[Prediction]) -> Table:
 
 
 def needs(tiers: Iterable[Need]) -> Table:
-    """What each tier needs of its device."""
-    columns = ("tier", "engine", "architecture", "parameters", "weights", "dtype", "cache a token")
-    table = Table(*columns, "device", "tokens that fit", "context", title="Tiers")
+    """What each tier needs of its device; not wider than a terminal of 80 columns."""
+    columns = ("tier", "size", "weights", "dtype", "device", "fits", "context")
+    table = Table(*columns, title="Tiers", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for need in tiers:
-        model = need.anatomy
+        model, ranks = need.anatomy, f"{need.ranks} x " if need.ranks > 1 else ""
         table.add_row(
             need.tier,
-            need.engine,
-            model.architecture,
             _parameters(model.parameters),
-            _bytes(model.weight_bytes) + (f" + {_bytes(need.drafter_bytes)} of its drafter" if need.drafter_bytes else ""),
-            str(model.dtype).removeprefix("torch.") + (f", {need.quantization}" if need.quantization else ""),
-            _bytes(model.cache_bytes_per_token),
-            (f"{need.ranks} x " if need.ranks > 1 else "") + f"{need.device}, {_bytes(need.device_bytes)}",
-            f"{need.cache_tokens:,}" if need.cache_tokens > 0 else "none",
+            _bytes(model.weight_bytes) + (f"\n+ {_bytes(need.drafter_bytes)} drafter" if need.drafter_bytes else ""),
+            str(model.dtype).removeprefix("torch.") + (f"\n{need.quantization}" if need.quantization else ""),
+            f"{ranks}{need.device}, {_bytes(need.device_bytes)}\n{need.engine} engine",
+            f"{max(0, need.cache_tokens):,} tokens\nof {_bytes(model.cache_bytes_per_token)}",
             f"{model.context_len:,}",
         )
     return table

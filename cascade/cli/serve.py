@@ -1,5 +1,6 @@
 """`cascade serve`: a server on this machine, until Ctrl-C."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,29 +10,53 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cascade.cli.config import configured, model_options
 from cascade.cli.screen import console
+from cascade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cascade.settings.config import CascadeConfig
     from deployments.launch.server import Server
 
 
+KEYS = "CASCADE_API_KEYS"  # of a router's environment: NAME=KEY
+
+
 @click.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+@model_options
 @click.option("--host", help="Address to listen at. This machine's loopback unless given; 0.0.0.0 is everywhere.")
-@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port; 0 is any free one. 9000 unless given.")
-@click.option("--http-port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
+@click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), help="gRPC port; 0 is any free one. 9000 unless given.")
+@click.option("--api-key", metavar="KEY", help="That clients must send, 16 characters or more. Anybody may ask unless given.")
 @click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster that is joined.")
-def serve(config: Path | None, host: str | None, port: int | None, http_port: int | None, name: str) -> None:
-    """Serve the tiers of CONFIG, a YAML file, until Ctrl-C; the demonstration family without one."""
-    with started(config, host=host, port=port, http_port=http_port, name=name) as server:
+def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: str | None, name: str, **models: Any) -> None:
+    """Serve MODEL, a path or hub id, until Ctrl-C, with smaller models of its family ahead of it.
+
+    MODEL may also be a YAML file, which says everything (docs/models.md). Without one the demonstration family is served.
+
+    \b
+    cascade serve Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B
+    """
+    config = configured(**models)
+    if api_key is not None:
+        _set_key(api_key)
+    with started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")
-        console.print(usage(server.address, server.url, server.model), markup=False, soft_wrap=True)  # to be copied
+        said = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)
+        console.print(said, markup=False, soft_wrap=True)  # to be copied
         server.wait()
 
 
+def _set_key(key: str) -> None:
+    """Have the routers of this machine ask for ``key``; raises `ConfigError` for those of a cluster, which would not."""
+    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        raise ConfigError(f"--api-key is for this machine: set {KEYS} where the routers of the cluster run")
+    os.environ[KEYS] = f"cli={key}"
+
+
 @contextmanager
-def started(config: Path | None, **options: Any) -> Iterator["Server"]:
+def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
     """A server that is up, and is stopped at the end; a terminal shows what is being done."""
     with console.status("Loading Ray") as status:
         from deployments.launch.server import Server
@@ -44,21 +69,22 @@ def started(config: Path | None, **options: Any) -> Iterator["Server"]:
             server.stop()
 
 
-def usage(address: str, url: str, model: str) -> str:
-    """How to call a server at ``address`` and ``url``."""
+def usage(address: str, url: str, model: str, *, keyed: bool = False) -> str:
+    """How to call a server at ``address`` and ``url``, with the key in ``CASCADE_API_KEY`` if it is ``keyed``."""
     place = address.rpartition("/")[2]  # without grpcs://
     plain = "-plaintext " if place == address else ""
     program = sys.argv[0] if Path(sys.argv[0]).name == "cascade" and shutil.which("cascade") is None else "cascade"
-    return f"""From a shell:
+    key = '-H "Authorization: Bearer $CASCADE_API_KEY" ' if keyed else ""
+    first = "\n  export CASCADE_API_KEY=..." if keyed else ""
+    return f"""From a shell:{first}
   {program} generate --address {address} "def fibonacci(n):"
-  grpcurl {plain}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
-      {place} cascade.v1.Cascade/Generate
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/completions {key}-H 'Content-Type: application/json' \\
       -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
+  grpcurl {plain}{key}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
+      {place} cascade.v1.Cascade/Generate
 
 From Python:
-  from cascade.client import Client
-  from cascade.params import SamplingParams
+  from cascade import Client, SamplingParams
 
   with Client("{address}") as client:
       for chunk in client.stream("def fibonacci(n):", SamplingParams(max_tokens=64, temperature=0)):

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -77,6 +78,9 @@ def remarks(found: Sequence[Need]) -> list[str]:
         for need in found
         if need.anatomy.widened is not None
     ]
+    for below, above in pairwise(found):
+        if below.anatomy.parameters >= above.anatomy.parameters:
+            said.append(f"Tier {below.tier} is not smaller than tier {above.tier}, which it drafts for: is the order right?")
     full = found[-1]
     if not (batch_invariant() if full.engine == "vllm" else full.anatomy.same_bits):
         said.append(

@@ -121,6 +121,11 @@ class CascadeConfig(Section):
         """Of the drafters inside tiers and the tiers, bottom to top."""
         return (*self.drafters, *self.names)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the full model; answers have the first one."""
+        return self.router.served_model_name or (self.tiers[-1].model_loading_config.model_id,)
+
     @classmethod
     def parse(cls, values: Mapping[str, Any], origin: str = "The configuration") -> Self:
         """Check ``values``; raises `ConfigError` with one sentence that names the field, the value and the fix."""

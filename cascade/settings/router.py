@@ -1,8 +1,8 @@
 """The ingress: who may ask, for how much, and where."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cascade.params import MAX_PRIORITY
 from cascade.settings.deployment import RouterDeploymentConfig
@@ -59,6 +59,12 @@ class ListenConfig(Section):
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     tls: DoorTLS | None = None  # both doors; plain unless given
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.grpc_port == self.http_port:
+            raise ValueError(f"port {self.http_port} is named for HTTP and for gRPC: give each a port of its own")
+        return self
+
 
 class AuditConfig(Section):
     """Which answers the full tier alone writes again when nothing else is to be done, see docs/audit.md."""
@@ -68,8 +74,16 @@ class AuditConfig(Section):
     max_wait_s: Annotated[float, Field(gt=0)] = 60.0  # an answer whose audit does not get on for so long is skipped
 
 
+def _listed(value: Any) -> Any:
+    """A name need not be a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
 class RouterConfig(Section):
     """The ingress: gRPC and HTTP."""
+
+    # of the full model, for clients: answers have the first one; its model_id unless given
+    served_model_name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)] = ()
 
     deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()
     stall_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # a request without progress for so long is given up

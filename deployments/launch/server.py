@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import ray
 import ray.util
+from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, ProxyLocation
@@ -24,6 +25,7 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
+from cascade.settings.sentence import sentence
 from deployments.admission.access import Access
 from deployments.app import bind, build, emulated_gpus, parse, shortage
 from deployments.links.tls import check, check_door
@@ -49,7 +51,7 @@ class Server:
         self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
         self.tiers = config.names
         self.names = config.chain_names
-        self.model = config.tiers[-1].model_loading_config.model_id
+        self.model = config.model_names[0]
         self._listen = listen
         self._owns_ray = owns_ray
         self._name = name
@@ -62,20 +64,20 @@ class Server:
         *,
         host: str | None = None,
         port: int | None = None,
-        http_port: int | None = None,
+        grpc_port: int | None = None,
         name: str = APPLICATION,
         tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
         """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
-        ``port`` is for gRPC; if it is 0, ``http_port`` is too unless given. Listens on this machine's loopback, or where
+        ``port`` is for HTTP; if it is 0, ``grpc_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
         Ray on this machine. ``name`` is the application's, which nothing on the cluster may have. ``tell`` hears what is done.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
         parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
-        listen = listening(parsed.router.listen or ListenConfig(), host, port, http_port)
+        listen = listening(parsed.router.listen or ListenConfig(), host, port, grpc_port)
         server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
             server._start(tell)
@@ -171,17 +173,16 @@ class Server:
         self.stop()
 
 
-def listening(given: ListenConfig, host: str | None, port: int | None, http_port: int | None) -> ListenConfig:
+def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port: int | None) -> ListenConfig:
     """Where to listen: ``given``, but for what is not ``None``; raises `ConfigError` if somebody else listens there."""
-    http_port = 0 if http_port is None and port == 0 else http_port
     if host == "":
         raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
-    chosen = ListenConfig(
-        host=given.host if host is None else host,
-        grpc_port=given.grpc_port if port is None else port or free_port(),
-        http_port=given.http_port if http_port is None else http_port or free_port(),
-        tls=given.tls,
-    )
+    ports = {"http_port": port, "grpc_port": 0 if grpc_port is None and port == 0 else grpc_port}
+    said: dict[str, Any] = {name: number or free_port() for name, number in ports.items() if number is not None}
+    try:
+        chosen = ListenConfig.model_validate(given.model_dump() | said | ({} if host is None else {"host": host}))
+    except ValidationError as error:
+        raise ConfigError(sentence(error)) from None
     for name, taken in (("gRPC", chosen.grpc_port), ("HTTP", chosen.http_port)):
         family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
         with socket.socket(family) as probe:

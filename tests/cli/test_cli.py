@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,18 @@ from typing import Any
 import click
 import psutil
 import pytest
-import yaml
 from click.testing import CliRunner
+from openai import AuthenticationError, OpenAI
 
 from cascade import SamplingParams, Speculation, Structured
+from cascade.cli.config import configured
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
 from cascade.engine.model import Model
+from cascade.settings.config import CascadeConfig
 from cascade.simulation import forecast
+from deployments.app import shortage
 from tests import small
 from tests.cases import rare
 from tests.conftest import LONG_S
@@ -165,6 +167,8 @@ def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch
         (["simulate", "--tier", "x"], "NAME=MILLISECONDS"),
         (["simulate", "--tier", "a=1", "--tier", "b=2"], "--accept"),
         (["serve", "nowhere.yaml"], "nowhere.yaml"),
+        (["serve", "--draft", "small"], "--draft"),
+        (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
     ],
 )
 def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
@@ -184,14 +188,58 @@ def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
     assert "nome" in output or "name is missing" in output
 
 
+def test_models_are_named_instead_of_a_file() -> None:
+    """Guards `cascade serve BIG --draft SMALL --draft SMALLER`: the tiers in their order, and options where they belong."""
+    config = configured("big", ["small", "smaller"], dtype="float16", max_model_len=512, served_model_name=["gpt", "gpt-2"])
+    assert [tier.model_loading_config.source for tier in config.tiers] == ["smaller", "small", "big"]
+    assert config.names == ("tiny", "medium", "full")
+    assert {tier.engine_kwargs.dtype for tier in config.tiers} == {"float16"}
+    assert (config.max_model_len, config.model_names) == (512, ("gpt", "gpt-2"))
+    assert configured("big").model_names == ("big",)
+    assert configured(None) == CascadeConfig.demo()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "num_drafts", "expected"),
+    [(4, 2, 2, [1, 1, 2]), (2, 1, 2, [0.5, 0.5, 1]), (4, 2, 0, [2]), (1, 1, 2, [0.11, 0.36, 0.51])],
+    ids=["enough", "drafts share one", "alone", "all share one"],
+)
+def test_models_share_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, ranks: int, num_drafts: int, expected: list[float]
+) -> None:
+    """Guards machines with GPUs: every model named on the command line gets some, and together they fit."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    *drafts, full = small.paths()
+    config = configured(full, [*reversed(drafts)][:num_drafts], ranks)
+    shares = [tier.deployment_config.ray_actor_options["num_gpus"] for tier in config.tiers]
+    assert shares == pytest.approx(expected, abs=0.02)
+    assert shortage(config, {"CPU": 4.0, "GPU": float(num_gpus)}) is None
+    assert config.tiers[-1].engine_kwargs.tensor_parallel_size == ranks
+
+
+def test_check_fits_a_terminal_and_finds_a_wrong_order() -> None:
+    """Guards `cascade check`: its table was cut at 80 columns, and a draft larger than its verifier was not noticed."""
+    tiny, medium, full = small.paths()
+    code, output = run("check", full, "--draft", tiny, "--draft", medium)
+    assert code == 0
+    assert max(map(len, output.splitlines())) <= 80
+    assert "…" not in output
+    assert "Tier tiny is not smaller than tier medium" in " ".join(output.split())
+    code, output = run("check", full, "--draft", medium, "--draft", tiny)
+    assert "not smaller" not in output
+
+
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("num_tiers", [1, rare(3)])
-def test_ctrl_c_stops_everything(tmp_path: Path, num_tiers: int) -> None:
-    """Guards against Ray processes, tiers and ports left behind by `cascade serve`."""
-    values = small.config().model_dump(mode="json")
-    path = tmp_path / "served.yaml"
-    path.write_text(yaml.safe_dump(values | {"tiers": values["tiers"][:num_tiers]}))
-    command = [sys.executable, "-m", "cascade.cli.main", "serve", str(path), "--port", "0"]
+def test_ctrl_c_stops_everything(num_tiers: int) -> None:
+    """Guards against Ray processes, tiers and ports left behind by `cascade serve`, and its options against being ignored."""
+    key, (*drafts, full) = "0123456789abcdef", small.paths()
+    command = [sys.executable, "-m", "cascade.cli.main", "serve", full, "--dtype", "float32", "--port", "0", "--api-key", key]
+    command += [
+        "--served-model-name",
+        "gpt",
+        *(part for draft in [*reversed(drafts)][: num_tiers - 1] for part in ("--draft", draft)),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         printed = []
@@ -202,11 +250,14 @@ def test_ctrl_c_stops_everything(tmp_path: Path, num_tiers: int) -> None:
                 break
         else:
             pytest.fail("".join(printed))
-        with Client(found[1]) as client:
+        with Client(found[1], api_key=key) as client:
             assert client.generate(PROMPT, SamplingParams(max_tokens=8)).token_ids
+            assert len(client.describe().tiers) == num_tiers
         assert url is not None
-        with urllib.request.urlopen(f"{url[0]}/health", timeout=30) as answer:
-            assert answer.status == 200
+        with OpenAI(base_url=f"{url[0]}/v1", api_key=key) as openai:
+            assert [model.id for model in openai.models.list()] == ["gpt"]
+        with OpenAI(base_url=f"{url[0]}/v1", api_key="another") as openai, pytest.raises(AuthenticationError):
+            openai.models.list()
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         process.stdout.read()

@@ -1,0 +1,114 @@
+"""What `cascade serve` and `cascade check` are about: a YAML file, or models that are named one by one."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cascade.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from cascade.settings.config import CascadeConfig
+
+LEAST_SHARE = 0.1  # of a GPU that several models share, for the smallest of them
+OPTIONS = (
+    click.argument("model", required=False),
+    click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
+    click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of all models."),
+    click.option("--max-model-len", type=click.IntRange(2), help="Prompt and output, tokens. What the models take."),
+    click.option("--served-model-name", multiple=True, help="Name of the full model for clients. May be repeated."),
+)
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command`` the argument and the options that `configured` takes."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def configured(
+    model: str | None,
+    drafts: Sequence[str] = (),
+    tensor_parallel_size: int | None = None,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    served_model_name: Sequence[str] = (),
+) -> "CascadeConfig":
+    """The configuration of a YAML file, of ``model`` with ``drafts`` below it, or of the demonstration family.
+
+    Options overrule the file. Raises `ConfigError`.
+    """
+    from cascade.settings.config import CascadeConfig
+
+    path = Path(model or "")
+    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
+        if drafts:
+            raise ConfigError(f"{path} is a configuration, which names its tiers: leave --draft out, or give a model")
+        values = CascadeConfig.load(path).model_dump(mode="json", exclude_unset=True)
+    elif model is not None:
+        values = {"tiers": _tiers([*reversed(drafts), model], tensor_parallel_size or 1)}
+    elif drafts:
+        raise ConfigError("--draft is given without a model: name the model that it drafts for first")
+    else:
+        values = CascadeConfig.demo().model_dump(mode="json", exclude_unset=True)
+    kwargs = [tier.setdefault("engine_kwargs", {}) for tier in values["tiers"]]
+    if dtype is not None:
+        for one in kwargs:
+            one["dtype"] = None if dtype == "auto" else dtype
+    if tensor_parallel_size is not None:
+        kwargs[-1]["tensor_parallel_size"] = tensor_parallel_size
+    if max_model_len is not None:
+        values["max_model_len"] = max_model_len
+    if served_model_name:
+        values.setdefault("router", {})["served_model_name"] = list(served_model_name)
+    return CascadeConfig.parse(values)
+
+
+def _tiers(models: Sequence[str], ranks: int) -> list[dict[str, Any]]:
+    """Tiers of ``models``, bottom to top, on this machine's GPUs or its cores; the last one takes ``ranks`` GPUs."""
+    import torch
+
+    from cascade.placement import TIER_NAMES, check_models
+
+    check_models(models, None)
+    needed: list[tuple[dict[str, float], dict[str, int]]]
+    if num_gpus := torch.cuda.device_count():
+        needed = [({"num_gpus": share}, {}) for share in _gpus(models, num_gpus, ranks)]
+    else:
+        threads = [*[1] * (len(models) - 1), os.cpu_count() or 1]
+        needed = [({}, {"num_threads": count}) for count in threads]
+    return [
+        {
+            "name": name,
+            "model_loading_config": {"model_id": model},
+            "engine_kwargs": engine,
+            "deployment_config": {"ray_actor_options": {"num_cpus": 0.5, **actor}},
+        }
+        for name, model, (actor, engine) in zip(TIER_NAMES[len(models)], models, needed, strict=True)
+    ]
+
+
+def _gpus(models: Sequence[str], num_gpus: int, ranks: int) -> list[float]:
+    """GPUs of each model, or its share of one; raises `ConfigError` if there are too few, or a model cannot be looked at."""
+    num_drafts, free = len(models) - 1, num_gpus - ranks
+    if not num_drafts:
+        return [ranks]
+    if free > 0:
+        return [*[1 / -(-num_drafts // free)] * num_drafts, ranks]
+    if num_gpus > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {ranks} and this machine has {num_gpus} GPUs, which leaves none for {models[0]}: "
+            "lower it, or leave --draft out"
+        )
+    from cascade.engine.checkpoint import anatomy
+
+    try:
+        sizes = [anatomy(model).weight_bytes for model in models]
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    weights = [max(size, LEAST_SHARE * sum(sizes)) for size in sizes]
+    return [int(100 * weight / sum(weights)) / 100 for weight in weights]

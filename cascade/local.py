@@ -80,7 +80,7 @@ class Cascade:
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """
-        names = _named(models, names)
+        names = tier_names(models, names)
         kinds, drafters = _drafters(models, drafter, tokenizer)
         check_drafters(kinds, names)
         self.names = (*kinds, *names)  # bottom to top
@@ -143,7 +143,7 @@ class Cascade:
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
-        names, inner = _named(models, names), specs(drafter)
+        names, inner = tier_names(models, names), specs(drafter)
         check_drafters([one.kind for one in inner], names)
         methods = _each(quantization, len(models))
         tokenizer = _common_tokenizer(models, trust_remote_code)
@@ -290,7 +290,7 @@ def _sort(completions: Sequence[Completion | None]) -> list[Completion]:
     return sorted((c for c in completions if c is not None), key=lambda c: c.index)
 
 
-def _named(models: Sequence[object], names: Sequence[str] | None) -> tuple[str, ...]:
+def tier_names(models: Sequence[object], names: Sequence[str] | None) -> tuple[str, ...]:
     """A name for each model; raises `ConfigError` if there are too few or too many of either."""
     if isinstance(models, str):
         raise ConfigError(f"models is {models!r}: give a list, bottom to top")

@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.peers import contest, crew, environments
 from benchmarks.peers.contract import FLOAT32, POSITIONS, Models
 from benchmarks.peers.vllm_drafts import configuration
-from cascade.bench.load import rotated
 from cascade.bench.prompts import Prompt
 from deployments.launch.server import LOOPBACK, free_port
 
@@ -152,7 +151,9 @@ def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], N
     for at_once, requests in plan.requests.items():
         results: dict[str, list[Mapping[str, Any]]] = {mode: [] for mode in arena.modes}
         for number in range(ROUNDS):
-            for mode in rotated(list(arena.modes), number):
+            modes = list(arena.modes)
+            first = number % max(1, len(modes))
+            for mode in [*modes[first:], *modes[:first]]:
                 if result := arena.ask(mode, at_once, max(1, requests // ROUNDS), f"{mode} {at_once} {number}"):
                     results[mode].append(result)
         found[str(at_once)] = {mode: _cell(results[mode]) for mode in arena.modes}

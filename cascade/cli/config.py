@@ -72,9 +72,9 @@ def _tiers(models: Sequence[str], ranks: int) -> list[dict[str, Any]]:
     """Tiers of ``models``, bottom to top, on this machine's GPUs or its cores; the last one takes ``ranks`` GPUs."""
     import torch
 
-    from cascade.placement import TIER_NAMES, check_models
+    from cascade.local import tier_names
 
-    check_models(models, None)
+    names = tier_names(models, None)
     needed: list[tuple[dict[str, float], dict[str, int]]]
     if num_gpus := torch.cuda.device_count():
         needed = [({"num_gpus": share}, {}) for share in _gpus(models, num_gpus, ranks)]
@@ -88,7 +88,7 @@ def _tiers(models: Sequence[str], ranks: int) -> list[dict[str, Any]]:
             "engine_kwargs": engine,
             "deployment_config": {"ray_actor_options": {"num_cpus": 0.5, **actor}},
         }
-        for name, model, (actor, engine) in zip(TIER_NAMES[len(models)], models, needed, strict=True)
+        for name, model, (actor, engine) in zip(names, models, needed, strict=True)
     ]
 
 

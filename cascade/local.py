@@ -333,8 +333,8 @@ def _load(
         apart(partial(load, source, quantization=method, **options)) for source, method in zip(sources, methods, strict=True)
     ]
     room = common_room(sources, device, dtype=options["dtype"], **known)
-    lower = [apart(partial(Model, network, cache_tokens=room)) for network in networks[:-1]]
-    return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), cache_tokens=room))]
+    lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
+    return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), owned=True, cache_tokens=room))]
 
 
 def _load_on_vllm(

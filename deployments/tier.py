@@ -216,7 +216,7 @@ def _load(config: TierConfig) -> Model | VllmModel:
     }
     if engine.lora_modules:
         return AdaptedModel(network, engine.lora_modules, **options)
-    return Model.drafting(network, *source_and_kind(engine.drafters), **options)
+    return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
 
 
 def _emulate(config: TierConfig) -> Emulated:

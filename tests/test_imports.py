@@ -9,7 +9,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.params", "cascade.draft"),
     ("cascade.messages",),
     ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
-    ("cascade.native", "cascade.planner"),
+    ("cascade.cpu", "cascade.planner"),
     ("cascade.drafters", "cascade.client"),
     ("cascade.chain", "cascade.engine"),
     ("cascade.simulation", "cascade.family", "cascade.training"),

@@ -7,9 +7,9 @@ drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it 
 
 from collections.abc import Sequence
 
+from cascade.cpu.matches import GRAM, Matches
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
-from cascade.native.matches import GRAM, Matches
 from cascade.scorer import UNREAD, Scored
 
 MAX_HELD = 2**16  # tokens of a tenant's texts

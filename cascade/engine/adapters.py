@@ -19,6 +19,8 @@ class AdaptedModel(Model):
     as its rows have adapters. Keys and values depend on the adapter, so prefixes must not be shared between adapters.
     """
 
+    _written_out = False  # adapters are Transformers' own layers
+
     def __init__(self, network: PreTrainedModel, adapters: Mapping[str, str], **options: Any) -> None:
         """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
         super().__init__(network, **options)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from cascade.cpu.attention import Kind, Spans
+from cascade.cpu.attention import attend as attend_spans
+from cascade.cpu.attention import store as store_spans
+from cascade.cpu.cache import BlockedCache, Shape, tables
 from cascade.engine import kv
 from cascade.engine.contiguous_cache import Cache
 from cascade.engine.kv import ATTENTION, Pass, Span
 from cascade.engine.survey import Survey
-from cascade.native.attention import Kind, Spans
-from cascade.native.attention import attend as attend_spans
-from cascade.native.attention import store as store_spans
-from cascade.native.cache import BlockedCache, Shape, tables
 
 NATIVE = "cascade_native"  # our attention function's name at Transformers
 
@@ -117,10 +117,9 @@ def _dense(part: Tensor) -> Tensor:
 AttentionInterface.register(NATIVE, attend_native)
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, found: Survey, *, wide: bool = False) -> Attention:
-    """The best strategy on ``device`` for a model of ``dtype`` with the layers that were found.
+def choose_attention(device: torch.device, between: torch.dtype, dtype: torch.dtype, found: Survey) -> Attention:
+    """The best strategy on ``device`` for a model with the layers that were found.
 
-    For a ``wide`` one, see `cascade.engine.wide`, ``dtype`` is that of its weights.
+    ``between`` is the dtype of what lies between its products, ``dtype`` that of its weights, and of keys and values.
     """
-    own_kernel = device.type == "cpu" and (wide or dtype is torch.float32)
-    return Native(found, dtype) if own_kernel else Contiguous()
+    return Native(found, dtype) if device.type == "cpu" and between is torch.float32 else Contiguous()

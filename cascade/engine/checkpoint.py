@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from cascade.engine.devices import wider_dtype
 from cascade.engine.gguf import described
-from cascade.engine.packed_linear import keeps_bits
+from cascade.engine.products import keeps_bits
 from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cascade.engine.contiguous_cache import Fork
-from cascade.engine.packed_linear import MIN_ROWS
 from cascade.scorer import TILE
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
+MIN_ROWS = 4  # of queries: PyTorch takes the last one to three of many in another order
 SCORES = 2**26  # of queries with keys that are held at once
 SHARED = 2**22  # numbers in a mask that is kept from layer to layer
 
@@ -136,15 +136,11 @@ def attend(
     queries = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))
     scoring = Scoring(queries.shape[2], cascade_pass.windows[layer], scaling, softcap, s_aux)
     sizes = [span.end - span.begin for span in cascade_pass.spans]
-    if filled := query.shape[2] - sum(sizes):  # see `cascade.engine.model.fill`
-        sizes.append(filled)
     # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
     parts = (finite(part[0]).split(sizes, dim=1) for part in (key, value))
     rows = list(zip(_by_row(queries, sizes), *parts, strict=True))
     found = {number: _row(span, layer, rows[number], scoring) for number, span in cascade_pass.in_order}
     out = [found[number] for number in range(len(found))]
-    if filled:
-        out.append(out[0].new_zeros(filled, *out[0].shape[1:]))
     whole = torch.cat(out) if len(out) > 1 else out[0]
     return whole.flatten(1, 2).contiguous()[None], None  # some models view it as it is
 
@@ -191,7 +187,7 @@ def _tile(span: Span, tile: Tile, query: Tensor, keys: Tensor, values: Tensor, s
     n, group = len(query), scoring.group
     # heads that share keys become queries of one head: nothing is copied for them
     folded = query if n == 1 else query.transpose(0, 1).flatten(1, 2)[None]
-    if missing := -folded.shape[2] % MIN_ROWS:  # kernels take the last one to three of many in another order, too
+    if missing := -folded.shape[2] % MIN_ROWS:
         folded = F.pad(folded, (0, 0, 0, missing))
     key, value = (part.narrow(2, tile.first, tile.last - tile.first) for part in (keys, values))
     mask = span.mask(tile, scoring.window, group, query)

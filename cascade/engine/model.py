@@ -1,8 +1,6 @@
-"""One batched pass over an unmodified Transformers model: rows of any sessions from any positions, packed into one input."""
+"""One batched pass: rows of any sessions from any positions, packed into one input of a network, ours or Transformers'."""
 
-import contextlib
 import inspect
-import logging
 import threading
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -25,23 +23,19 @@ from cascade.engine.heads.mtp_formats import check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select
-from cascade.engine.lean import choose_kit, fatten, slim, whole_network
+from cascade.engine.llama import Llama, is_written_out
 from cascade.engine.loading import load
 from cascade.engine.logits_processors import report
-from cascade.engine.packed_linear import mixes, pack, watch
 from cascade.engine.packing import Packed
+from cascade.engine.products import keeps_bits, multiply_row_by_row
 from cascade.engine.quantization import nbytes
 from cascade.engine.scoring import Report, scored
 from cascade.engine.survey import Survey
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
-from cascade.engine.whole_network import WholeNetwork
-from cascade.engine.wide import claim, is_wide, widen
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Row, Scored
-
-log = logging.getLogger(__name__)
 
 _REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
 SCORED = 16  # own tokens of a timed pass, at most
@@ -49,6 +43,8 @@ SCORED = 16  # own tokens of a timed pass, at most
 
 class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
+
+    _written_out = True  # where it can be
 
     def __init__(
         self,
@@ -59,25 +55,26 @@ class Model:
         attention: Attention | None = None,
         num_threads: int | None = None,
         head: Head | None = None,
+        owned: bool = False,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
         room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
         Passes on a CPU take ``num_threads``; without a number, as many of those PyTorch may use as they are worth, see
-        `cascade.engine.threads`. ``head`` guesses behind rows that want it.
+        `cascade.engine.threads`. ``head`` guesses behind rows that want it. If the network is ``owned``, used by nobody else,
+        it loses the weights that are held in another order.
         """
         self._network = network.eval()
-        self._wide = claim(network) if attention is None and head is None else is_wide(network)  # heads are as wide
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
         add_exactly(self.device)
         self._vocab_size = self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
-        self._fewest = 1  # tokens of a pass
         self._busy = threading.RLock()  # tiers may share a model, and its passes share memory
-        self._whole: WholeNetwork | None = None
+        self._llama: Llama | None = None  # in the place of the network
+        self._owned = owned
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
         self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
         self._chosen = attention is not None
@@ -127,7 +124,7 @@ class Model:
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
         chosen = (drafter, drafter_kind, drafter_layers, drafter_skip)
-        return cls.drafting(network, *chosen, num_threads=num_threads, **memory)
+        return cls.drafting(network, *chosen, num_threads=num_threads, owned=True, **memory)
 
     @classmethod
     def drafting(
@@ -140,8 +137,6 @@ class Model:
         **options: Any,
     ) -> Self:
         """Take over a loaded network and its head, see `from_pretrained`, if there is one; raises `ModelError`."""
-        if options.get("attention") is None and (drafter is not None or drafter_kind == Exit.kind):
-            claim(network)  # before its head is made
         if drafter_kind == Exit.kind:
             model = cls(network, head=Exit(network), **options)
             select(model, layers, skip)
@@ -180,11 +175,6 @@ class Model:
         place = processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         return f"{str(self.dtype).removeprefix('torch.')} on {place}; logits {bits}"
-
-    @property
-    def _between(self) -> torch.dtype:
-        """The dtype of what lies between products."""
-        return torch.float32 if self._wide else self.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -237,20 +227,23 @@ class Model:
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
         packed = Packed.of(rows)
-        wanted = len(packed.keep)
-        packed.fill(self._fewest)
         # one copy to the device for all three
         sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
         n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)
-        logits = self._forward(sent[None, :n], sent[None, n : 2 * n], sent[2 * n :], plan)[:wanted]
+        logits = self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
         if self.reader is not None:
             self.reader.note(packed.spans if any(row.guesses != UNREAD for row in rows) else (), plan)
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
-        if self._whole is not None and self._whole.ready:
-            return self._whole(ids, positions, keep, cascade_pass)
-        call = partial(self._network, input_ids=ids, position_ids=positions, use_cache=False, cascade_pass=cascade_pass)
+        if self._llama is not None:
+            reads = self.reader.head.reads if self.reader is not None else ()
+            logits, hidden = self._llama(ids, positions, keep, cascade_pass, reads=reads)
+            if self.reader is not None:
+                self.reader.hear(hidden)
+            return logits
+        inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        call = partial(self._network, **inputs, use_cache=False, cascade_pass=cascade_pass)
         if self._keeps_logits:
             out: Tensor = call(logits_to_keep=keep).logits[0]
             return out
@@ -261,51 +254,42 @@ class Model:
 
     @torch.inference_mode()
     def _take_path(self) -> None:
-        """Switch the network to our attention; raise if not all its layers use it, or if it then says something else."""
+        """Choose what runs passes; raise if not all layers attend as we need it, or if logits are other ones then."""
         network = self._network
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
-        fatten(network)  # layers may have been adapted since
-        self._whole = None
         network.set_attn_implementation("eager")  # the one that every network has
         texts = probe_texts(network.get_input_embeddings().weight.shape[0])
-        with watch(network) as together:
-            expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
-        if self._wide:
-            widen(network)
-        self._fewest = pack(network, together, wide=self._wide)
         try:
-            found = self._packed(texts, expected)
-            routed = self.dtype is torch.float32 and mixes(network)  # the probe may miss what experts with few tokens do
-            self.same_bits &= self.device.type == "cpu" and not routed and self._repeats(texts)
+            self._choose()
+            found = self._replay(texts)
+            told = self.device.type == "cpu" and keeps_bits(network, self.dtype)  # the probe may miss what experts do
+            self.same_bits &= told and self._repeats(texts)
         except _REFUSALS as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")
 
-    def _packed(self, texts: Sequence[Sequence[int]], expected: Tensor) -> Tensor:
-        """What `_replay` finds, once the attention that suits the layers is chosen; with lean layers, if they find the same."""
-        seen = Survey.of(self._network)
+    def _choose(self) -> None:
+        """How keys and values are held and attended to, and what runs in a pass."""
+        network, seen = self._network, Survey.of(self._network)
         if self.reader is not None:
             self.reader.join(seen)
         self._windows = seen.windows
         if not self._chosen:
-            self._attention, self._chosen = choose_attention(self.device, self.dtype, seen, wide=self._wide), True
+            ours = self._written_out and is_written_out(network)
+            dtype = torch.float32 if ours else self.dtype
+            self._attention, self._chosen = choose_attention(self.device, dtype, self.dtype, seen), True
+            self._llama = Llama(network, owned=self._owned) if ours else None
+        network.set_attn_implementation(self._attention.name)
+        if self._llama is None:
+            multiply_row_by_row(network)
         if self.reader is not None:
-            self.reader.settle(self._attention, self._windows)
-        self._network.set_attn_implementation(self._attention.name)
-        if slim(self._network, choose_kit(self.device, self._between)):
-            self._whole = whole_network(self._network)
-            with contextlib.suppress(*_REFUSALS):
-                if agree(self._network, found := self._replay(texts), expected):
-                    return found
-            log.warning("%s is left as it is: its lean layers say something else", type(self._network).__name__)
-            fatten(self._network)
-            self._whole = None
-        return self._replay(texts)
+            self.reader.settle(self._attention, self._windows, self._llama)
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""

@@ -27,13 +27,6 @@ class Packed(NamedTuple):
             packed.keep.extend(range(end - row.num_scored, end))
         return packed
 
-    def fill(self, rows: int) -> None:
-        """Bring a pass to at least ``rows`` tokens and logits; those that are added belong to no row, and nobody reads them."""
-        missing = max(0, rows - len(self.tokens))
-        self.tokens.extend([0] * missing)
-        self.positions.extend([0] * missing)
-        self.keep.extend(self.keep[-1:] * (rows - len(self.keep)))
-
 
 def unpacked(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
     """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`.

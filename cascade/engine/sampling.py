@@ -19,14 +19,14 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
-from cascade.native.leading import leading
-from cascade.native.noise import ROOM, contenders
+from cascade.cpu.leading import leading
+from cascade.cpu.noise import ROOM, contenders
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 
 GOLDEN = 0x9E3779B97F4A7C15
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
-UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.native.leading`
+UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
 GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
 Noisy: TypeAlias = tuple[slice, SamplingParams, int]

@@ -163,7 +163,7 @@ def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatc
 @pytest.mark.parametrize("name", each())
 def test_vocabulary_is_not_for_prompts(name: str) -> None:
     """Guards memory: 128 thousand tokens of a prompt times a vocabulary of 256 thousand would be 128 GiB of logits."""
-    model, _ = served(name)
+    model, _ = served(name, "contiguous")
     rows_seen: list[int] = []
     head = model._network.get_output_embeddings()
     watch = head.register_forward_pre_hook(lambda module, inputs: rows_seen.append(inputs[0][..., 0].numel()))
@@ -231,7 +231,7 @@ def test_identical_models_say_the_same() -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
     """Guards the projection to the vocabulary, dear at 150k tokens, and its order, with models that keep all logits too."""
-    model = Model(build("llama"))
+    model = Model(build("gemma"))
     model._keeps_logits = keeps
     everything = _logits(model, (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[:5]))
     rows = [Row(model.new_cache(), 0, PREFIX, 2, GREEDY), Row(model.new_cache(), 0, PREFIX[:5], 3, GREEDY)]
@@ -359,7 +359,7 @@ def test_probe_sees_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: str, dtyp
 
 def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards models that number tokens by themselves, as if the packed input were one text."""
-    network = build("llama")
+    network = build("gemma")
     forward = network.model.forward
     monkeypatch.setattr(network.model, "forward", lambda *args, position_ids=None, **options: forward(*args, **options))
     with pytest.raises(ModelError, match="logits change"):

@@ -137,11 +137,6 @@ class DFlash(Head):
     def own_layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def grouped(self) -> list[list[nn.Linear]]:
-        """Queries are the block's alone."""
-        pairs = [(layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in self.own_layers]
-        return [*map(list, pairs), *([layer.mlp.gate_proj, layer.mlp.up_proj] for layer in self.own_layers)]
-
     # of the text
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:

@@ -76,9 +76,11 @@ class Exit(Head):
 
     def _pass(self, tokens: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
         """Logits ``[n, vocab_size]`` behind each token."""
-        where = torch.tensor(positions).to(tokens.device, non_blocking=True)
+        where, planned = torch.tensor(positions).to(tokens.device, non_blocking=True), place.plan(spans)
+        if place.written_out is not None:
+            return place.written_out(tokens, where, torch.arange(len(tokens)), planned, skip=self.skipped)[0]
         out: Tensor = self._view[0](
-            input_ids=tokens[None], position_ids=where[None], use_cache=False, cascade_pass=place.plan(spans)
+            input_ids=tokens[None], position_ids=where[None], use_cache=False, cascade_pass=planned
         ).logits[0]
         return out
 

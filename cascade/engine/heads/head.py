@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
 from cascade.engine.kv import Span
-from cascade.engine.lean import choose_kit, slim
-from cascade.engine.packed_linear import pack
-from cascade.engine.wide import widen
+from cascade.engine.llama import Llama
+from cascade.engine.products import multiply_row_by_row
 from cascade.scorer import MAX_FORKED
 
 
@@ -26,6 +25,8 @@ class Part(NamedTuple):
 
 class Place(Protocol):
     """Where a head works: beside a model, in its stores; see `cascade.engine.heads.reader.Reader`."""
+
+    written_out: Llama | None  # the model, where it is ours
 
     def states(self, parts: Sequence[Part]) -> Tensor:
         """What was kept of these positions, behind each other, ``[n, width]``."""
@@ -101,20 +102,8 @@ class Head(nn.Module):
         out[:, self._ids] = logits
         return out
 
-    def grouped(self) -> list[list[nn.Linear]]:
-        """Layers that are given one input, always all of them."""
-        return [group for module in self.modules() for group in _groups(module)]
-
-    def hasten(self, *, wide: bool = False) -> None:
-        """Pack its products and take leaner forms of its layers, as the model's; ``wide`` says whether that is."""
-        weight = next(self.parameters())
-        if wide:
-            widen(self)
-        pack(self, self.grouped(), wide=wide)
-        slim(self, choose_kit(weight.device, torch.float32 if wide else weight.dtype))
-
-
-def _groups(module: nn.Module) -> list[list[nn.Linear]]:
-    """Layers that are given one input."""
-    names = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    return [[getattr(module, name) for name in group] for group in names if all(hasattr(module, name) for name in group)]
+    def hasten(self, dtype: torch.dtype) -> None:
+        """Multiply as the model does, whose hidden states are of ``dtype``."""
+        if dtype is torch.float32:
+            self.float()
+        multiply_row_by_row(self)

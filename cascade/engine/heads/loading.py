@@ -19,7 +19,7 @@ from cascade.engine.heads.mtp import Mtp
 from cascade.engine.heads.mtp_formats import holds_mtp
 from cascade.engine.heads.mtp_loading import load_mtp
 from cascade.engine.heads.peagle import Peagle
-from cascade.engine.wide import is_wide
+from cascade.engine.llama import between
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED
 
@@ -72,7 +72,7 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = "auto", revi
         raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
     checkpoint.fill(head)
     head = head.to(device=network.device, dtype=network.dtype).eval()
-    head.hasten(wide=is_wide(network))
+    head.hasten(between(network))
     return head
 
 

@@ -23,9 +23,9 @@ from cascade.engine.heads.formats import Checkpoint
 from cascade.engine.heads.mtp import Mtp
 from cascade.engine.heads.mtp_formats import read_mtp
 from cascade.engine.heads.reader import decoder
+from cascade.engine.llama import between
 from cascade.engine.survey import SURVEY, Survey
 from cascade.engine.tokenizer import is_local
-from cascade.engine.wide import is_wide
 from cascade.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def load_mtp(source: str, network: PreTrainedModel, *, revision: str | None = No
         log.info("Of the %d MTP layers of %s the first one makes all guesses", told, checkpoint.source)
     if len(found.heads) != 1:
         raise checkpoint.wrong("its layer does not use the attention interface of Transformers")
-    head.hasten(wide=is_wide(network))
+    head.hasten(between(network))
     return head
 
 

@@ -7,7 +7,7 @@ fork, the entry before it belongs to another text, whose next token is another o
 A head guesses a little worse then.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from cascade.cpu.cache import BlockedFork
 from cascade.draft import Draft
 from cascade.engine.attention import Attention
 from cascade.engine.contiguous_cache import Fork
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
 from cascade.engine.kv import Span
+from cascade.engine.llama import Llama
 from cascade.engine.survey import Survey
 from cascade.errors import ModelError
-from cascade.native.cache import BlockedFork
 from cascade.scorer import MAX_FORKED, UNREAD, Row, Scored
 
 
@@ -38,6 +39,7 @@ class Reader:
         self._hidden: dict[int, Tensor] = {}  # of the last pass, `[1, n, hidden_size]`
         self._hooks: list[Any] = []
         self._kept = 0  # layer of the states
+        self.written_out: Llama | None = None
         self._attention: Attention | None = None
         self._windows: dict[int, int | None] = {}
         self.listen(head.reads)
@@ -75,9 +77,13 @@ class Reader:
         if self.head.width:
             found.kept[self._kept] = self.head.width
 
-    def settle(self, attention: Attention, windows: dict[int, int | None]) -> None:
-        """How keys and values are held."""
-        self._attention, self._windows = attention, windows
+    def settle(self, attention: Attention, windows: dict[int, int | None], written_out: Llama | None) -> None:
+        """How keys and values are held, and what runs the model if it is ours."""
+        self._attention, self._windows, self.written_out = attention, windows, written_out
+
+    def hear(self, hidden: Mapping[int, Tensor]) -> None:
+        """Hidden states of the last pass, `[n, hidden_size]` each, where no module of the network ran."""
+        self._hidden.update((layer, states[None]) for layer, states in hidden.items())
 
     def note(self, spans: Sequence[Span], planned: Any) -> None:
         """Keep what the head reads of the pass that was run, as it was planned."""

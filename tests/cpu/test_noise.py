@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cascade.cpu.noise import ROOM, contenders
 from cascade.engine.sampling import gumbel, mixed, noise_bits
-from cascade.native.noise import ROOM, contenders
 
 SEED = 77
 

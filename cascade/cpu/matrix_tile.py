@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cascade.native.jit import I16, I64, function_of
+from cascade.cpu.jit import I16, I64, function_of
 
 I8 = ir.IntType(8)
 BYTES = I8.as_pointer()

@@ -33,7 +33,7 @@ class Worker:
 
 
 class Step(NamedTuple):
-    """A worker and its arguments, which `run_step` or a program, see `cascade.native.program`, lets it have."""
+    """A worker and its arguments, which `run_step` or a program, see `cascade.cpu.program`, lets it have."""
 
     worker: Worker
     numbers: tuple[int, ...]

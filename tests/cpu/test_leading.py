@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.native.leading import leading
+from cascade.cpu.leading import leading
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cascade.native.jit import F32, I16, I32, I64, function_of, inlined
+from cascade.cpu.jit import F32, I16, I32, I64, function_of, inlined
 
 LANES = 16  # columns of a block
 _MANY_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cascade.native.attention import Kind, attend
-from cascade.native.cache import BlockedCache, Shape, tables
+from cascade.cpu.attention import Kind, attend
+from cascade.cpu.cache import BlockedCache, Shape, tables
 from tests.forks import TEXTS, Piece, check_forks
 
 LENGTH = 150

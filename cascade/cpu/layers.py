@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from numba import float32
 from torch import Tensor
 
-from cascade.native.attention import LEAST, exponential
-from cascade.native.jit import Step, bits, floats, inlined, integer, kernel, num_threads, real, run_step, swept, thread_num
-
-SILU, GELU_TANH = 0, 1  # activations
+from cascade.cpu.attention import LEAST, exponential
+from cascade.cpu.jit import Step, bits, floats, inlined, integer, kernel, num_threads, real, swept, thread_num
 
 
 class Rows(NamedTuple):
@@ -19,13 +17,14 @@ class Rows(NamedTuple):
     address: int
     stride: int  # numbers from one row to the next
 
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """Of ``[rows, size]``."""
+        return cls(x.data_ptr(), x.stride(0))
+
     def behind(self, place: int) -> "Rows":
         """Those parts of them that begin at a place."""
         return Rows(self.address + 4 * place, self.stride)
-
-
-def _rows(x: Tensor) -> Rows:
-    return Rows(x.data_ptr(), x.stride(0))
 
 
 @swept
@@ -37,39 +36,29 @@ def _squares(x: int, size: int) -> Any:
 
 
 @inlined
-def _norm_row(x: int, weight: int, out: int, size: int, epsilon: float, offset: float) -> None:
+def _norm_row(x: int, weight: int, out: int, size: int, epsilon: float) -> None:
     numbers, scales, to = floats(x), floats(weight), floats(out)
     share = float32(1.0) / math.sqrt(_squares(x, size) / float32(size) + epsilon)
     for place in range(size):
-        to[place] = numbers[place] * share * (offset + scales[place])
+        to[place] = numbers[place] * share * scales[place]
 
 
 @kernel
 def _rms_norm(given: int) -> None:
     tokens, heads, size = integer(given, 0), integer(given, 1), integer(given, 2)
-    epsilon, offset = real(integer(given, 7)), real(integer(given, 8))
+    epsilon = real(integer(given, 7))
     here, threads = thread_num(), num_threads()
     for token in range(tokens * here // threads, tokens * (here + 1) // threads):
         for head in range(heads):
             x = integer(given, 3) + (token * integer(given, 4) + head * size) * 4
             out = integer(given, 5) + (token * integer(given, 6) + head * size) * 4
-            _norm_row(x, integer(given, 9), out, size, epsilon, offset)
+            _norm_row(x, integer(given, 8), out, size, epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """``x / rms(x) * (offset + weight)`` over parts of rows as long as ``weight``.
-
-    ``x`` ``[tokens, n * size]`` float32, its rows apart or not; returns as many.
-    """
-    to = x.new_empty(x.shape)
-    run_step(norm_step(_rows(x), _rows(to), x.shape, weight, epsilon, offset), x.numel())
-    return to
-
-
-def norm_step(x: Rows, to: Rows, shape: Sequence[int], weight: Tensor, epsilon: float, offset: float) -> Step:
-    """`rms_norm` of ``x`` ``[tokens, n * size]``; ``to`` may be the same."""
+def norm_step(x: Rows, to: Rows, shape: Sequence[int], weight: Tensor, epsilon: float) -> Step:
+    """``x / rms(x) * weight`` over parts of ``[tokens, n * size]`` as long as ``weight`` ``[size]``; ``to`` may be the same."""
     (tokens, width), size = shape, weight.shape[0]
-    return Step(_rms_norm, (tokens, width // size, size, *x, *to, bits(epsilon), bits(offset), weight.data_ptr()))
+    return Step(_rms_norm, (tokens, width // size, size, *x, *to, bits(epsilon), weight.data_ptr()))
 
 
 @inlined
@@ -92,19 +81,12 @@ def _rotate(given: int) -> None:
             _turn(x, integer(given, 6) + angles, integer(given, 7) + angles, turned // 2)
 
 
-def rotate(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_step(x: Rows, shape: Sequence[int], size: int, cos: Tensor, sin: Tensor) -> Step:
     """Turn heads of ``size`` by the angles of their token, in place; halves of a head are the pairs (Su et al., RoFormer).
 
-    ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 with ``turned <= size``: the rest of a
-    head stays.
+    ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 without gaps, ``turned <= size``: the
+    rest of a head stays.
     """
-    cos, sin = cos.contiguous(), sin.contiguous()
-    run_step(rotate_step(_rows(x), x.shape, size, cos, sin), x.numel())
-    return x
-
-
-def rotate_step(x: Rows, shape: Sequence[int], size: int, cos: Tensor, sin: Tensor) -> Step:
-    """`rotate` ``x`` ``[tokens, heads * size]`` by angles that lie behind each other."""
     tokens, width = shape
     return Step(_rotate, (tokens, width // size, size, cos.shape[1], *x, cos.data_ptr(), sin.data_ptr()))
 
@@ -116,20 +98,10 @@ def _sigmoid(x: float) -> Any:
 
 
 @inlined
-def _silu_row(gate: int, up: int, out: int, size: int) -> None:
+def _gate_row(gate: int, up: int, out: int, size: int) -> None:
     gates, ups, to = floats(gate), floats(up), floats(out)
     for place in range(size):
         to[place] = gates[place] * _sigmoid(gates[place]) * ups[place]
-
-
-@inlined
-def _gelu_row(gate: int, up: int, out: int, size: int) -> None:
-    gates, ups, to = floats(gate), floats(up), floats(out)
-    for place in range(size):
-        x = gates[place]
-        # tanh(y) is 2 sigmoid(2 y) - 1
-        inner = float32(1.5957691216) * (x + float32(0.044715) * x * x * x)
-        to[place] = x * _sigmoid(inner) * ups[place]
 
 
 @kernel
@@ -138,24 +110,13 @@ def _gate(given: int) -> None:
     here, threads = thread_num(), num_threads()
     for token in range(tokens * here // threads, tokens * (here + 1) // threads):
         at, out = token * stride * 4, integer(given, 5) + token * size * 4
-        if integer(given, 6) == SILU:
-            _silu_row(integer(given, 3) + at, integer(given, 4) + at, out, size)
-        else:
-            _gelu_row(integer(given, 3) + at, integer(given, 4) + at, out, size)
+        _gate_row(integer(given, 3) + at, integer(given, 4) + at, out, size)
 
 
-def gated(x: Tensor, activation: int) -> Tensor:
-    """``activation(gate) * up`` of ``[tokens, 2 * size]`` float32, whose first half is the gate: ``[tokens, size]``."""
-    tokens, size = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(tokens, size)
-    run_step(gate_step(_rows(x), out.data_ptr(), (tokens, size), activation), x.numel())
-    return out
-
-
-def gate_step(x: Rows, to: int, shape: Sequence[int], activation: int) -> Step:
-    """`gated` ``[tokens, size]``, whose rows come to lie behind each other."""
+def gate_step(x: Rows, to: int, shape: Sequence[int]) -> Step:
+    """``silu(gate) * up`` of ``[tokens, 2 * size]``, whose first half is the gate, to ``shape`` ``[tokens, size]``."""
     tokens, size = shape
-    return Step(_gate, (tokens, size, x.stride, x.address, x.address + 4 * size, to, activation))
+    return Step(_gate, (tokens, size, x.stride, x.address, x.address + 4 * size, to))
 
 
 @kernel

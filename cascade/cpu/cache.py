@@ -1,4 +1,4 @@
-"""Keys and values of sessions in the blocks that the kernel for attention reads; see `cascade.native.attention`."""
+"""Keys and values of sessions in the blocks that the kernel for attention reads; see `cascade.cpu.attention`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.native.attention import FIELDS, Spans, blocks_of
-from cascade.native.tile import LANES
+from cascade.cpu.attention import FIELDS, Spans, blocks_of
+from cascade.cpu.tile import LANES
 from cascade.scorer import TILE, room, tiled
 
 
@@ -101,7 +101,7 @@ class BlockedCache:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Fields of a span, see `cascade.native.attention.FIELDS`."""
+        """Fields of a span, see `cascade.cpu.attention.FIELDS`."""
         return self.capacity, 0, 0, 0
 
     @property
@@ -178,7 +178,7 @@ class BlockedFork:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Fields of a span, see `cascade.native.attention.FIELDS`."""
+        """Fields of a span, see `cascade.cpu.attention.FIELDS`."""
         return self.capacity, self.origin, self.position, self.base.capacity
 
     @property

@@ -17,7 +17,7 @@ import torch
 from numba import float32, float64, int32, int64, uint64
 from torch import Tensor
 
-from cascade.native.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
+from cascade.cpu.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
 
 ROOM = 64  # contenders of a row; usually there are fewer than ten
 _BLOCK = 64  # tokens that are looked at together

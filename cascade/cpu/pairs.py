@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.native.jit import Step, floats, halves, integer, kernel, num_threads, rounded, run_step, thread_num
-from cascade.native.matrix_tile import (
+from cascade.cpu.jit import Step, floats, halves, integer, kernel, num_threads, rounded, thread_num
+from cascade.cpu.matrix_tile import (
     STEP,
     TILE_ROWS,
     configure,
@@ -21,7 +21,7 @@ from cascade.native.matrix_tile import (
     twice_two_blocks,
     two_blocks,
 )
-from cascade.native.tile import LANES
+from cascade.cpu.tile import LANES
 
 
 @kernel
@@ -92,17 +92,6 @@ class Pairs:
     def depth(self) -> int:
         """Numbers of a row that is multiplied, those that fill it up included."""
         return 2 * int(self.blocks.shape[1])
-
-    def times(self, x: Tensor) -> Tensor:
-        """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``; a row's bits depend on no other."""
-        rows = x.shape[0]
-        out = x.new_empty(rows, self.width)
-        if rows:
-            x = x.contiguous()
-            given = torch.empty(rows, self.depth, dtype=torch.bfloat16)
-            for step in self.steps(x.data_ptr(), given.data_ptr(), rows, out.data_ptr()):
-                run_step(step, rows * self.blocks.numel())
-        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
     def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
         """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for rounded rows."""

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cascade.native.jit import I64, Step, Worker, barrier, integer, kernel, num_threads, run
+from cascade.cpu.jit import I64, Step, Worker, barrier, integer, kernel, num_threads, run
 
 
 @intrinsic
@@ -38,7 +38,7 @@ class Program:
     """Steps, each run when the one before has ended; again and again, with some of their numbers changed."""
 
     def __init__(self, steps: Sequence[Step], work: int) -> None:
-        """``work`` is as of `cascade.native.jit.run`."""
+        """``work`` is as of `cascade.cpu.jit.run`."""
         self._work = work
         self._workers = [step.worker for step in steps]
         self._begins = np.cumsum([1 + 2 * len(steps), *(len(step.numbers) for step in steps)])
@@ -56,5 +56,5 @@ class Program:
         self._numbers[places] = numbers
 
     def run(self) -> None:
-        """Run the steps, as `cascade.native.jit.run` does a worker."""
+        """Run the steps, as `cascade.cpu.jit.run` does a worker."""
         run(_run_all, self._numbers.tobytes(), self._work)

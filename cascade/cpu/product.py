@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.native.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
-from cascade.native.tile import LANES, ROWS, side_by_side, tile, tile_of_halves, wide_tile, wide_tile_of_halves
+from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, thread_num
+from cascade.cpu.tile import LANES, ROWS, side_by_side, tile, tile_of_halves, wide_tile, wide_tile_of_halves
 
 CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
 
@@ -45,7 +45,7 @@ def _multiply(given: int) -> None:
 
 
 class Blocks:
-    """A float32 matrix ``[out_features, in_features]`` in blocks, to multiply rows with."""
+    """A matrix ``[out_features, in_features]`` of float32 or bfloat16 in blocks, to multiply rows of float32 with."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, depth = weight.shape
@@ -54,15 +54,6 @@ class Blocks:
         filled = F.pad(half if self.halves else weight, (0, 0, 0, -self.out_features % LANES))
         self.blocks = filled.view(-1, LANES, depth).transpose(1, 2).contiguous()
 
-    def times(self, x: Tensor) -> Tensor:
-        """``[rows, in_features]`` float32 times the matrix, ``[rows, out_features]``; a row's bits depend on no other."""
-        rows = x.shape[0]
-        out = x.new_empty(rows, self.width)
-        if rows:
-            given = interleaved(x)
-            run_step(self._step(given.data_ptr(), rows, out.data_ptr()), rows * self.blocks.numel())
-        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
-
     @property
     def width(self) -> int:
         """Numbers of a row of the product, those that fill its last block included."""
@@ -70,14 +61,12 @@ class Blocks:
 
     def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
         """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for as many rows."""
-        if rows > 1:
-            yield interleave_step(x, room, rows, int(self.blocks.shape[1]))
-        yield self._step(room if rows > 1 else x, rows, out)
-
-    def _step(self, x: int, rows: int, out: int) -> Step:
-        """The product of interleaved rows."""
         count, depth, _ = self.blocks.shape
-        return Step(_multiply, (x, self.blocks.data_ptr(), out, rows, depth, self.width, count, group_of(rows), self.halves))
+        group = group_of(rows)
+        if rows > 1:
+            yield Step(_interleave, (x, room, rows, depth, group))
+        given = room if rows > 1 else x
+        yield Step(_multiply, (given, self.blocks.data_ptr(), out, rows, depth, self.width, count, group, self.halves))
 
 
 def group_of(rows: int) -> int:
@@ -87,6 +76,7 @@ def group_of(rows: int) -> int:
 
 @kernel
 def _interleave(given: int) -> None:
+    """Groups of rows behind each other, ``[depth, rows]`` each."""
     numbers, to = floats(integer(given, 0)), floats(integer(given, 1))
     rows, depth, group = integer(given, 2), integer(given, 3), integer(given, 4)
     here, threads = thread_num(), num_threads()
@@ -95,23 +85,3 @@ def _interleave(given: int) -> None:
         count = min(group, rows - first)
         for place in range(depth):
             to[first * depth + place * count + row - first] = numbers[row * depth + place]
-
-
-def interleave_step(x: int, to: int, rows: int, depth: int) -> Step:
-    """`interleaved` ``[rows, depth]``, whose rows lie behind each other."""
-    return Step(_interleave, (x, to, rows, depth, group_of(rows)))
-
-
-def interleaved(x: Tensor) -> Tensor:
-    """Groups of rows behind each other, ``[depth, rows]`` each."""
-    rows, depth = x.shape
-    if rows == 1:
-        return x.contiguous()
-    group = group_of(rows)
-    whole = rows // group * group
-    if whole == group == rows:
-        return x.t().contiguous()
-    parts = [x[:whole].view(-1, group, depth).transpose(1, 2).reshape(-1)]
-    if whole < rows:
-        parts.append(x[whole:].t().reshape(-1))
-    return torch.cat(parts)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import int32, uint32
 
-from cascade.native.jit import arguments, inlined, integer, integers, integers32, kernel
+from cascade.cpu.jit import arguments, inlined, integer, integers, integers32, kernel
 
 GRAM = 2  # tokens that are hashed
 TRIES = 64  # places that are looked at, the latest first

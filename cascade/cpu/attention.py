@@ -19,8 +19,8 @@ import torch
 from numba import float32, int32
 from torch import Tensor
 
-from cascade.native.fold import largest, total
-from cascade.native.jit import (
+from cascade.cpu.fold import largest, total
+from cascade.cpu.jit import (
     BRIEF,
     Step,
     arguments,
@@ -38,7 +38,7 @@ from cascade.native.jit import (
     run_step,
     thread_num,
 )
-from cascade.native.tile import (
+from cascade.cpu.tile import (
     LANES,
     ROWS,
     onward,

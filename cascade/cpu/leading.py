@@ -10,8 +10,8 @@ import torch
 from numba import float32, float64, int64
 from torch import Tensor
 
-from cascade.native.attention import LEAST, exponential
-from cascade.native.jit import (
+from cascade.cpu.attention import LEAST, exponential
+from cascade.cpu.jit import (
     arguments,
     bits,
     floats,

@@ -10,8 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cascade.native.jit import F32, I32, I64
-from cascade.native.tile import LANES, VECTOR
+from cascade.cpu.jit import F32, I32, I64
+from cascade.cpu.tile import LANES, VECTOR
 
 
 def _fold(join: Callable[[Any, Any, Any], Any]) -> Any:

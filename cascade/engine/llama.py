@@ -1,0 +1,249 @@
+"""The Llama family written out for CPUs: packed rows in, logits and hidden states out, by our own kernels.
+
+    x = embedding(tokens)
+    for each layer:
+        x = x + o(attention(rotary(qkv(norm(x)))))
+        x = x + down(silu(gate(norm(x))) * up(norm(x)))
+    logits = head(norm(x))
+
+What lies between two calls from Python takes longer than a kernel of a small pass. So the kernels of a pass are one program,
+see `cascade.cpu.program`: it is written once for each number of tokens, and what else differs from pass to pass, such as where
+keys and values are, is put into it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, attend_step, of_pass, scratch_of, store_step
+from cascade.cpu.jit import Step
+from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
+from cascade.cpu.linear import Linear
+from cascade.cpu.matrix_tile import STEP
+from cascade.cpu.program import Program
+from cascade.engine.attention import NativePass
+
+FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+ROPES = ("default", "linear", "llama3", "yarn")  # kinds of positions whose angles do not depend on how long a text is
+KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
+
+
+def is_written_out(network: PreTrainedModel) -> bool:
+    """Whether `Llama` runs it, told by its kind and its configuration: it does in float32 and bfloat16 on a CPU."""
+    config = network.config
+    if type(network) not in FAMILY or network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    changed = getattr(config, "quantization_config", None) is not None or getattr(network, "_hf_peft_config_loaded", False)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return not changed and config.hidden_act == "silu" and rope in ROPES
+
+
+def between(network: PreTrainedModel) -> torch.dtype:
+    """The dtype of what lies between products, such as hidden states."""
+    return torch.float32 if is_written_out(network) else network.dtype
+
+
+class Norm(NamedTuple):
+    """``x / rms(x) * weight``."""
+
+    weight: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        return cls(module.weight.detach().float(), module.variance_epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights and sizes of a layer."""
+
+    number: int
+    attention_norm: Norm
+    qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+    sizes: Sizes
+    scaling: float
+
+    @classmethod
+    def of(cls, number: int, module: Any) -> Self:
+        attention, mlp = module.self_attn, module.mlp
+        size = attention.head_dim
+        heads, kv_heads = (part.out_features // size for part in (attention.q_proj, attention.k_proj))
+        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        return cls(
+            number=number,
+            attention_norm=Norm.of(module.input_layernorm),
+            qkv=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
+            q_norm=None if q_norm is None else Norm.of(q_norm),
+            k_norm=None if k_norm is None else Norm.of(k_norm),
+            o=_side_by_side(attention.o_proj),
+            mlp_norm=Norm.of(module.post_attention_layernorm),
+            gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
+            down=_side_by_side(mlp.down_proj),
+            sizes=Sizes(heads, kv_heads, size, size),
+            scaling=attention.scaling,
+        )
+
+    @property
+    def numbers(self) -> int:
+        """Of its matrices."""
+        return sum(part.numbers for part in (self.qkv, self.o, self.gate_up, self.down))
+
+
+def _side_by_side(*layers: nn.Linear) -> Linear:
+    """Layers with one input as one: it has less to begin and to end than several."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return Linear(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
+
+
+class Llama:
+    """A network of the family, see `is_written_out`, on its own weights in the order of our kernels."""
+
+    @torch.no_grad()
+    def __init__(self, network: Any, *, owned: bool = False) -> None:
+        """With ``owned`` the layers of ``network``, which nobody else uses, lose their weights one after the other."""
+        backbone = network.model
+        self._embedding: Tensor = backbone.embed_tokens.weight
+        self.layers: list[Layer] = []
+        for number, module in enumerate(backbone.layers[: network.config.num_hidden_layers]):
+            self.layers.append(Layer.of(number, module))
+            if owned:
+                module.to("meta")
+        self._norm = Norm.of(backbone.norm)
+        self._rotary = backbone.rotary_emb
+        self._cos, self._sin = self._angles(1)
+        self.angles = self._cos.shape[1]  # of a position
+        self._head = Linear(network.lm_head.weight)
+        network.lm_head.forward = self._head  # for a drafter beside it, which shares the head
+        if owned and network.lm_head.weight is not self._embedding:
+            network.lm_head.to("meta")
+        self._room: Room | None = None
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        planned: NativePass,
+        *,
+        reads: Sequence[int] = (),
+        skip: Collection[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``, and the hidden states ``reads``.
+
+        These are ``[tokens, hidden_size]`` each, as Transformers counts them (0 are embeddings, the last is normed), and there
+        until the next pass. Layers to ``skip`` are not run.
+        """
+        tokens, room = len(ids), self._of(len(ids), tuple(reads))
+        layers = [layer for layer in self.layers if layer.number not in skip]
+        spans = [planned.spans[layer.number] for layer in layers]
+        room.hidden[0][:tokens] = self._embedding.index_select(0, ids)
+        if spans[0].longest > len(self._cos):
+            self._cos, self._sin = self._angles(2 * spans[0].longest)
+        torch.index_select(self._cos, 0, positions, out=room.cos[:tokens])
+        torch.index_select(self._sin, 0, positions, out=room.sin[:tokens])
+        key = (tokens, torch.get_num_threads(), frozenset(skip))
+        if key not in room.programs:
+            steps, work = list(self._steps(layers, tokens, room, planned)), tokens * sum(layer.numbers for layer in layers)
+            program = Program(steps, work)
+            room.programs[key] = program, program.places(ATTENDING, OF_PASS)
+        program, places = room.programs[key]
+        size = max(scratch_of(span, layer.sizes) for span, layer in zip(spans, layers, strict=True))
+        scratch = torch.empty(torch.get_num_threads() * size)
+        numbers = [
+            of_pass(span, planned.windows[layer.number], scratch.data_ptr(), size)
+            for span, layer in zip(spans, layers, strict=True)
+        ]
+        program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
+        program.run()
+        hidden = {number: room.hidden[number][:tokens] for number in reads}
+        return self._head(room.hidden[-1].index_select(0, keep)), hidden
+
+    def _steps(self, layers: Sequence[Layer], tokens: int, room: "Room", planned: NativePass) -> Iterator[Step]:
+        """Of a pass, from the embeddings of its tokens to their last hidden states."""
+        x, r = Rows.of(room.hidden[0]), room.desk
+        shape = (tokens, x.stride)
+        for layer in layers:
+            heads, kv_heads, size, _ = layer.sizes
+            queries, turned = heads * size, (heads + kv_heads) * size
+            q, k, v = r.qkv, r.qkv.behind(queries), r.qkv.behind(turned)
+
+            yield norm_step(x, r.normed, shape, *layer.attention_norm)
+            yield from layer.qkv.steps(r.normed, r.ordered, tokens, r.qkv)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                yield norm_step(q, q, (tokens, queries), *layer.q_norm)
+                yield norm_step(k, k, (tokens, turned - queries), *layer.k_norm)
+            yield rotate_step(q, (tokens, turned), size, room.cos, room.sin)
+            given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
+            kind = Kind(layer.scaling, planned.windows[layer.number])
+            attend = attend_step(given, r.heard.address, 0, planned.spans[layer.number], layer.sizes, kind)
+            if torch.get_num_threads() > 1:  # all is stored before any thread looks
+                yield store_step(attend)
+            yield attend
+            yield from layer.o.steps(r.heard, r.ordered, tokens, r.attended)
+            yield add_step(x.address, r.attended, r.middle.address, shape)
+
+            yield norm_step(r.middle, r.normed, shape, *layer.mlp_norm)
+            yield from layer.gate_up.steps(r.normed, r.ordered, tokens, r.gate_up)
+            yield gate_step(r.gate_up, r.gated.address, (tokens, r.gated.stride))
+            yield from layer.down.steps(r.gated, r.ordered, tokens, r.down)
+            x = Rows.of(room.hidden[layer.number + 1])
+            yield add_step(r.middle.address, r.down, x.address, shape)
+        yield norm_step(x, Rows.of(room.hidden[-1]), shape, *self._norm)
+
+    def _of(self, tokens: int, reads: tuple[int, ...]) -> "Room":
+        """Memory for as many tokens; that of small passes is kept."""
+        room = self._room
+        if room is None or tokens > room.most or reads != room.reads:
+            room = Room(self, max(tokens, KEPT), reads)
+            self._room = room if room.most == KEPT else self._room
+        return room
+
+    def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first ``positions``, ``[positions, head_dim]``."""
+        cos, sin = self._rotary(torch.empty(0), position_ids=torch.arange(positions)[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+
+class Desk(NamedTuple):
+    """Where layers work, ``[most, ...]`` each. Nothing is kept from one layer to the next."""
+
+    normed: Rows
+    ordered: Rows  # of a product, in its order
+    qkv: Rows
+    heard: Rows  # what attention gives
+    attended: Rows
+    middle: Rows  # the sum behind attention
+    gate_up: Rows
+    gated: Rows
+    down: Rows
+
+
+class Room:
+    """Memory for passes of at most ``most`` tokens whose hidden states ``reads`` are wanted, and their programs."""
+
+    def __init__(self, network: Llama, most: int, reads: tuple[int, ...]) -> None:
+        self.most, self.reads = most, reads
+        self.programs: dict[tuple[int, int, frozenset[int]], tuple[Program, Any]] = {}  # and what changes in them
+        layer = network.layers[0]
+        size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
+        heard = layer.sizes.heads * layer.sizes.value_size
+        ordered = max(size, half, heard) + STEP
+        widths = (size, ordered, layer.qkv.width, heard, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
+        self._memory = [torch.zeros(most, width) for width in widths]
+        self.desk = Desk(*map(Rows.of, self._memory))
+        self.cos, self.sin = torch.zeros(2, most, network.angles)
+        common, number = torch.zeros(most, size), len(network.layers)
+        # the sum that all layers add to: what nobody reads may be written over
+        self.hidden = [torch.zeros(most, size) if layer in reads else common for layer in range(number + 1)]

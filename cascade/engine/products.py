@@ -1,0 +1,47 @@
+"""Products of a Transformers' network on a CPU by our kernels: the one thing that is changed in it.
+
+PyTorch's own products give a row other bits alone than among others; then a text would depend on what shares its passes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from cascade.cpu.linear import Linear
+from cascade.engine.memory import host_memory
+
+FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and as much for keys and values
+
+
+@torch.no_grad()
+def multiply_row_by_row(module: nn.Module) -> None:
+    """Let its linear layers, in float32 or bfloat16 on a CPU, have a copy of their weights in the order of our kernels."""
+    plain: list[Any] = [layer for layer in module.modules() if _is_plain(layer)]
+    if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in plain):
+        return
+    for layer in plain:
+        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+        layer.forward = Linear(weight, layer.bias)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Not a quantised, an adapted or a changed layer."""
+    if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
+        return False
+    weight = layer.weight.data
+    return type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def mixes(network: nn.Module) -> bool:
+    """Whether it is a mixture of experts: the weights of all experts of a layer are one tensor of three dimensions."""
+    return any(weight.dim() > 2 for weight in network.parameters())
+
+
+def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a row's logits can be expected to have the same bits in every pass on a CPU, told without weights.
+
+    Experts get as many rows as the router sends them, and PyTorch multiplies them.
+    """
+    return dtype is not torch.float16 and not mixes(network)

@@ -1,0 +1,182 @@
+"""The Llama family written out: what Transformers says, to float tolerance, and the same bits in every pass."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cascade.engine.llama import is_written_out
+from cascade.engine.model import Model
+from cascade.engine.packing import Packed
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from tests.architectures import VOCAB, build
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEXT = tuple((7 * place + 3) % VOCAB for place in range(100))
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-untied-bias": {"mlp_bias": True},
+    "llama-wide-heads": {"head_dim": 48},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, **LLAMA3}},
+    "llama-yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2-sliding": {},
+    "qwen3": {},
+}
+
+
+def network(name: str) -> PreTrainedModel:
+    base = name if name in ("llama-untied-bias", "qwen2-sliding") else name.split("-")[0]
+    made = build(base, **FAMILY[name])
+    with torch.no_grad():  # which are made as zeros and ones
+        for key, weight in made.named_parameters():
+            if "bias" in key or "norm" in key:
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key))) / 4)
+    return made
+
+
+@cache
+def served(name: str) -> Model:
+    return Model(network(name), cache_tokens=4096, num_threads=1)
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def scored(model: Model, *pieces: tuple[int, int], store: Any = None) -> Tensor:
+    """Logits of parts of the text, one pass each."""
+    store = store or model.new_cache()
+    return torch.cat([model.logits([Row(store, start, TEXT[start:end], end - start, GREEDY)]) for start, end in pieces])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """Guards every weight and every field of a configuration: biases, norms of heads, windows, scaled positions, tied heads."""
+    reference = network(name)
+    assert is_written_out(reference)
+    reference.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    for pieces in ([(0, 100)], [(0, 1), (1, 40), (40, 42), (42, 100)]):
+        torch.testing.assert_close(scored(served(name), *pieces), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_bits_depend_on_the_text_alone(name: str) -> None:
+    """Guards near-ties: pieces, companions and drafts that are rolled back must not change a bit, nor must threads."""
+    model, store, other = served(name), served(name).new_cache(), served(name).new_cache()
+    whole = scored(model, (0, 100))
+    model.logits([Row(store, 0, TEXT[::-1], 1, GREEDY)])
+    found = []
+    for start, end in ((0, 1), (1, 3), (3, 16), (16, 33), (33, 34), (34, 98), (98, 100)):
+        rows = [Row(store, start, [*TEXT[start:end], 5, 6], end - start + 2, GREEDY), Row(other, 0, TEXT[9:20], 0, GREEDY)]
+        found.append(model.logits(rows)[: end - start])
+    assert torch.equal(torch.cat(found), whole)
+    torch.set_num_threads(3 - torch.get_num_threads())
+    assert torch.equal(scored(model, (0, 50), (50, 100)), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_hidden_states_are_those_of_transformers(dtype: torch.dtype) -> None:
+    """Guards drafters that read a model: states of named layers, as Transformers counts them, whoever else wants others."""
+    model, reference = Model(network("qwen3").to(dtype), cache_tokens=1024), network("qwen3").to(dtype)
+    told = reference(input_ids=torch.tensor([TEXT[:20]]), use_cache=False, output_hidden_states=True).hidden_states
+    plain = None
+    for reads in ((), (0, 1, 2), (1,), (2, 0), ()):
+        logits, hidden = beginning(model, reads=reads)
+        assert set(hidden) == set(reads)
+        assert plain is None or torch.equal(logits, plain)
+        plain = logits
+        for layer, states in hidden.items():
+            near = 1e-4 if dtype is torch.float32 else 0.1
+            torch.testing.assert_close(states, told[layer][0].float(), rtol=near, atol=near)
+
+
+def beginning(model: Model, **options: Any) -> tuple[Tensor, dict[int, Tensor]]:
+    """Logits and hidden states of the first tokens of the text."""
+    assert model._llama is not None
+    store = model.new_cache()
+    planned = model._attention.plan(Packed.of([Row(store, 0, TEXT[:20], 1, GREEDY)]).spans, model._windows)
+    return model._llama(torch.tensor(TEXT[:20]), torch.arange(20), torch.arange(20), planned, **options)
+
+
+@torch.inference_mode()
+def test_layers_that_are_skipped_are_not_there() -> None:
+    """Guards a model that drafts with its own first layers: their guesses are those of a model without the others."""
+    model, less = served("llama"), network("llama")
+    less.model.layers = less.model.layers[:1]
+    expected = less(input_ids=torch.tensor([TEXT[:20]]), use_cache=False).logits[0]
+    whole = scored(model, (0, 20))
+    found, _ = beginning(model, skip={1})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(scored(model, (0, 20)), whole)
+
+
+def test_logits_stay_when_other_passes_follow() -> None:
+    """Guards the memory that passes share."""
+    model = served("qwen3")
+    found = [scored(model, (0, length)) for length in (1, 30, 2, 1, 48, 3, 33, 1)]
+    expected = [scored(model, (0, len(one))) for one in found]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_model_may_be_asked_by_several_threads() -> None:
+    """Guards tiers that share a model: their threads' passes wrote into the same memory, and texts were not the model's."""
+    model = Model(network("llama"), cache_tokens=8192, num_threads=1)
+    texts = [[(step + place) % 60 + 3 for place in range(24)] for step in range(4)]
+
+    def passes(text: list[int]) -> list[list[int]]:
+        caches = [model.new_cache() for _ in range(40)]
+        return [list(model.run([Row(cache, 0, text, len(text), GREEDY)])[0].own) for cache in caches]
+
+    with ThreadPoolExecutor(len(texts)) as workers:
+        together = list(workers.map(passes, texts))
+    for text, found in zip(texts, together, strict=True):
+        assert found == [passes(text)[0]] * 40
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied-bias"])
+def test_an_owned_network_gives_its_weights_up(name: str) -> None:
+    """Guards memory: weights were held twice. What a drafter beside it shares, embeddings and head, stays."""
+    given = network(name)
+    model = Model(given, cache_tokens=1024, owned=True, num_threads=1)
+    assert {weight.device.type for weight in given.model.layers.parameters()} == {"meta"}
+    assert model.num_parameters == served(name).num_parameters
+    assert torch.equal(scored(model, (0, 20)), scored(served(name), (0, 20)))
+    with torch.inference_mode():
+        states = given.get_input_embeddings()(torch.tensor(TEXT[:3]))
+        expected = torch.nn.functional.linear(states, network(name).lm_head.weight)
+        torch.testing.assert_close(given.get_output_embeddings()(states), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma", {}),
+        ("llama-dynamic", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"quantization_config": {"quant_method": "torchao"}}),
+    ],
+)
+def test_others_are_left_to_transformers(name: str, changes: dict[str, Any]) -> None:
+    """Guards models that change a little of a known one: their text would be wrong."""
+    other = build(name)
+    for key, value in changes.items():
+        setattr(other.config, key, value)
+    assert not is_written_out(other)
+    assert not is_written_out(build("llama").half())

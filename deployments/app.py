@@ -21,8 +21,8 @@ from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
 from cascade.settings.sentence import sentence
-from deployments.links.held_lease import HELD_PLACES
-from deployments.scaling.plan import scaled, sleepers
+from deployments.links.leases import HELD_PLACES
+from deployments.scaling.plan import scaled, scaled_to_zero
 from deployments.versions import versioned
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     **HUGE_PAGES,
 }
 
-PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.preferring_router.PreferringRouter"}}
+PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.leases.PreferringRouter"}}
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
@@ -58,11 +58,11 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
 def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Application:
     """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`."""
-    asleep = sleepers(config)
+    at_zero = scaled_to_zero(config)
     config = scaled(config, replica_devices(config))
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
-    if asleep:
-        bound["sleepers"] = asleep
+    if at_zero:
+        bound["scaled_to_zero"] = at_zero
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound)
@@ -78,7 +78,7 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
     options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
-    bound = {**bound, "roomy": [name for name in lower if places[name] >= HELD_PLACES], "shared": shared}
+    bound = {**bound, "spare_capacity": [name for name in lower if places[name] >= HELD_PLACES], "shared": shared}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, **bound)

@@ -16,7 +16,7 @@ from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import Admission
 from deployments.admission.audit_metrics import Divergence
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lessor
+from deployments.links.leases import Lessor
 
 log = logging.getLogger(__name__)
 

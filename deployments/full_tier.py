@@ -13,8 +13,7 @@ from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.lifetime import Lifetime
 from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import HELD_PLACES, Lessor
-from deployments.links.prefixes import Prefixes
+from deployments.links.leases import HELD_PLACES, Lessor, Prefixes
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ class FullTier:
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
             hold_s={self._name: _held_lease_s(config)},
-            ahead=True,
             tls=config.link_tls,
             prefixes=Prefixes() if config.affine else None,
             routed=admission.metrics.routed,
@@ -44,7 +42,7 @@ class FullTier:
     def change(self, config: CascadeConfig) -> None:
         """Go by ``config`` from now on."""
         self._stall_timeout_s = config.router.stall_timeout_s
-        self.downlink.hold(self._name, _held_lease_s(config))
+        self.downlink.leases.hold_s[self._name] = _held_lease_s(config)
 
     async def drive(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
         """What is left of an answer, piece by piece."""

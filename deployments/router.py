@@ -47,7 +47,7 @@ from deployments.grpc.server import GrpcServer
 from deployments.grpc.turns import ChatTurn
 from deployments.http.api import Api
 from deployments.http.server import HttpServer
-from deployments.links.lessor import lessor
+from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check

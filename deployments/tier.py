@@ -32,13 +32,11 @@ from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.recording import fake
-from deployments.links.awake import Awake
 from deployments.links.downlink import Downlink
-from deployments.links.handover import Handover
-from deployments.links.lessor import lessor
+from deployments.links.leases import lessor
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
-from deployments.links.uplink import LinkServer
+from deployments.links.uplink import Handover, LinkServer
 from deployments.live import LiveConfig
 from deployments.logs import join_serves
 from deployments.reporting import report_tier
@@ -54,8 +52,8 @@ HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for
 
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
-    ``sleepers`` tiers that are not to be woken, ``roomy`` those that have places for leases which nobody uses, ``shared`` those
-    that may compute on the processors of this one."""
+    ``scaled_to_zero`` tiers that may have no replica, ``spare_capacity`` those with places for leases that nobody uses,
+    ``shared`` those that may compute on the processors of this one."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -64,8 +62,8 @@ class TierReplica:
         lower: Mapping[str, DeploymentHandle],
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
-        sleepers: Sequence[str] = (),
-        roomy: Sequence[str] = (),
+        scaled_to_zero: Sequence[str] = (),
+        spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
     ) -> None:
         join_serves()
@@ -93,10 +91,15 @@ class TierReplica:
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
         self._report, traced = LoadReport(self._tier, self._profile), tracing(self._config.name)
-        self._awake = Awake({name: lessor(handle) for name, handle in lower.items()}, sleepers)
-        hold_s = dict.fromkeys(roomy, HELD_LEASE_S)
-        limits: dict[str, Any] = {"lease_timeout_s": LEASE_TIMEOUT_S, "hold_s": hold_s, "tls": tls, "tracing": traced}
-        self._downlink = Downlink(self._awake.lessors, self._tier.post, **limits)
+        self._downlink = Downlink(
+            {name: lessor(handle) for name, handle in lower.items()},
+            self._tier.post,
+            lease_timeout_s=LEASE_TIMEOUT_S,
+            hold_s=dict.fromkeys(spare_capacity, HELD_LEASE_S),
+            scaled_to_zero=scaled_to_zero,
+            tls=tls,
+            tracing=traced,
+        )
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
@@ -117,12 +120,12 @@ class TierReplica:
         """What callers may prefer this replica by, see `PreferringRouter`."""
         return {"address": self._server.address}
 
-    async def lease(self, session: str, preferred: Sequence[str] = ()) -> AsyncIterator[str]:
-        """Hold this replica for a session: the address and secret for its link, then nothing until the session is over.
+    async def lease(self, name: str, preferred: Sequence[str] = ()) -> AsyncIterator[str]:
+        """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name is over.
 
         ``preferred`` is for Serve's router alone, which has chosen this replica.
         """
-        async for address in self._server.lease(session):
+        async for address in self._server.lease(name):
             yield address
 
     async def describe(self) -> dict[str, Any]:
@@ -169,7 +172,6 @@ class TierReplica:
     async def __del__(self) -> None:
         self._watching.cancel()
         await self._server.stop()
-        await self._awake.close()
         await self._downlink.close()
         await asyncio.to_thread(flush)
         await asyncio.to_thread(self._tier.close)

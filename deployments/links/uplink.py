@@ -6,8 +6,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -19,14 +18,16 @@ from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
+from deployments.links.leases import GivenLeases
 from deployments.links.tls import server_credentials
 from deployments.tracing.export import Tracing
 from deployments.tracing.sessions import ServedSessions
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0  # a lease by which no session is open ends after that
 WATCH_S = 0.5  # between two looks whether the tier hangs
+CHECKS_MISSED = 2.0  # periods without a health check, after which a replica asks whether Serve stops it
+SURE = 2  # answers in a row that say so
 REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
@@ -69,78 +70,6 @@ class Mailbox(Link):
         return messages
 
 
-@dataclass(slots=True)
-class _Held:
-    """What is known of a lease."""
-
-    num: int = 0  # times it is held
-    session: str = ""  # that is open
-    since: float = 0.0  # when the last one ended
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Leases:
-    """The leases by which callers hold this replica, each for one session at a time.
-
-    A caller that had to wait has asked for the same lease several times, and lets go of all but one.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
-        self._of: dict[str, _Held] = {}  # by session
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, lease: str) -> None:
-        """A caller holds this replica."""
-        held = self._held.setdefault(lease, _Held(since=time.monotonic()))
-        held.num += 1
-
-    async def ended(self, lease: str) -> None:
-        """Return when the lease is over, or no session has been opened by it for `OPEN_TIMEOUT_S`."""
-        held = self._held[lease]
-        while held.session or time.monotonic() < held.since + OPEN_TIMEOUT_S:
-            idle_s = 0.0 if held.session else time.monotonic() - held.since
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(held.over.wait(), OPEN_TIMEOUT_S - idle_s)
-                return
-
-    def remove(self, lease: str) -> str:
-        """The caller lets go of it once, or it is over; the session that loses its last hold by that, if there is one."""
-        held = self._held[lease]
-        held.num -= 1
-        if held.num:
-            return ""
-        del self._held[lease]
-        self._of.pop(held.session, None)
-        return held.session
-
-    def open(self, session: str, lease: str) -> bool:
-        """The session begins; False if nobody holds the lease, or if there is one already."""
-        held = self._held.get(lease)
-        if held is None or held.session or held.over.is_set() or session in self._of:
-            return False
-        held.session, self._of[session] = session, held
-        return True
-
-    def end(self, session: str, *, keep: bool = False) -> None:
-        """The session is over, and its lease with it, unless that is kept for another one."""
-        held = self._of.pop(session, None)
-        if held is None:
-            return
-        if keep:
-            held.session, held.since = "", time.monotonic()
-        else:
-            held.over.set()
-
-    def end_unopened(self) -> None:
-        """No session will begin here any more."""
-        for held in self._held.values():
-            if not held.session:
-                held.over.set()
-
-
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
@@ -151,7 +80,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._server: grpc.aio.Server | None = None
         self._links: dict[Mailbox, set[str]] = {}  # their sessions
         self._leaving = False
-        self.leases = Leases()
+        self.leases = GivenLeases()
         self.address = ""
         self.secret = secrets.token_urlsafe(32)  # told with a lease, which only members of the Ray cluster can take
 
@@ -168,10 +97,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self.address = f"{host}:{port}"
 
     def leave(self) -> None:
-        """Hand all sessions on: whoever opened them hears that they failed here, and goes on at another replica.
-
-        From now on no lease is given.
-        """
+        """Hand over all sessions: they fail here, so that their callers go on at other replicas. Give no lease any more."""
         self._leaving = True
         for mailbox, sessions in self._links.items():
             mailbox.put([Failed(session, "the replica is being replaced", self._tier.name) for session in sessions])
@@ -182,18 +108,18 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         if self._server is not None:
             await self._server.stop(grace_s)
 
-    async def lease(self, lease: str) -> AsyncIterator[str]:
-        """Yield the ticket for the link, address and secret, then stay until the lease of that name is over.
+    async def lease(self, name: str) -> AsyncIterator[str]:
+        """Yield ``address secret`` for the link, then stay until the lease of that name is over.
 
-        A caller that drops the lease closes its session. A replica that hangs, or leaves, gives none.
+        A caller that cancels the lease closes its session. Raises `Unavailable` if the replica hangs or leaves.
         """
         if self._tier.hangs or self._leaving:
             await asyncio.sleep(REFUSAL_S)
             raise Unavailable(f"This replica of {self._tier.name} {'hangs' if self._tier.hangs else 'leaves'}")
-        self.leases.add(lease)
+        lease = self.leases.add(name)
         try:
             yield f"{self.address} {self.secret}"
-            await self.leases.ended(lease)
+            await lease.ended()
         finally:
             if session := self.leases.remove(lease):
                 self._tier.post([Close(session)])
@@ -259,6 +185,40 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             self._served.ended(session, reason)
             sessions.remove(session)
             self.leases.end(session, keep=keep and not self._leaving)
+
+
+class Handover:
+    """Calls ``leave`` once Serve routes to others of the ``running`` replicas, and no longer to ``me``.
+
+    Serve (2.60) does not tell a replica that it stops it: it waits until its requests, which are leases here, have ended, and
+    kills it after ``graceful_shutdown_timeout_s``. But its health is checked no more, every ``period_s`` before: that is when
+    the others are asked for. While there are none, sessions have nowhere to go, and stay.
+    """
+
+    def __init__(
+        self, me: str, running: Callable[[], Awaitable[list[str]]], leave: Callable[[], object], period_s: float
+    ) -> None:
+        self._me = me
+        self._running = running
+        self._leave = leave
+        self._gap_s = period_s  # the longest lately
+        self._checked = time.monotonic()
+
+    def check(self) -> None:
+        """Serve checks this replica's health."""
+        now = time.monotonic()
+        self._gap_s, self._checked = max(now - self._checked, 0.9 * self._gap_s), now
+
+    async def watch(self) -> None:
+        """Return when the sessions have been handed over."""
+        found = 0
+        while found < SURE:
+            await asyncio.sleep(self._gap_s / 4)
+            missed = time.monotonic() - self._checked > CHECKS_MISSED * self._gap_s
+            running = await self._running() if missed else []
+            found = found + 1 if running and self._me not in running else 0
+        log.info("This replica is being stopped: its sessions go on at others")
+        self._leave()
 
 
 def authorization(secret: str) -> str:

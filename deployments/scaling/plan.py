@@ -49,8 +49,8 @@ def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig
     return config.model_copy(update={"tiers": changed, "autoscaling": None})
 
 
-def sleepers(config: CascadeConfig) -> list[str]:
-    """Draft tiers that may have no replica and are not to be woken by whoever would like to draft with them."""
+def scaled_to_zero(config: CascadeConfig) -> list[str]:
+    """Draft tiers that may have no replica: the policy starts one, not whoever asks for a lease."""
     return [tier.name for tier in config.tiers[:-1] if config.autoscaling is not None and not _least(tier, full=False)]
 
 

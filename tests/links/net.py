@@ -20,7 +20,7 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lease, Lessor
+from deployments.links.leases import Lease, Lessor
 from deployments.links.uplink import LinkServer, authorization
 from deployments.tracing.export import Tracing
 from tests.chain.test_tier import NAMES, CountingModel, Silent

@@ -8,7 +8,7 @@ import pytest
 from cascade.chain.drafting import FIRST_BACKOFF_S, Health
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links import uplink
-from deployments.links.handover import Handover
+from deployments.links.uplink import Handover
 from tests.links.net import PATIENCE_S, Net, opening, until
 
 PERIOD_S = 0.02

@@ -1,7 +1,6 @@
 """Leases held for the next session, over real links; lessors ask the link servers themselves."""
 
 import asyncio
-import gc
 import time
 from collections.abc import AsyncIterator
 
@@ -12,8 +11,7 @@ from cascade.messages import Close, Open
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import MOST_HELD, HeldLeases, Lease
-from deployments.links.uplink import OPEN_TIMEOUT_S
+from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S
 from tests import small
 from tests.links.net import LEASE_TIMEOUT_S, Net, opening, tidy, until
 
@@ -25,15 +23,13 @@ LONG_S, SHORT_S = 60.0, 1.0  # for which a lease is held
 class HoldingNet(Net):
     """A net whose router holds leases on the full tier."""
 
-    def keep(self, seconds: float, *, ahead: bool = True) -> None:
+    def keep(self, seconds: float) -> None:
         hold_s = {"full": seconds}
-        self.router = Downlink(
-            {"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=hold_s, ahead=ahead
-        )
+        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=hold_s)
 
     @property
-    def held(self) -> HeldLeases:
-        return self.router._held["full"]
+    def num_held(self) -> int:
+        return self.router.leases.num_held
 
     async def answered(self, request: Open) -> None:
         """Wait for the first answer."""
@@ -56,24 +52,8 @@ async def net(tidy: None) -> AsyncIterator[HoldingNet]:
     await net.close()
 
 
-async def test_next_session_takes_a_held_lease(net: HoldingNet) -> None:
-    """Guards the first token against the time that a lease takes: the second session needs none."""
-    await net.run(1)
-    await until(lambda: len(net.held) == 2)
-    assert len(net.leases) == 2  # the session's own, and one ahead
-    request = opening(2, chain=())
-    net.router.put([request])
-    assert net.router._routes[request.session].stream is not None
-    net.router.put([Close(request.session)])
-    for seed in range(3, 10):
-        await net.run(seed)
-    assert len(net.leases) <= 3
-    assert net.failures == []
-
-
-async def test_leases_come_back_without_any_ahead(net: HoldingNet) -> None:
-    """Guards draft tiers, which hold none ahead, against a lease through Serve for each session: it delays the first drafts."""
-    net.keep(LONG_S, ahead=False)
+async def test_sessions_use_a_lease_one_after_another(net: HoldingNet) -> None:
+    """Guards the first token against the time that a lease through Serve takes for each session."""
     for seed in range(8):
         await net.run(seed)
     assert len(net.leases) == 1
@@ -83,7 +63,7 @@ async def test_leases_come_back_without_any_ahead(net: HoldingNet) -> None:
 
 async def test_a_lease_is_old_one_day(net: HoldingNet) -> None:
     """Guards replicas that come later, to which nobody would go while old leases do for all sessions."""
-    net.keep(0.2, ahead=False)
+    net.keep(0.2)
     begin = time.monotonic()
     for seed in range(1000):
         await net.run(seed)
@@ -95,7 +75,6 @@ async def test_a_lease_is_old_one_day(net: HoldingNet) -> None:
 
 async def test_the_next_session_may_begin_in_the_turn_in_which_the_last_one_ends(net: HoldingNet) -> None:
     """Guards sessions that use a lease one after another: one that overtakes the end of the last would be refused."""
-    net.keep(LONG_S, ahead=False)
     await net.run(1)
     last = opening(2, 1.0, 2000, chain=())
     net.router.put([last])
@@ -112,19 +91,17 @@ async def test_the_next_session_may_begin_in_the_turn_in_which_the_last_one_ends
 
 async def test_a_session_without_an_answer_leaves_no_lease(net: HoldingNet) -> None:
     """Guards sessions against a replica that says nothing: the lease of one that gave up on it would bring the next there."""
-    net.keep(LONG_S, ahead=False)
     request = opening(1, 1.0, 2000, chain=())
     net.router.put([request])
     await until(lambda: net.router._routes[request.session].stream is not None)
     net.router._routes[request.session].answered = False
     net.router.put([Close(request.session)])
-    assert len(net.held) == 0
+    assert net.num_held == 0
     await net.settle()
 
 
 async def test_a_replica_that_leaves_takes_no_session_by_an_old_lease(net: HoldingNet) -> None:
     """Guards draining: a lease that comes back while its replica leaves ends with its session."""
-    net.keep(LONG_S, ahead=False)
     await net.run(1)
     node = net.nodes["full"]
     request = opening(2, 1.0, 2000, chain=())
@@ -133,23 +110,23 @@ async def test_a_replica_that_leaves_takes_no_session_by_an_old_lease(net: Holdi
     node.server._leaving = True
     net.router.put([Close(request.session)])
     await until(lambda: len(node.server.leases) == 0)
-    await until(lambda: len(net.held) == 0)
+    await until(lambda: net.num_held == 0)
 
 
 async def test_idle_router_lets_go(net: HoldingNet) -> None:
     """Guards draining and scaling to zero of the full tier against leases that are kept for nobody."""
     net.keep(SHORT_S)
     await net.run(1)
-    await until(lambda: len(net.held) == 2)
+    await until(lambda: net.num_held == 1)
     await net.settle()
-    assert len(net.held) == 0
-    assert len(net.leases) == 2  # and none was renewed
+    assert net.num_held == 0
+    assert len(net.leases) == 1  # and none was renewed
     await net.run(2)
     await net.settle()
 
 
 async def test_few_leases_are_held_for_a_crowd(net: HoldingNet) -> None:
-    """Guards Serve's view of the load: however many sessions begin, one lease more is held than there are sessions."""
+    """Guards Serve's view of the load: however many sessions end, few leases are kept."""
     node = net.nodes["full"]
     requests = [opening(seed, 0.8, 30, chain=()) for seed in range(12)]
     running = asyncio.gather(*(net.text(request) for request in requests))
@@ -159,16 +136,16 @@ async def test_few_leases_are_held_for_a_crowd(net: HoldingNet) -> None:
         await asyncio.sleep(0.001)
     for request, (text, _) in zip(requests, await running, strict=True):
         assert text == full_text(ToyModel(), request)
-    assert most <= len(requests) + 1
+    assert most <= len(requests)
     await until(lambda: len(node.server.leases) == MOST_HELD, lambda: node.occupied)
 
 
 async def test_dead_replica_is_not_held(net: HoldingNet) -> None:
     """Guards the next request against a replica that died while it was held for it."""
     await net.run(1)
-    await until(lambda: len(net.held) == 2)
+    await until(lambda: net.num_held == 1)
     await net.nodes["full"].stop()
-    await until(lambda: len(net.held) == 0)
+    await until(lambda: net.num_held == 0)
     await net.add("full")
     await net.run(2)
     assert net.failures == []
@@ -177,7 +154,7 @@ async def test_dead_replica_is_not_held(net: HoldingNet) -> None:
 async def test_unnoticed_death_is_a_pause(net: HoldingNet) -> None:
     """Guards against an error when a held replica dies in the very moment in which its lease is used."""
     await net.run(1)
-    await until(lambda: len(net.held) == 2)
+    await until(lambda: net.num_held == 1)
     stopping = asyncio.create_task(net.nodes["full"].stop())
     running = asyncio.create_task(net.run(2))
     await stopping
@@ -189,28 +166,12 @@ async def test_unnoticed_death_is_a_pause(net: HoldingNet) -> None:
 async def test_ended_lease_is_not_held(net: HoldingNet) -> None:
     """Guards the next request against leases that their replica, or Serve, has ended."""
     await net.run(1)
-    await until(lambda: len(net.held) == 2)
+    await until(lambda: net.num_held == 1)
     for lease in net.leases:
         lease.cancel()
-    await until(lambda: len(net.held) == 0)
+    await until(lambda: net.num_held == 0)
     await net.run(2)
     assert net.failures == []
-
-
-async def test_full_tier_without_a_free_place(net: HoldingNet) -> None:
-    """Guards running requests against a lease that cannot be had ahead, and later ones against doing without for good."""
-    request = opening(1, chain=())
-    running = asyncio.create_task(net.text(request))
-    while not net.leases:
-        await asyncio.sleep(0)
-    net.refused = {"full"}
-    text, _ = await running
-    assert text == full_text(ToyModel(), request)
-    assert len(net.leases) == len(net.held) == 1  # its own, which came back
-    net.refused = set()
-    net.held.hold_s = 2 * LONG_S  # for which that one is too old
-    await net.run(2)
-    await until(lambda: len(net.held) == 2)
 
 
 def test_routers_let_go_before_replicas_do() -> None:
@@ -231,18 +192,3 @@ async def test_close_at_any_time_lets_go(net: HoldingNet, num_ticks: int) -> Non
     await net.router.close()
     await until(lambda: not any(net.nodes["full"].occupied), lambda: net.occupied)
     assert all(lease.task.done() for lease in net.leases)
-
-
-async def test_lessors_that_fail_at_once_are_heard(net: HoldingNet) -> None:
-    """Guards the log against errors that nobody heard, where Serve refuses a call before it is made."""
-
-    def refuse(session: str) -> Lease:
-        raise RuntimeError("the application is being deleted")
-
-    unheard: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
-    leases = HeldLeases(refuse, LONG_S)
-    leases.renew()
-    await until(lambda: leases._coming is None)
-    gc.collect()
-    assert (len(leases), unheard) == (0, [])

@@ -14,7 +14,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode
-from deployments.links.held_lease import Lease
+from deployments.links.leases import Lease
 from tests.chain.test_tier import PROMPT, Silent
 from tests.links.net import (
     PATIENCE_S,
@@ -114,7 +114,7 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
     assert net.failures == []
     await until(lambda: node.tier.num_sessions == 0)
     assert node.tier.healthy
-    assert "bystander" not in node.server.leases._held
+    await until(lambda: len(node.server.leases) <= 1)  # the bystander's has ended
     for lease in net.leases:
         lease.cancel()  # the one of the session that was never opened ends by itself, later
     await net.settle()
@@ -175,7 +175,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
         return held
 
     full = net.nodes["full"]
-    full.downlink._lessors = {**full.downlink._lessors, "medium": take}
+    full.downlink.leases.lessors = {**full.downlink.leases.lessors, "medium": take}
     request = opening(19, 0.0, 40)
     text, answer = await net.text(request)
     assert text == full_text(ToyModel(), request)

@@ -16,9 +16,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.held_lease import Lease
-from deployments.links.preferring_router import RATIO, SLACK, PreferringRouter, overloaded
-from deployments.links.prefixes import LEAST_SHARE, Prefixes
+from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, PreferringRouter, Prefixes, overloaded
 from tests.chain.test_tier import CountingModel
 from tests.links.net import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
 
@@ -145,7 +143,6 @@ class Twins(Net):
             self._hear,
             lease_timeout_s=LEASE_TIMEOUT_S,
             hold_s={"full": hold_s},
-            ahead=True,
             prefixes=Prefixes() if prefixes else None,
             routed=self.routed.append,
         )
@@ -200,7 +197,7 @@ async def test_what_begins_alike_is_read_once(twins: Twins, prefixes: bool, salt
         said, _ = await twins.text(request)
         assert said == full_text(ToyModel(vocab_size=4096), request)
         if hold_s:
-            await until(lambda: len(twins.router._held["full"]) > 0)
+            await until(lambda: twins.router.leases.num_held > 0)
     if not prefixes:  # one after another, they may stay where a held lease is
         assert twins.reuse() < (0.75 if hold_s else 0.7)
     elif salted:
@@ -216,11 +213,11 @@ async def test_a_replica_that_dies_attracts_nobody(twins: Twins) -> None:
     await twins.begin(prefixes=True)
     request = crowd()[0]
     await twins.text(request)
-    (home,) = twins.router._preferred(request)
+    (home,) = twins.router.leases.preferred(request)
     dead = next(node for node in twins.twins if node.server.address == home)
     twins.twins.remove(dead)
     await dead.stop()
-    await until(lambda: twins.router._preferred(request) == ())
+    await until(lambda: twins.router.leases.preferred(request) == ())
     said, _ = await twins.text(replace(request, session="again"))
     assert said == full_text(ToyModel(vocab_size=4096), request)
     await asyncio.sleep(0)

@@ -1,7 +1,7 @@
 """Autoscaling under Ray Serve, without Ray: options of deployments, what the controller reads, who is woken."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ from cascade.errors import ConfigError, Unavailable
 from cascade.simulation.toy import ToyModel
 from deployments import app
 from deployments.links import replica_status
-from deployments.links.awake import LOOK_S, Awake
+from deployments.links.leases import COUNT_S, LeasePool
 from deployments.scaling import board as boards
 from deployments.scaling.load import LoadReport
 from deployments.scaling.policy import TierPolicy
 from tests import small
+from tests.chain.test_tier import opening
 
 TWO_GPUS = {"ray_actor_options": {"num_gpus": 2}}
 
@@ -46,7 +47,7 @@ def test_tiers_are_scaled_together() -> None:
     ]
     assert all(one.upscale_delay_s == one.downscale_delay_s == 0 for one in scaling.values())
     assert all(one.policy.policy_function == "deployments.scaling.policy:TierPolicy" for one in scaling.values())
-    assert found["full"].init_kwargs["sleepers"] == ["tiny"], "medium always has a replica"
+    assert found["full"].init_kwargs["scaled_to_zero"] == ["tiny"], "medium always has a replica"
     assert options(config(3, full=TWO_GPUS))["medium"]._deployment_config.autoscaling_config.initial_replicas == 0
 
 
@@ -180,25 +181,31 @@ def test_a_replica_reports_what_it_does() -> None:
     assert all(type(value) is float for value in said.values())
 
 
-async def test_sleeping_tiers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tiers_at_zero_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards scaling to zero: a lease that waits for a replica makes Serve start one, whatever the policy says."""
     there = {"tiny": 0, "medium": 0}
     monkeypatch.setattr(replica_status, "count_replicas", lambda: dict(there))
-    taken: list[str] = []
-    lessors: Any = {name: lambda session, preferred=(), name=name: taken.append(name) for name in there}
-    awake = Awake(lessors, ["tiny"])
+
+    async def given() -> AsyncIterator[str]:
+        yield "address secret"
+
+    lessors: Any = dict.fromkeys(there, lambda name, preferred=(): given())
+    pool = LeasePool(lessors, timeout_s=1, hold_s={}, scaled_to_zero=["tiny"])
+
+    async def refused() -> bool:
+        try:
+            await pool.take(opening(tier="tiny"))
+        except Unavailable:
+            return True
+        return False
+
     try:
-        async with asyncio.timeout(10):
-            while not awake._asleep:
+        async with asyncio.timeout(10 * COUNT_S):
+            while not await refused():
                 await asyncio.sleep(0.01)
-        with pytest.raises(Unavailable, match="tier tiny sleeps"):
-            awake.lessors["tiny"]("s")
-        awake.lessors["medium"]("s")  # Serve may wake it
-        there["tiny"] = 1
-        async with asyncio.timeout(10 * LOOK_S):
-            while awake._asleep:
+            await pool.take(opening(tier="medium"))  # Serve may start one
+            there["tiny"] = 1
+            while await refused():
                 await asyncio.sleep(0.01)
-        awake.lessors["tiny"]("s")
-        assert taken == ["medium", "tiny"]
     finally:
-        await awake.close()
+        await pool.close()

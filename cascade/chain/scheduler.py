@@ -19,6 +19,7 @@ PRIORITY_S = 10.0  # a session goes before others that came so much earlier, for
 SHARE = 4  # readers get at least this part of a pass, one over it
 STRETCH = 3.0  # reading beside sessions that write may take so many times their pass
 CERTAIN = 1e6  # more than any chance: of what is scored whatever it costs
+LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
 LEAST = 0.05  # chance to be of use for which a pass may start that scores nothing but branches
 
 
@@ -41,7 +42,7 @@ def schedule(
     """
     ways = {id(slot): found for slot in slots if (found := slot.session.ways())}
     ready = [
-        (policy.start_at(slot.session, slot.since, profile.pass_s), slot)
+        (_start_at(slot, policy, profile), slot)
         for slot in slots
         if not slot.session.stalled or any(chance >= LEAST for chance, _ in ways.get(id(slot), ()))
     ]
@@ -56,6 +57,19 @@ def schedule(
     scored = sum(len(work) for _, work in batch)
     left = min(max_tokens - scored, stretch(profile, max_tokens) if batch else max_tokens)
     return batch + _read(readers, left, policy.max_guesses), None
+
+
+def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
+    """When a session should be scored with what it has; a time that has passed means now."""
+    session, since = slot.session, slot.since
+    if not session.drafter or session.prefilling or not session.room:
+        return since
+    if session.opening.lockstep:
+        return since if session.window_full else since + LOCKSTEP_PATIENCE_S
+    stats = session.guessed.stats
+    if stats.interrupted and session.usable < policy.waits_for(stats, session.room):
+        return since + policy.patience * profile.pass_s
+    return since
 
 
 def _reading_budget(readers: Sequence[Slot[U]], writers: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:

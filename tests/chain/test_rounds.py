@@ -13,7 +13,8 @@ from cascade.chain.calibration import Calibration
 from cascade.chain.hints import Hint, fed
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop
-from cascade.chain.policy import LOCKSTEP_PATIENCE_S, Policy
+from cascade.chain.policy import Policy
+from cascade.chain.scheduler import LOCKSTEP_PATIENCE_S
 from cascade.chain.profile import Profile
 from cascade.chain.rounds import Rounds
 from cascade.chain.runner import Runner

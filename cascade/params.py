@@ -125,7 +125,7 @@ class SamplingParams:
 
     max_tokens: int = 128  # output tokens at most
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all, and -1, which is kept as 0
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
     min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
     seed: int | None = None  # of the shared noise; drawn at random if None, and reported
@@ -145,6 +145,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        if _is_int(self.top_k, -1, -1):
+            object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         self._check_choice()

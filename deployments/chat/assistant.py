@@ -47,6 +47,11 @@ class Assistant:
         self._max_model_len = max_model_len
         self._check = check
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names that the model's chat template reads and that clients may set."""
+        return self._toolbox.template.variables
+
     async def task(self, said: Conversation, sampled: Callable[[int], SamplingParams]) -> ChatTask:
         """``sampled`` says how tokens are chosen, given how many there is room for; raises `InvalidRequest`."""
         plan = self._toolbox.plan(said)

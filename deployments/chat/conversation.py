@@ -223,13 +223,15 @@ class StyleBody(Body):
     """How a conversation becomes a prompt; named as in vLLM."""
 
     chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # one more, for templates that read it
     add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
     continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
 
     @property
     def style(self) -> Style:
         goes_on = bool(self.continue_final_message)
-        return Style(self.chat_template_kwargs or {}, self.add_generation_prompt is not False and not goes_on, goes_on)
+        prompts = self.add_generation_prompt is not False and not goes_on
+        return Style(self.chat_template_kwargs or {}, prompts, goes_on, self.reasoning_effort)
 
     def check_style(self, messages: Messages) -> None:
         """Raise `ValueError` if there is nothing to go on with."""

@@ -29,6 +29,7 @@ class Style:
     values: Mapping[str, Any] = field(default_factory=dict)
     prompts: bool = True  # the assistant's turn is begun
     goes_on: bool = False  # the last message is the begin of what the assistant says
+    reasoning_effort: str | None = None  # a variable, too, but templates need not read it
 
 
 class ChatTemplate:
@@ -161,13 +162,15 @@ class ChatTemplate:
             return None
 
     def _render(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str:
+        named = style.reasoning_effort is not None and "reasoning_effort" in self.variables
+        effort = {"reasoning_effort": style.reasoning_effort} if named else {}
         text = self._backend.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=style.prompts,
             continue_final_message=style.goes_on,
-            **style.values,
+            **{**effort, **style.values},
         )
         assert isinstance(text, str)
         return text

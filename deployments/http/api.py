@@ -33,7 +33,9 @@ from deployments.http.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    IgnoredFields,
     SamplingBody,
+    StreamOptions,
     TokenizeBody,
 )
 from deployments.http.reply import Echo, Form
@@ -231,9 +233,19 @@ class Api:
         openings = await self._openings(body, params, ids)
         known = None if body.resume is None else await self._backend.known(openings)
         id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        name = None if params.logprobs is None else self._name
-        form = Form(kind, id, self._backend.model, history=body.history, usage=usage, name=name, reader=reader)
+        options = body.stream_options or StreamOptions()
+        form = Form(
+            kind,
+            id,
+            self._backend.model,
+            history=body.history,
+            usage=options.include_usage,
+            prompt_tokens=sum(map(len, ids)) if options.continuous_usage_stats else None,
+            name=None if params.logprobs is None else self._name,
+            reader=reader,
+        )
+        ignored = self._ignored(body)
+        warning = {"warning": f'299 - "No effect here: {", ".join(ignored)}"'} if ignored else {}
         echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said, headers = request.state, request.headers.items()
@@ -241,10 +253,11 @@ class Api:
             active = held.enter_context(self._admission.admitted(*limits, since=said.since, headers=headers))
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
-                return JSONResponse(await attended(request.receive, gathered(form, merged(sources), echoes)))
+                answer = await attended(request.receive, gathered(form, merged(sources), echoes))
+                return JSONResponse(answer, headers=warning)
             events = streamed(form, merged(sources), echoes, known)
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
-            return Events(events, first, held.pop_all())
+            return Events(events, first, held.pop_all(), warning)
 
     async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
         """One for each answer; the seeds of several answers follow each other."""
@@ -281,6 +294,14 @@ class Api:
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""
         return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
+
+    def _ignored(self, body: SamplingBody) -> list[str]:
+        """Fields that are given and change nothing."""
+        ignored = [name for name in IgnoredFields.model_fields if getattr(body, name) is not None]
+        effort = isinstance(body, ChatBody) and body.reasoning_effort is not None
+        if effort and "reasoning_effort" not in self._backend.assistant.variables:
+            ignored.append("reasoning_effort")
+        return ignored
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._backend.model:

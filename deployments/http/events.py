@@ -7,13 +7,15 @@ times as much (docs/log.md).
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class ClientLeft(Exception):
@@ -23,8 +25,14 @@ class ClientLeft(Exception):
 class Events(Response):
     """A response of server-sent events; ends, and closes ``events``, as soon as the client leaves."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], first: bytes, held: contextlib.ExitStack) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        first: bytes,
+        held: contextlib.ExitStack,
+        headers: Mapping[str, str] = NOTHING,
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store", **headers})
         del self.headers["content-length"]
         self._events = events
         self._first = first

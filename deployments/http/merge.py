@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from cascade.answer import Chunk
 from deployments.admission.status import refusal
 from deployments.chat.reader import TurnReader
-from deployments.http.reply import DONE, Echo, Form, closing, event, opening, piece, whole
+from deployments.http.reply import DONE, Echo, Form, closing, counted, event, opening, piece, whole
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
 
@@ -53,15 +53,19 @@ async def streamed(
     readers = [None if form.reader is None else form.reader() for _ in echoes]
     lengths = _resumed(echoes, readers, known or ())  # characters of each choice so far
     ended, told = [], False
+    num_tokens = sum(len(chunk.token_ids) for chunk in known or ())
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
                 head = None if index in lengths else opening(form, index, echoes[index], chunk)
                 offset = lengths.setdefault(index, len(echoes[index].text))
                 lengths[index] += len(chunk.text)
+                num_tokens += len(chunk.token_ids)
                 if chunk.completion is not None:
                     ended.append(chunk.completion)
                 said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
+                if form.prompt_tokens is not None:
+                    said = [part | {"usage": counted(form.prompt_tokens, num_tokens)} for part in said]
                 if said:
                     told = True
                     yield b"".join(map(event, said))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cascade.errors import InvalidRequest
 from cascade.params import (
@@ -40,6 +40,8 @@ SAMPLING_FIELDS = (  # fields that mean the same as those of `SamplingParams`
 )
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Schema = dict[str, Any] | str  # an object, or JSON text
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -61,10 +63,10 @@ class SpeculationBody(Body):
 class StructuredBody(Body):
     """What the text has to be: exactly one of these."""
 
-    json_schema: dict[str, Any] | None = None
+    json_schema: Schema | None = Field(default=None, validation_alias=AliasChoices("json_schema", "json"))
     json_object: bool = False
     regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
 
     @property
@@ -75,7 +77,9 @@ class StructuredBody(Body):
 class StreamOptions(Body):
     """Of streamed answers."""
 
-    include_usage: bool = False
+    include_usage: bool = False  # behind the last piece
+    continuous_usage_stats: bool = False  # with every piece, as in vLLM
+    include_obfuscation: bool | None = None  # there is none
 
 
 class ResumeBody(Body):
@@ -84,7 +88,60 @@ class ResumeBody(Body):
     token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]  # of each choice
 
 
-class SamplingBody(Body):
+class JsonSchema(Body):
+    """What an answer must look like."""
+
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured(self) -> Structured | None:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise InvalidRequest(
+                f"response_format has a json_schema and the type {self.type!r}: say 'json_schema' or leave it out"
+            )
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Structured(json_object=True)
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
+        schema = self.json_schema.json_schema
+        return Structured(json_schema=schema) if schema else Structured(json_object=True)
+
+
+class IgnoredFields(Body):
+    """Fields of OpenAI's and vLLM's clients that change no answer here, with the values for which that holds."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    best_of: Literal[1] | None = None
+    use_beam_search: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    guided_decoding_backend: str | None = None
+
+
+class SamplingBody(IgnoredFields):
     """What both kinds of completions take. ``None`` is the default everywhere."""
 
     model: str | None = None
@@ -98,7 +155,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # for OpenAI's own records; no effect here, nor on any text there
+    response_format: ResponseFormat | None = None
     # extensions, named as in vLLM
     top_k: int | None = None
     min_p: float | None = None
@@ -110,7 +167,11 @@ class SamplingBody(Body):
     priority: int | None = None
     cache_salt: str | None = None
     watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
-    structured: StructuredBody | None = None
+    structured: StructuredBody | None = Field(default=None, validation_alias=AliasChoices("structured", "structured_outputs"))
+    guided_json: Schema | None = None  # these four are the kinds of `structured`, as vLLM named them before
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     speculation: SpeculationBody | None = None
     resume: ResumeBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
@@ -150,9 +211,17 @@ class SamplingBody(Body):
         chosen: dict[str, Any] = {}
         if self.logit_bias is not None:
             chosen["logit_bias"] = {_token(name): bias for name, bias in self.logit_bias.items()}
-        if self.structured is not None:
-            chosen["structured"] = Structured(**self.structured.chosen)
-        return chosen
+        guided: dict[str, Any] = {"json_schema": self.guided_json, "regex": self.guided_regex}
+        guided |= {"choice": self.guided_choice, "grammar": self.guided_grammar}
+        forms = [
+            None if self.structured is None else Structured(**self.structured.chosen),
+            *(Structured(**{kind: value}) for kind, value in guided.items() if value is not None),
+            None if self.response_format is None else self.response_format.structured,
+        ]
+        given = [form for form in forms if form is not None]
+        if len(given) > 1:
+            raise InvalidRequest("The text has to be of several forms (response_format, structured, guided_...): give one")
+        return chosen | ({"structured": given[0]} if given else {})
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Sampling parameters; raises `InvalidRequest`."""
@@ -190,37 +259,6 @@ class CompletionBody(SamplingBody):
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-class JsonSchema(Body):
-    """What an answer must look like."""
-
-    name: str
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """Free text, any JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def structured(self) -> Structured | None:
-        if self.json_schema is not None and self.type != "json_schema":
-            raise InvalidRequest(
-                f"response_format has a json_schema and the type {self.type!r}: say 'json_schema' or leave it out"
-            )
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Structured(json_object=True)
-        if self.json_schema is None:
-            raise InvalidRequest("response_format.json_schema is missing; add it, or use type 'json_object'")
-        schema = self.json_schema.json_schema
-        return Structured(json_schema=schema) if schema else Structured(json_object=True)
-
-
 class ChatBody(SamplingBody, Conversation):
     """POST /v1/chat/completions."""
 
@@ -228,7 +266,6 @@ class ChatBody(SamplingBody, Conversation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
 
     def shaping(self) -> dict[str, Any]:
         chosen = super().shaping()
@@ -236,10 +273,6 @@ class ChatBody(SamplingBody, Conversation):
             raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true")
         if self.logprobs:
             chosen["logprobs"] = self.top_logprobs or 0
-        if self.response_format is not None and (form := self.response_format.structured) is not None:
-            if "structured" in chosen:
-                raise InvalidRequest("response_format and structured are both given: leave one out")
-            chosen["structured"] = form
         return chosen
 
     @property

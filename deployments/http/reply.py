@@ -30,6 +30,7 @@ class Form:
     model: str
     history: bool = False
     usage: bool = False  # behind the last piece
+    prompt_tokens: int | None = None  # of all prompts, if each piece tells the tokens so far
     name: Name | None = None  # of a token, if log-probabilities are asked for
     reader: Callable[[], TurnReader] | None = None  # of each answer, if it may call tools or think
     created: int = field(default_factory=lambda: int(time.time()))
@@ -109,7 +110,12 @@ def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None
     output = sum(c.stats.completion_tokens for c in completions)
     thoughts = [n for reader in readers if reader is not None and (n := reader.num_thought_tokens) is not None]
     details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
+    return counted(prompt, output) | details
+
+
+def counted(prompt: int, output: int) -> dict[str, Any]:
+    """So many tokens of prompts and answers."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def report(completion: Completion) -> dict[str, Any]:

@@ -76,3 +76,10 @@ def test_answers_go_back_as_they_came(served: House) -> None:
     wrong = {"role": "assistant", "content": "x", "refusal": "I will not."}
     status, _, answer = ask(served, "/v1/chat/completions", {"messages": [wrong, messages[0]]})
     assert (status, "messages.0.refusal" in answer["error"]["message"]) == (400, True), json.dumps(answer)
+
+
+def test_an_effort_that_nobody_reads_is_named(served: House) -> None:
+    """Guards `reasoning_effort` for models that know none: it was refused, and is not to vanish without a word."""
+    body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 4, "reasoning_effort": "low"}
+    status, headers, _ = ask(served, "/v1/chat/completions", body)
+    assert (status, headers["warning"]) == (200, '299 - "No effect here: reasoning_effort"')

@@ -195,3 +195,20 @@ def test_named_templates_are_tried_too() -> None:
     template = ChatTemplate(family.tokenizer)
     assert template.shows_tools
     assert template.variables == ("thinking",)
+
+
+def test_reasoning_effort_reaches_templates_that_read_it() -> None:
+    """Guards `reasoning_effort`: a variable of such templates, unless the request sets that itself; others ignore it."""
+    family = Family(loop("{{ reasoning_effort }}" + TURN))
+    style = Conversation.model_validate({"messages": [ASKED], "reasoning_effort": "high"}).style
+    assert ChatTemplate(family.tokenizer).encode([ASKED], style=style) == family.prompt(
+        family.tokenizer.backend, [ASKED], None, Style({"reasoning_effort": "high"})
+    )
+    own = Conversation.model_validate(
+        {"messages": [ASKED], "reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}
+    ).style
+    assert ChatTemplate(family.tokenizer).encode([ASKED], style=own) == family.prompt(
+        family.tokenizer.backend, [ASKED], None, Style({"reasoning_effort": "low"})
+    )
+    plain = ChatTemplate(FAMILIES["chatml"].tokenizer)
+    assert plain.encode([ASKED], style=style) == plain.encode([ASKED])

@@ -63,6 +63,96 @@ def test_wrong_parameters_are_refused(served: House) -> None:
         ({"structured": {"regex": "("}}, ""),
         ({"structured": {}}, "structured"),
         ({"logprobs": 21}, "logprobs is 21"),
+        ({"skip_special_tokens": False}, "skip_special_tokens is False"),
+        ({"best_of": 2}, "best_of is 2"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"structured": {"regex": "a"}, "guided_regex": "a"}, "give one"),
+        ({"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs is not a known field"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not a known field"),
     ):
         status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4, **body})
         assert (status, words in answer["error"]["message"]) == (400, True), answer
+
+
+IGNORED: dict[str, Any] = {
+    "user": "u-1",
+    "metadata": {"run": "7"},
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "u-1",
+    "prompt_cache_key": "k",
+    "modalities": ["text"],
+    "best_of": 1,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_without_effect_are_named(served: House, stream: bool) -> None:
+    """Guards clients of OpenAI and vLLM, whose requests were refused for fields that change nothing; those of null are none."""
+    asked = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "stream": stream}
+    status, headers, _ = ask(served, "/v1/completions", {**asked, **IGNORED})
+    assert status == 200
+    assert headers["warning"] == f'299 - "No effect here: {", ".join(IGNORED)}"'
+    status, headers, _ = ask(served, "/v1/completions", asked | dict.fromkeys(IGNORED))
+    assert (status, headers.get("warning")) == (200, None)
+    if not stream:
+        plain, extra = (ask(served, "/v1/completions", {**asked, **more})[2]["choices"] for more in ({}, IGNORED))
+        assert plain[0]["text"] == extra[0]["text"]
+
+
+def test_top_k_may_be_switched_off_as_in_vllm(served: House) -> None:
+    """Guards `top_k: -1`, which keeps all tokens."""
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    asked = {"prompt": PROMPT, "max_tokens": 12, "seed": 3}
+    texts = [ask(served, "/v1/completions", {**asked, "top_k": top_k})[2]["choices"][0]["text"] for top_k in (-1, 0)]
+    assert texts[0] == texts[1]
+
+
+FORMS: dict[str, list[dict[str, Any]]] = {  # the same, in our words and in those of vLLM and OpenAI
+    "json": [
+        {"structured": {"json_schema": {"enum": ["a", "b"]}}},
+        {"structured_outputs": {"json": {"enum": ["a", "b"]}}},
+        {"guided_json": '{"enum": ["a", "b"]}'},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}},
+    ],
+    "regex": [{"structured": {"regex": "[ab]{3}"}}, {"structured_outputs": {"regex": "[ab]{3}"}}, {"guided_regex": "[ab]{3}"}],
+    "choice": [
+        {"structured": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_choice": ["yes", "no"], "guided_decoding_backend": "auto"},
+    ],
+    "grammar": [{"structured": {"grammar": 'start: "a" "b"*'}}, {"guided_grammar": 'start: "a" "b"*'}],
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_forms_of_texts_have_vllms_names(served: House, kind: str) -> None:
+    """Guards `structured_outputs`, `guided_*` and `response_format`, in completions and chats: they are `structured`."""
+    for path, body in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        texts = set()
+        for form in FORMS[kind]:
+            status, _, answer = ask(served, path, {**body, "max_tokens": 12, "seed": 3, **form})
+            assert status == 200, answer
+            choice = answer["choices"][0]
+            texts.add(choice["text"] if "text" in choice else choice["message"]["content"])
+        assert len(texts) == 1
+        status, _, answer = ask(served, path, {**body, "max_tokens": 12, "seed": 3})
+        assert texts != {str(answer["choices"][0].get("text") or answer["choices"][0].get("message", {}).get("content"))}
+
+
+def test_every_piece_may_tell_the_tokens_so_far(served: House) -> None:
+    """Guards `continuous_usage_stats`, which GuideLLM sends: counts only grow, and the last one is the answer's usage."""
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        asked: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 20, "seed": 3}
+        *pieces, last = client.completions.create(**asked, stream=True, stream_options=options)
+        counts = [piece.usage.completion_tokens for piece in pieces if piece.usage is not None]
+        assert len(counts) == len(pieces) > 2
+        assert counts == sorted(counts)
+        assert last.usage is not None
+        assert counts[-1] == last.usage.completion_tokens
+        assert {piece.usage.prompt_tokens for piece in pieces if piece.usage} == {last.usage.prompt_tokens}

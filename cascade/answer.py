@@ -43,6 +43,13 @@ class Stats:
         return sum(edge.passes for edge in self.edges if edge.verifier == top)
 
     @property
+    def drafted(self) -> Edge:
+        """What all drafters together did for the full tier; its passes are those that scored guesses."""
+        top = self.edges[0].verifier if self.edges else ""
+        total = sum((edge for edge in self.edges if edge.verifier == top and edge.drafter), Edge("", top))
+        return replace(total, passes=total.passes - total.bare, bare=0)
+
+    @property
     def tokens_per_full_pass(self) -> float:
         return self.completion_tokens / self.full_passes if self.full_passes else 0.0
 

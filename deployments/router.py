@@ -239,9 +239,14 @@ class Router:
         await asyncio.to_thread(flush)
 
     @property
-    def model(self) -> str:
-        """Name of the model whose text clients get."""
-        return self._config.model_names[0]
+    def model_names(self) -> tuple[str, ...]:
+        """Of the model whose text clients get; answers have the first one."""
+        return self._config.model_names
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the full tier's adapters."""
+        return tuple(self._config.tiers[-1].engine_kwargs.lora_modules)
 
     @property
     def chain_names(self) -> tuple[str, ...]:

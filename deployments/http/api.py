@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -51,6 +51,7 @@ PAGE_POLICY = "; ".join(
         "base-uri 'none'",
     )
 )
+Asked = TypeVar("Asked", bound=SamplingBody)
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
@@ -98,7 +99,10 @@ class Backend(Protocol):
     assistant: Assistant
 
     @property
-    def model(self) -> str: ...
+    def model_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
 
     @property
     def chain_names(self) -> tuple[str, ...]: ...
@@ -168,13 +172,14 @@ class Api:
         return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """What is served."""
-        return JSONResponse({"object": "list", "data": [self._model(request)]})
+        """What is served, by all its names, and its adapters."""
+        names = (*self._backend.model_names, *self._backend.adapters)
+        return JSONResponse({"object": "list", "data": [self._model(name, request) for name in names]})
 
     async def describe_model(self, name: str, request: Request) -> Response:
-        """The model, if it is this one."""
+        """The model, if it is this one, or an adapter of it."""
         self._check_model(name)
-        return JSONResponse(self._model(request))
+        return JSONResponse(self._model(name, request))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
@@ -199,6 +204,7 @@ class Api:
     async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
         """Go on with one or more prompts."""
         self._admission.places.check()  # before the work of reading it
+        body = self._adapted(body)
         prompts = self._prompts(body)
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
@@ -208,6 +214,7 @@ class Api:
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         self._admission.places.check()
+        body = self._adapted(body)
         task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
@@ -223,7 +230,6 @@ class Api:
         reader: Callable[[], TurnReader] | None = None,
     ) -> Any:
         """Admit everything at once, then write it, whole or in pieces."""
-        self._check_model(body.model)
         if body.answers > self._admission.limits.max_n:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
         if body.stream_options is not None and not body.stream:
@@ -237,7 +243,7 @@ class Api:
         form = Form(
             kind,
             id,
-            self._backend.model,
+            body.model if body.model in self._backend.adapters else self._backend.model_names[0],
             history=body.history,
             usage=options.include_usage,
             prompt_tokens=sum(map(len, ids)) if options.continuous_usage_stats else None,
@@ -304,16 +310,27 @@ class Api:
         return ignored
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._backend.model:
-            raise NotFound(f"model is {name[:200]!r}: this server has {self._backend.model!r}")
+        known = (*self._backend.model_names, *self._backend.adapters)
+        if name is not None and name not in known:
+            raise NotFound(f"model is {name[:200]!r}: this server has {', '.join(map(repr, known))[:200]}")
 
-    def _model(self, request: Request) -> dict[str, Any]:
+    def _adapted(self, body: Asked) -> Asked:
+        """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
+        self._check_model(body.model)
+        if body.model not in self._backend.adapters:
+            return body
+        if body.adapter not in (None, body.model):
+            raise InvalidRequest(f"model names the adapter {body.model!r}, and adapter is {body.adapter!r}: leave one out")
+        return body.model_copy(update={"adapter": body.model})
+
+    def _model(self, name: str, request: Request) -> dict[str, Any]:
         """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
         backend, account = self._backend, request.state.account
         key = {"name": account.name, **account.limits.model_dump()}
         chat = backend.tokenizer.backend.chat_template is not None
         ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
-        return {"id": backend.model, "object": "model", "created": STARTED, "owned_by": "cascade", **ours}
+        parent = backend.model_names[0] if name in backend.adapters else None
+        return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
 
     # errors
 

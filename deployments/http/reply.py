@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
@@ -59,7 +60,7 @@ def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]
             logprobs = {key: before[key] + logprobs[key] for key in before}
         extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
         choices.append({"index": index, **body, "logprobs": logprobs, **extra})
-    return form.head(False) | {"choices": choices, "usage": usage(completions, readers)}
+    return form.head(False) | {"choices": choices, "usage": usage(completions, readers), **drafted(completions)}
 
 
 def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
@@ -96,7 +97,7 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader 
 
 def closing(form: Form, completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
     """What the whole answer took, behind the last piece."""
-    return form.head(True) | {"choices": [], "usage": usage(completions, readers)}
+    return form.head(True) | {"choices": [], "usage": usage(completions, readers), **drafted(completions)}
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -116,6 +117,26 @@ def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None
 def counted(prompt: int, output: int) -> dict[str, Any]:
     """So many tokens of prompts and answers."""
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def drafted(completions: Sequence[Completion]) -> dict[str, Any]:
+    """How guesses fared at the full tier, as vLLM tells it: of one answer that had any, else nothing."""
+    edge = completions[0].stats.drafted
+    if len(completions) > 1 or not edge.passes:
+        return {}
+    at_least = (edge.passes, *edge.accepted_by_position, 0)  # passes that accepted so many guesses
+    histogram = {str(number): more - most for number, (more, most) in enumerate(pairwise(at_least)) if more > most}
+    told = {
+        "mean_acceptance_length": 1 + edge.accepted / edge.passes,
+        "draft_acceptance_rate": edge.accepted / edge.proposed,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": edge.passes,
+        "num_accepted_draft_tokens": edge.accepted,
+        "num_accepted_tokens": edge.accepted,
+        "num_draft_tokens": edge.proposed,
+        "num_spec_tokens": len(edge.proposed_by_position),
+    }
+    return {"metrics": {"speculative_decoding": told}}
 
 
 def report(completion: Completion) -> dict[str, Any]:

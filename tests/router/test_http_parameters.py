@@ -1,5 +1,6 @@
 """Parameters through the HTTP API: those of the library, by OpenAI's names, and log-probabilities in OpenAI's forms."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,3 +157,40 @@ def test_every_piece_may_tell_the_tokens_so_far(served: House) -> None:
         assert last.usage is not None
         assert counts[-1] == last.usage.completion_tokens
         assert {piece.usage.prompt_tokens for piece in pieces if piece.usage} == {last.usage.prompt_tokens}
+
+
+def test_drafts_are_reported_as_vllm_does(served: House) -> None:
+    """Guards `metrics.speculative_decoding`, which AIPerf reads: on the body and with the usage, of one answer alone."""
+    asked = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "speculation": {"schedule": "lockstep"}}
+    _, _, answer = ask(served, "/v1/completions", asked)
+    told = answer["metrics"]["speculative_decoding"]
+    edges = answer["choices"][0]["cascade"]["edges"]
+    counts = [
+        sum(edge[name] for edge in edges if edge["verifier"] == "full" and edge["drafter"]) for name in ("proposed", "accepted")
+    ]
+    assert [told["num_draft_tokens"], told["num_accepted_tokens"]] == counts
+    assert told["draft_acceptance_rate"] == counts[1] / counts[0]
+    assert told["mean_acceptance_length"] == 1 + counts[1] / told["num_spec_steps"]
+    assert sum(told["acceptance_histogram"].values()) == told["num_spec_steps"]
+    assert all(0 <= int(number) <= told["num_spec_tokens"] for number in told["acceptance_histogram"])
+    _, _, raw = ask(served, "/v1/completions", {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    last = json.loads(raw.decode().split("data: ")[-2])
+    assert last["metrics"]["speculative_decoding"].keys() == told.keys()
+    for more in ({"n": 2}, {"speculation": {"mode": "off"}}):
+        assert "metrics" not in ask(served, "/v1/completions", {**asked, **more})[2]
+
+
+def test_models_have_names_of_ones_choice() -> None:
+    """Guards `router.served_model_name` and adapters: each name is listed and may be asked for, others are unknown."""
+    adapters = {"engine_kwargs": {"lora_modules": {"red": "red/adapter"}}}
+    with house(full=adapters, served_model_name=["gpt", "gpt-2"]) as built:
+        listed = ask(built, "/v1/models")[2]["data"]
+        assert [(model["id"], model["parent"]) for model in listed] == [("gpt", None), ("gpt-2", None), ("red", "gpt")]
+        said = {
+            name: ask(built, "/v1/completions", {"prompt": "x", "model": name, "max_tokens": 2}) for name in ("gpt-2", "red")
+        }
+        assert [(status, answer["model"]) for status, _, answer in said.values()] == [(200, "gpt"), (200, "red")]
+        assert ask(built, "/v1/models/red")[2]["id"] == "red"
+        assert ask(built, "/v1/completions", {"prompt": "x", "model": "small-full"})[0] == 404
+        assert ask(built, "/v1/completions", {"prompt": "x", "model": "red", "adapter": "blue"})[0] == 400
+        built.settle()

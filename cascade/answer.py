@@ -109,8 +109,8 @@ class Answer:
     finish_reason: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _num_known: int = 0  # of them, known to the client from the beginning
-    _origins: bytearray = field(default_factory=bytearray)  # of the others
-    _logprobs: list[Logprobs] = field(default_factory=list)  # likewise, if asked for
+    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 of those that are known
+    _logprobs: list[Logprobs] = field(default_factory=list)  # of the others, if asked for
     _prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
@@ -120,11 +120,13 @@ class Answer:
     _edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
     _spared: str = ""  # why the full tier leaves out those below, if it does
-    _told: bool = False  # a piece was handed out
 
     def __post_init__(self) -> None:
-        if known := self.opening.tokens[self.opening.prompt_len :]:
-            self._begin_behind(known)
+        """Take up the text behind the tokens that the client has: as it would stand, had they been written here."""
+        known = self.opening.tokens[self.opening.prompt_len :]
+        self._extend(known, bytes(len(known)))
+        self._num_known = self._num_sent_tokens = len(self._tokens)
+        self._num_known_chars = self._num_sent_chars = len(self._text)
 
     @property
     def finished(self) -> bool:
@@ -164,10 +166,7 @@ class Answer:
         if self.opening.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
             self._logprobs += proposal.logprobs[known:]
-        for token, origin in zip(new, proposal.draft.origins[known:], strict=True):
-            self._append(token, origin)
-            if self.finished:
-                break
+        self._extend(new, proposal.draft.origins[known:])
         return self._watched(self._piece(), proposal), Commit(proposal.session, begin, tuple(new))
 
     def _watched(self, chunk: Chunk | None, proposal: Proposal) -> Chunk | None:
@@ -183,38 +182,24 @@ class Answer:
         tokens = (*opening.tokens[: opening.prompt_len], *self._tokens)
         return replace(opening, session=session, tokens=tokens)
 
-    def _begin_behind(self, known: Sequence[int]) -> None:
-        """Take up the text behind the tokens that the client has: as it would stand, had they been written here."""
-        opening, pieces, num_chars = self.opening, list[str](), 0
-        for token in known:
-            pieces.append("" if token in opening.ends else self.decoder.step(token))
-            num_chars += len(pieces[-1])
-            self._ends.append(num_chars)
-        self._tokens += known
-        self._text = "".join(pieces)
-        ended = not opening.ends.isdisjoint(known)
-        if ended or len(known) >= opening.params.max_tokens:
-            self.finish_reason = "stop" if ended else "length"
-            self._text += self.decoder.flush()
-            self._ends[-1] = len(self._text)
-        self._stop()
-        self._num_known = self._num_sent_tokens = len(known)
-        self._num_known_chars = self._num_sent_chars = min(self._ends[-1], len(self._text))
-
-    def _append(self, token: int, origin: int) -> None:
-        self._tokens.append(token)
-        self._origins.append(origin)
-        opening = self.opening
-        if token in opening.ends:
-            self.finish_reason = "stop"
-            self._text += self.decoder.flush()
-        else:
-            self._text += self.decoder.step(token)
-        if not self.finished and len(self._tokens) >= opening.params.max_tokens:
-            self.finish_reason = "length"
-            self._text += self.decoder.flush()
-        self._ends.append(len(self._text))
-        self._stop()
+    def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
+        """Add output, as far as the text goes."""
+        params = self.opening.params
+        for token, origin in zip(tokens, origins, strict=True):
+            if self.finished:
+                return
+            self._tokens.append(token)
+            self._origins.append(origin)
+            if token in self.opening.ends:
+                self.finish_reason = "stop"
+            else:
+                self._text += self.decoder.step(token)
+                if len(self._tokens) >= params.max_tokens:
+                    self.finish_reason = "length"
+            if self.finished:
+                self._text += self.decoder.flush()
+            self._ends.append(len(self._text))
+            self._stop()
 
     def _stop(self) -> None:
         """Cut at the first stop string, of text that is not sent yet and that `min_tokens` does not keep."""
@@ -242,10 +227,19 @@ class Answer:
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
-        new = slice(sent.start - self._num_known, sent.stop - self._num_known)
-        ids, origins, logprobs = tuple(self._tokens[sent]), bytes(self._origins[new]), tuple(self._logprobs[new])
-        seed, self._told = None if self._told else self.opening.params.seed, True
-        return Chunk(text, ids, ends, origins, self._completion(num_tokens), self.index, logprobs, prompt, seed=seed)
+        logprobs = tuple(self._logprobs[sent.start - self._num_known : sent.stop - self._num_known])
+        seed = self.opening.params.seed if sent.start == self._num_known else None
+        return Chunk(
+            text,
+            tuple(self._tokens[sent]),
+            ends,
+            bytes(self._origins[sent]),
+            self._completion(num_tokens),
+            self.index,
+            logprobs,
+            prompt,
+            seed=seed,
+        )
 
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
@@ -264,9 +258,9 @@ class Answer:
         reason = undrafted(self.opening, self._edges, self._spared)
         rule = self.opening.rules.rule
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason, rule)
-        num_new = num_tokens - self._num_known
-        text, ids = self._text[self._num_known_chars :], tuple(self._tokens[self._num_known : num_tokens])
-        origins, logprobs = bytes(self._origins[:num_new]), tuple(self._logprobs[:num_new])
+        new = slice(self._num_known, num_tokens)
+        text, ids, origins = self._text[self._num_known_chars :], tuple(self._tokens[new]), bytes(self._origins[new])
+        logprobs = tuple(self._logprobs[: num_tokens - self._num_known])
         return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
 
 

@@ -192,7 +192,7 @@ class Cascade:
 
         Raises `InvalidRequest`, or `Unavailable` if the full tier fails.
         """
-        completions = _collect(self.stream(prompt, params, speculation, handling))
+        completions = _sorted([c.completion for c in self.stream(prompt, params, speculation, handling)])
         return completions if _is_batch(prompt) else completions[0]
 
     def stream(
@@ -215,7 +215,7 @@ class Cascade:
         handling: Handling | None = None,
     ) -> Completion | list[Completion]:
         """`generate` for an event loop."""
-        completions = _sort([c.completion async for c in self.astream(prompt, params, speculation, handling)])
+        completions = _sorted([c.completion async for c in self.astream(prompt, params, speculation, handling)])
         return completions if _is_batch(prompt) else completions[0]
 
     async def astream(
@@ -282,11 +282,7 @@ def _is_batch(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
 
 
-def _collect(chunks: Iterator[Chunk]) -> list[Completion]:
-    return _sort([chunk.completion for chunk in chunks])
-
-
-def _sort(completions: Sequence[Completion | None]) -> list[Completion]:
+def _sorted(completions: Sequence[Completion | None]) -> list[Completion]:
     return sorted((c for c in completions if c is not None), key=lambda c: c.index)
 
 

@@ -258,12 +258,10 @@ def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], bra
     ("speculation", "words"),
     [
         ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block"),
-        ({"rule": "typical"}, "speculation.rule is 'typical': it must be one of coupled, ratio, block"),
         ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
         ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
         ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
         ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
-        ({"rule": "ratio", "branches": 1}, "speculation.branches is 1: it must be 0 with rule 'ratio', which judges lines"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:

@@ -1,10 +1,12 @@
 """The library in one process, on real models: the small models, against Transformers' own generate."""
 
 import asyncio
+import gc
 import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,6 @@ CHAINS = {
     "all": ("suffix", "tiny", "medium"),
 }
 SCHEDULES = ("async", "lockstep")
-ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_neox", "mixtral", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,6 @@ def cascade() -> Iterator[Cascade]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
 
 
-def complete(cascade: Cascade, prompt: str, params: SamplingParams, speculation: Speculation | None = None) -> Completion:
-    return cascade.generate(prompt, params, speculation)
-
-
 def test_greedy_text_equals_transformers(cascade: Cascade) -> None:
     """Guards the whole path against the reference: prompt to text, through three models, token by token."""
     full = AutoModelForCausalLM.from_pretrained(small.paths()[-1], dtype=torch.float32)
@@ -74,7 +71,7 @@ def test_greedy_text_equals_transformers(cascade: Cascade) -> None:
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
         expected = full.generate(**ids, max_new_tokens=60, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-        completion = complete(cascade, prompt, SamplingParams(max_tokens=60, temperature=0))
+        completion = cascade.generate(prompt, SamplingParams(max_tokens=60, temperature=0))
         assert list(completion.token_ids) == expected
         assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
 
@@ -95,12 +92,12 @@ def test_text_does_not_depend_on_tiers_windows_or_schedule(
 ) -> None:
     """Guards the promise: any subset of tiers, window, schedule and branches give the text of the full model alone."""
     rng = random.Random(params.seed or 0)
-    alone = complete(cascade, PROMPT, params, Speculation("off"))
+    alone = cascade.generate(PROMPT, params, Speculation("off"))
     assert {edge.drafter for edge in alone.stats.edges} == {""}
     for schedule in SCHEDULES:
         window, branches = rng.randint(1, 20), rng.choice((None, 0, 1, 20))
         speculation = Speculation(tiers=tiers, window=window, schedule=schedule, branches=branches)  # type: ignore[arg-type]
-        other = complete(cascade, PROMPT, params, speculation)
+        other = cascade.generate(PROMPT, params, speculation)
         assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
         assert len(other.origins) == len(other.token_ids)
 
@@ -120,15 +117,15 @@ class Babbler:
         return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in rows]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [rare(0.0), 1.0])
 def test_random_drafts_do_not_change_a_text(cascade: Cascade, temperature: float) -> None:
     """Guards the promise against drafters that are broken outright: below a babbling medium tier, and below a tiny one."""
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=6)
-    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
     tiny, medium, full = (Model.from_pretrained(path, dtype="float32") for path in small.paths())
     for models in ([tiny, Babbler(medium), full], [Babbler(tiny), medium, full]):
         with Cascade(models, cascade.tokenizer) as babbling:
-            assert complete(babbling, PROMPT, params).token_ids == expected
+            assert babbling.generate(PROMPT, params).token_ids == expected
 
 
 class Deserter(Babbler):
@@ -148,7 +145,7 @@ class Deserter(Babbler):
 def test_a_tier_whose_loop_ends_is_missed(cascade: Cascade, dead: int) -> None:
     """Guards the tiers above against a hang: lower tiers are done without, in the same text, and the full one fails at once."""
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=6, ignore_eos=True)
-    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
     models: list[Any] = [Model.from_pretrained(path, dtype="float32") for path in small.paths()]
     models[dead], everyone = Deserter(models[dead]), Speculation(tiers=("tiny", "medium"))
     with Cascade(models, cascade.tokenizer) as left:
@@ -158,7 +155,7 @@ def test_a_tier_whose_loop_ends_is_missed(cascade: Cascade, dead: int) -> None:
                 with pytest.raises(Unavailable, match="tier full stopped"):
                     left.generate(PROMPT, params, everyone)
             else:
-                assert complete(left, PROMPT, params, everyone).token_ids == expected
+                assert left.generate(PROMPT, params, everyone).token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
 def test_companions_do_not_change_a_text(cascade: Cascade) -> None:
     """Guards batching: a crowd of different requests in the same passes gives each the text it gives alone."""
     params = SamplingParams(max_tokens=30, temperature=0.8, seed=9)
-    alone = [complete(cascade, prompt, params).text for prompt in PROMPTS]
+    alone = [cascade.generate(prompt, params).text for prompt in PROMPTS]
     crowd = cascade.generate(list(PROMPTS) * 4, params)
     assert [completion.text for completion in crowd] == alone * 4
     assert [completion.index for completion in crowd] == list(range(16))
@@ -218,7 +215,7 @@ def test_companions_do_not_change_a_text(cascade: Cascade) -> None:
 
 def test_lower_tiers_work(cascade: Cascade) -> None:
     """Guards against drafts that are silently never used: most tokens are a lower tier's guess, in fewer full passes."""
-    completion = complete(cascade, PROMPT, SamplingParams(max_tokens=100, temperature=0), Speculation(schedule="lockstep"))
+    completion = cascade.generate(PROMPT, SamplingParams(max_tokens=100, temperature=0), Speculation(schedule="lockstep"))
     assert completion.stats.tokens_per_full_pass > 1.5
     assert {origin_level(byte) for byte in completion.origins} >= {0, 2}
 
@@ -265,29 +262,15 @@ def test_chunks_join_to_the_completion(cascade: Cascade) -> None:
 def test_stop_strings_and_ends(cascade: Cascade) -> None:
     """Guards cuts inside windows on a real tokenizer: the text ends before the stop string, and ids stay with it."""
     greedy = SamplingParams(max_tokens=60, temperature=0)
-    whole = complete(cascade, PROMPT, greedy)
+    whole = cascade.generate(PROMPT, greedy)
     stop = whole.text[20:24]
-    cut = complete(cascade, PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,)))
+    cut = cascade.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,)))
     assert cut.text == whole.text[: whole.text.find(stop)]
     assert cut.finish_reason == "stop"
     assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
     end = whole.token_ids[10]
-    ended = complete(cascade, PROMPT, SamplingParams(max_tokens=60, temperature=0, stop_token_ids=(end,)))
+    ended = cascade.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop_token_ids=(end,)))
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
-
-
-def test_async_twins_give_the_same(cascade: Cascade) -> None:
-    """Guards the event-loop variants against a different path."""
-    params = SamplingParams(max_tokens=20, temperature=0.6, seed=4)
-
-    async def both() -> tuple[Completion, str]:
-        completion = await cascade.agenerate(PROMPT, params)
-        text = "".join([chunk.text async for chunk in cascade.astream(PROMPT, params)])
-        assert isinstance(completion, Completion)
-        return completion, text
-
-    completion, text = asyncio.run(both())
-    assert completion.text == text == complete(cascade, PROMPT, params).text
 
 
 def test_left_streams_free_everything(cascade: Cascade) -> None:
@@ -305,30 +288,34 @@ def test_left_streams_free_everything(cascade: Cascade) -> None:
         await chunks.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(leave())
-    complete(cascade, PROMPT, SamplingParams(max_tokens=5))
+    cascade.generate(PROMPT, SamplingParams(max_tokens=5))
 
 
 def test_many_answers_on_one_loop(cascade: Cascade) -> None:
-    """Guards messages that come for all requests of a loop at once: each finds its reader, and nothing stays behind."""
+    """Guards the event-loop variants: messages come for all requests of a loop at once, each finds its reader, and a loop
+    that is over is not kept."""
     params = [SamplingParams(max_tokens=24, temperature=0.8, seed=seed) for seed in range(6)]
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
 
     async def leave() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
         async for _ in cascade.astream(PROMPT, SamplingParams(max_tokens=500, temperature=1.0)):
             return
 
-    async def together() -> list[Completion | list[Completion]]:
+    async def together() -> tuple[list[Completion | list[Completion]], str]:
         batch = cascade.agenerate([PROMPT, PROMPTS[1]], params[0])
         found, _ = await asyncio.gather(asyncio.gather(batch, *(cascade.agenerate(PROMPT, one) for one in params)), leave())
-        return found
+        return found, "".join([chunk.text async for chunk in cascade.astream(PROMPT, params[0])])
 
     with pytest.raises(InvalidRequest):
         asyncio.run(cascade.agenerate("", params[0]))
-    [both, *singles] = asyncio.run(together())
-    alone = [complete(cascade, PROMPT, one).token_ids for one in params]
+    [both, *singles], text = asyncio.run(together())
+    alone = [cascade.generate(PROMPT, one) for one in params]
     assert isinstance(both, list)
-    assert [one.token_ids for one in singles if isinstance(one, Completion)] == alone
-    assert both[0].token_ids == alone[0]
-    assert not cascade._mailboxes
+    assert [one.token_ids for one in singles if isinstance(one, Completion)] == [one.token_ids for one in alone]
+    assert (both[0].token_ids, text) == (alone[0].token_ids, alone[0].text)
+    gc.collect()
+    assert loops[0]() is None
 
 
 def test_a_loop_is_woken_once_for_a_pass() -> None:
@@ -355,8 +342,8 @@ def test_a_loop_is_woken_once_for_a_pass() -> None:
 def test_seed_is_reported_and_reproduces(cascade: Cascade) -> None:
     """Guards reproducibility of requests that gave no seed."""
     params = SamplingParams(max_tokens=30, temperature=1.0)
-    first = complete(cascade, PROMPT, params)
-    again = complete(cascade, PROMPT, SamplingParams(max_tokens=30, temperature=1.0, seed=first.seed))
+    first = cascade.generate(PROMPT, params)
+    again = cascade.generate(PROMPT, SamplingParams(max_tokens=30, temperature=1.0, seed=first.seed))
     assert again.text == first.text
 
 
@@ -364,9 +351,7 @@ def test_seed_is_reported_and_reproduces(cascade: Cascade) -> None:
     ("prompt", "params", "words"),
     [
         ("", SamplingParams(), "empty"),
-        ([], SamplingParams(), "empty"),
         ([1, 99999], SamplingParams(), "99999"),
-        ([-1], SamplingParams(), "-1"),
         ("x" * 5000, SamplingParams(), "1024"),
         ("x", SamplingParams(max_tokens=100_000), "100000"),
         (3.5, SamplingParams(), "float"),
@@ -411,18 +396,18 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
     """Guards all kinds inside real tiers, alone and beside tiers below: the text is the full model's, and they are of use."""
     (tmp_path / "corpus.txt").write_text("def f(self):\n        return self._lock\n" * 3)
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
-    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
     kinds = ["suffix", "recycling", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
     with small.cascade(drafter=kinds) as looking:
         assert looking.names == ("suffix", "recycling", "lookup", "corpus", "tiny", "medium", "full")
         for tiers in (("suffix",), ("recycling", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
             for schedule in SCHEDULES:
-                completion = complete(looking, PROMPT, params, Speculation(tiers=tiers, schedule=schedule))  # type: ignore[arg-type]
+                completion = looking.generate(PROMPT, params, Speculation(tiers=tiers, schedule=schedule))  # type: ignore[arg-type]
                 assert completion.token_ids == expected
-        edges = complete(looking, PROMPT, params, Speculation(tiers=("suffix",))).stats.edges
+        edges = looking.generate(PROMPT, params, Speculation(tiers=("suffix",))).stats.edges
         assert {edge.drafter for edge in edges} <= {"", "suffix"}
         assert sum(edge.accepted for edge in edges if edge.drafter == "suffix") > 40, "it has written this text before"
-        alone = complete(looking, PROMPT, params, Speculation(tiers=()))
+        alone = looking.generate(PROMPT, params, Speculation(tiers=()))
         assert {edge.drafter for edge in alone.stats.edges} == {""}
 
 
@@ -435,11 +420,11 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any) -> None:
         texts = set()
         for tiers in (("medium",), ("tiny", "medium")):
             speculation = Speculation(tiers=tiers, window=4, rule=rule)
-            completion = complete(cascade, PROMPT, params, speculation)
+            completion = cascade.generate(PROMPT, params, speculation)
             [edge] = [edge for edge in completion.stats.edges if edge.drafter == "medium"]
             edges += edge
             assert completion.stats.rule == rule
-            texts |= {completion.token_ids, complete(cascade, PROMPT, params, speculation).token_ids}
+            texts |= {completion.token_ids, cascade.generate(PROMPT, params, speculation).token_ids}
             if "structured" in shaped:
                 assert re.fullmatch(grammar.regex or "", completion.text)
         assert len(texts) == 1, "whom medium drafts with changes nothing that it draws"
@@ -450,7 +435,7 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any) -> None:
 def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
     """Guards one tier alone: guesses need no tier below."""
     params = SamplingParams(max_tokens=100, temperature=0)
-    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
     with Cascade.from_pretrained([small.paths()[-1]], dtype="float32", drafter="lookup") as one:
         completion = one.generate(PROMPT, params)
         assert completion.token_ids == expected
@@ -462,16 +447,16 @@ def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
 def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperature: float) -> None:
     """Guards drafters that read the model, from their files to the answer: the text is the model's, in fewer passes."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, ignore_eos=True)
-    expected = complete(cascade, PROMPT, params, Speculation("off")).token_ids
+    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
     with small.cascade(drafter=["lookup", DrafterSpec("head", small.head())]) as reading:
         assert reading.names == ("lookup", "eagle3", "tiny", "medium", "full"), "its files say what it is"
         for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
-            assert complete(reading, PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
-        completion = complete(reading, PROMPT, params, Speculation(tiers=("eagle3",)))
+            assert reading.generate(PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
+        completion = reading.generate(PROMPT, params, Speculation(tiers=("eagle3",)))
         # where sampling makes guesses wrong, how often it guesses depends on what a pass costs here
         assert completion.stats.tokens_per_full_pass > (1 if temperature else 1.5)
         assert {edge.drafter for edge in completion.stats.edges} <= {"", "eagle3"}
-        off = complete(reading, PROMPT, params, Speculation("off"))
+        off = reading.generate(PROMPT, params, Speculation("off"))
         assert (off.token_ids, {edge.drafter for edge in off.stats.edges}) == (expected, {""})
 
 

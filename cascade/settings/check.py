@@ -1,10 +1,11 @@
 """Whether the tiers of a configuration belong together and fit on their devices, told before any weight is loaded."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -63,6 +64,21 @@ class Need:
             f"{self.device_bytes / GIB:.2f} GiB, which leaves no room for {wanted} tokens of "
             "cache: take a larger device, quantization, or tensor_parallel_size"
         )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise `ConfigError`, which begins with ``what``, for a `ModelError`."""
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"{what} cannot be used: {error}") from None
+
+
+def _hub(tier: TierConfig) -> dict[str, Any]:
+    """How the files of its model are read, wherever they are."""
+    engine = tier.engine_kwargs
+    return {"revision": engine.revision, "trust_remote_code": engine.trust_remote_code}
 
 
 def needs(config: CascadeConfig) -> list[Need]:
@@ -164,22 +180,17 @@ def _need(tier: TierConfig) -> Need:
     ranks = engine.tensor_parallel_size
     device, size = _device(tier)
     ours = _engine(tier) == "cascade"
-    try:
+    with _named(f"The model of tier {tier.name}"):
         found = anatomy(
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
             quantization=engine.quantization if ours else None,  # vLLM knows its own methods
             sizes_only=not ours,
-            revision=engine.revision,
-            trust_remote_code=engine.trust_remote_code,
+            **_hub(tier),
         )
-    except ModelError as error:
-        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
-    weights = _drafter_weights(tier) or 0
-    return Need(
-        tier.name, tier.model_loading_config.model_id, found, engine.quantization, ranks, weights, device, size, _engine(tier)
-    )
+    model, weights = tier.model_loading_config.model_id, _drafter_weights(tier) or 0
+    return Need(tier.name, model, found, engine.quantization, ranks, weights, device, size, _engine(tier))
 
 
 def _check_engine(tier: TierConfig) -> None:
@@ -199,16 +210,11 @@ def _check_engine(tier: TierConfig) -> None:
 
 def _drafter_weights(tier: TierConfig) -> int | None:
     """Numbers that its head adds, None if that is not to be known; raises `ConfigError` if it has no files."""
-    engine, source = tier.engine_kwargs, tier.model_loading_config.source
-    head = head_of(engine.drafters)
+    head = head_of(tier.engine_kwargs.drafters)
     if head is None or head.kind == EXIT:
         return 0
-    try:
-        if head.within:
-            return check_mtp(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-        return num_weights(head.source)
-    except ModelError as error:
-        raise ConfigError(f"The drafter of tier {tier.name} cannot be used: {error}") from None
+    with _named(f"The drafter of tier {tier.name}"):
+        return check_mtp(tier.model_loading_config.source, **_hub(tier)) if head.within else num_weights(head.source)
 
 
 def _engine(tier: TierConfig) -> str:
@@ -226,22 +232,16 @@ def _device(tier: TierConfig) -> tuple[str, int]:
     try:
         return name, free_bytes(torch.device(name))
     except (RuntimeError, AssertionError):
-        raise ConfigError(f"device of tier {tier.name} is {name!r}, which this machine does not have") from None
+        raise ConfigError(
+            f"device of tier {tier.name} is {name!r}, which this machine does not have: name another, or leave it out"
+        ) from None
 
 
 def _tokenizer(tier: TierConfig) -> Tokenizer:
-    engine = tier.engine_kwargs
-    source = tier.model_loading_config.source
-    try:
-        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-    except ModelError as error:
-        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
+    with _named(f"The model of tier {tier.name}"):
+        return Tokenizer.from_pretrained(tier.model_loading_config.source, **_hub(tier))
 
 
 def _config(tier: TierConfig) -> PreTrainedConfig:
-    engine = tier.engine_kwargs
-    source = tier.model_loading_config.source
-    try:
-        return read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-    except ModelError as error:
-        raise ConfigError(f"The model of tier {tier.name} cannot be used: {error}") from None
+    with _named(f"The model of tier {tier.name}"):
+        return read_config(tier.model_loading_config.source, **_hub(tier))

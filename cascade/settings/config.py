@@ -10,7 +10,7 @@ tiers:                                # bottom to top; the last is the full one
     accelerator_type: H100
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -20,9 +20,8 @@ from pydantic import Field, ValidationError, model_validator
 from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
-from cascade.settings.autoscaling import AutoscalingConfig, scaling_problem
-from cascade.settings.deployment import DeploymentConfig
-from cascade.settings.emulated import emulation_problem
+from cascade.settings.deployment import AutoscalingConfig, DeploymentConfig, scaling_problems
+from cascade.settings.emulated import emulation_problems
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
 from cascade.settings.router import RouterConfig
 from cascade.settings.section import Section
@@ -55,9 +54,8 @@ class LinkTLS(Section):
     certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it; each process shows it, as server and as client
     key: Annotated[str, Field(min_length=1)]
     authority: Annotated[str, Field(min_length=1)]  # whose certificates are trusted, and no others
-    server_name: Annotated[str, Field(min_length=1)] = (
-        "cascade-link"  # all certificates are for it: replicas have no host names
-    )
+    # all certificates are for it: replicas have no host names
+    server_name: Annotated[str, Field(min_length=1)] = "cascade-link"
 
 
 class CascadeConfig(Section):
@@ -72,34 +70,27 @@ class CascadeConfig(Section):
     verify: bool = True  # compare tokenizers and contexts before anything starts
 
     @model_validator(mode="after")
-    def _unique_names(self) -> Self:
-        names = [tier.name for tier in self.tiers]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"two tiers are named {twice!r}; give each its own name")
-        lower = next((tier for tier in self.tiers[:-1] if tier.engine_kwargs.lora_modules), None)
-        if lower:
-            raise ValueError(
-                f"lora_modules of tier {lower.name!r}: only the full tier, the last one, takes adapters; remove them"
-            )
-        if common := {*names} & {*self.drafters}:
-            raise ValueError(f"a tier is named {common.pop()!r}, as one of its drafters is; give the tier another name")
-        if "router" in names:
-            raise ValueError("no tier can be named 'router'; that is the name of the ingress")
-        return self
-
-    @model_validator(mode="after")
-    def _emulated_together(self) -> Self:
-        if problem := emulation_problem({tier.name: tier.engine_kwargs.emulated for tier in self.tiers}):
+    def _belongs_together(self) -> Self:
+        if problem := next(self._problems(), None):
             raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _scaled_together(self) -> Self:
-        deployments = {tier.name: tier.deployment_config for tier in self.tiers}
-        if self.autoscaling is not None and (problem := scaling_problem(deployments)):
-            raise ValueError(problem)
-        return self
+    def _problems(self) -> Iterator[str]:
+        """A sentence for each reason why these tiers cannot be a cascade."""
+        names = self.names
+        for name in names:
+            if names.count(name) > 1:
+                yield f"two tiers are named {name!r}; give each its own name"
+            if name in self.drafters:
+                yield f"a tier is named {name!r}, as one of its drafters is; give the tier another name"
+            if name == "router":
+                yield "no tier can be named 'router', as the ingress is; give the tier another name"
+        for tier in self.tiers[:-1]:
+            if tier.engine_kwargs.lora_modules:
+                yield f"lora_modules of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
+        yield from emulation_problems({tier.name: tier.engine_kwargs.emulated for tier in self.tiers})
+        if self.autoscaling is not None:
+            yield from scaling_problems({tier.name: tier.deployment_config for tier in self.tiers})
 
     @property
     def affine(self) -> bool:

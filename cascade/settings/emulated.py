@@ -1,6 +1,6 @@
 """Devices that are not there: fakes, for measuring whole clusters on machines without such devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -41,24 +41,23 @@ class EmulatedConfig(Section):
         return self.context_ms * 1e-6 * self.stretch
 
 
-def emulation_problem(devices: Mapping[str, EmulatedConfig | None]) -> str | None:
-    """One sentence if tiers, bottom to top, cannot have these devices together."""
+def emulation_problems(devices: Mapping[str, EmulatedConfig | None]) -> Iterator[str]:
+    """A sentence for each reason why tiers, bottom to top, cannot have these devices together."""
     there = {name: device for name, device in devices.items() if device is not None}
     if there and len(there) < len(devices):
         real = next(name for name in devices if name not in there)
-        return f"tier {real!r} has a real device and tier {next(iter(there))!r} an emulated one: emulate all tiers or none"
+        yield f"tier {real!r} has a real device and tier {next(iter(there))!r} an emulated one: emulate all tiers or none"
     if len({device.stretch for device in there.values()}) > 1:
-        return "tiers differ in emulated.stretch: all share one time, so give them the same"
+        yield "tiers differ in emulated.stretch: all share one time, so give them the same"
     if len({device.recording for device in there.values()}) > 1:
-        return "tiers differ in emulated.recording: what they say of a text belongs together, so give them the same"
+        yield "tiers differ in emulated.recording: what they say of a text belongs together, so give them the same"
     toys = {name: device.agreement for name, device in there.items() if device.agreement is not None}
     if toys and len(toys) < len(there):
         real = next(name for name in there if name not in toys)
-        return f"tier {real!r} has no emulated.agreement and tier {next(iter(toys))!r} has: make all tiers toys or none"
+        yield f"tier {real!r} has no emulated.agreement and tier {next(iter(toys))!r} has: make all tiers toys or none"
     above: tuple[float, ...] | None = None
     for name, agreement in reversed(toys.items()):
         known = [] if above is None else ["its share with the next tier", *above]
         if agreement[bool(known) :] != (above or ()) or len(agreement) != len(known):
-            return f"emulated.agreement of tier {name!r} is {list(agreement)}: it must be [{', '.join(map(str, known))}]"
+            yield f"emulated.agreement of tier {name!r} is {list(agreement)}: it must be [{', '.join(map(str, known))}]"
         above = agreement
-    return None

@@ -1,5 +1,6 @@
 """Where a tier's model comes from, what guesses inside it, and how a replica runs it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -8,7 +9,6 @@ from cascade import family
 from cascade.chain.policy import Policy
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
-from cascade.errors import ConfigError
 from cascade.params import MAX_WINDOW
 from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
@@ -22,15 +22,13 @@ class ModelLoadingConfig(Section):
     """Where a tier's model comes from."""
 
     model_id: Annotated[str, Field(min_length=1)]  # its name, and its source unless one is given
-    model_source: Annotated[str, Field(min_length=1)] | None = (
-        None  # path of a folder or a GGUF file, hub id, or embedded:tiny, embedded:medium, embedded:full
-    )
+    # path of a folder or a GGUF file, hub id, or embedded:tiny, embedded:medium, embedded:full
+    model_source: Annotated[str, Field(min_length=1)] | None = None
 
     @property
     def source(self) -> str:
         """What `from_pretrained` takes; raises `ModelError` if the demonstration family is meant and not there."""
-        source = self.model_source or self.model_id
-        return resolved(source)
+        return resolved(self.model_source or self.model_id)
 
     @field_validator("model_id", "model_source")
     @classmethod
@@ -48,46 +46,25 @@ def resolved(source: str) -> str:
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: Literal[
-        "auto",
-        "lookup",
-        "suffix",
-        "recycling",
-        "lookahead",
-        "corpus",
-        "head",
-        "medusa",
-        "eagle",
-        "eagle3",
-        "peagle",
-        "mtp",
-        "dflash",
-        "dspark",
-        "exit",
-    ] = "auto"
+    kind: str = AUTO
     # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
     source: Annotated[str, Field(min_length=1)] | None = None
     # of "exit": it runs the first so many of its model, or all but some; those that pay best if neither is named
-    layers: Annotated[int, Field(ge=1)] | None = None
-    skip: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    layers: int | None = None
+    skip: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
-            try:
-                self.spec  # noqa: B018  # finds out
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-        elif self.source:
-            raise ValueError("a source needs its kind beside it; 'head' finds out which one it is")
-        elif self.layers or self.skip:
-            raise ValueError("layers and skip need their kind beside them, 'exit'")
+            self.spec  # noqa: B018  # finds out
+        elif self.source or self.layers is not None or self.skip:
+            raise ValueError("source, layers and skip need their kind beside them; 'head' finds out which head a source is")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
-        """The drafter, if it is not "auto"."""
-        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip or ())
+        """The drafter, if it is not "auto"; raises `ConfigError`."""
+        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip)
 
 
 def _listed(chosen: Any) -> Any:
@@ -108,14 +85,14 @@ class EngineKwargs(Section):
     revision: str | None = None
     trust_remote_code: bool = False
     quantization: str | None = None  # of the weights, see docs/models.md: int8, int4, fp8 or nf4; on vLLM its own methods
+    # adapters of the full tier that requests may name: paths or hub ids
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
-    )  # adapters of the full tier that requests may name: paths or hub ids
+    )
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share the model; more than one takes vLLM
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
-    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = (
-        None  # cores the replica is bound to
-    )
+    # cores the replica is bound to
+    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     max_pass_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # see `TierConfig.gpu_memory_utilization`
@@ -125,52 +102,46 @@ class EngineKwargs(Section):
     emulated: EmulatedConfig | None = None  # a fake device, for benchmarks alone
 
     @model_validator(mode="after")
-    def _drafts_plainly(self) -> Self:
-        try:
-            head = head_of(self.drafters)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        if head and self.lora_modules:
-            raise ValueError(f"drafter {head.kind!r} reads a model without adapters, and lora_modules: remove one of the two")
+    def _belongs_together(self) -> Self:
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _suits_its_engine(self) -> Self:
-        """What only the other engine takes is refused."""
-        extra, head = sorted(self.model_extra or ()), head_of(self.drafters)
+    def _problems(self) -> Iterator[str]:
+        """A sentence for each pair of options of which one excludes the other."""
+        head, extra, only_ours = head_of(self.drafters), sorted(self.model_extra or ()), self._only_ours()
+        if head and self.lora_modules:
+            yield f"drafter {head.kind!r} reads a model without adapters, and lora_modules: remove one of the two"
         if self.engine == "vllm":
-            only_ours = {
-                "emulated": self.emulated is not None,
-                "device": self.device is not None,
-                f"drafter {head.kind!r}" if head else "": head is not None,
-            }
-            for name, given in only_ours.items():
-                if given:
-                    raise ValueError(f"{name} is for our own engine: remove it, or set engine to 'cascade'")
-            return self
+            if only_ours:
+                yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"
+            return
         if extra:
-            raise ValueError(f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'")
-        if self.quantization is not None and self.quantization not in QUANTIZATION and not self._needs_vllm:
-            raise ValueError(
-                f"quantization is {self.quantization!r}: "
-                f"it must be {', '.join(QUANTIZATION)}, or one of vLLM's with engine 'vllm'"
-            )
-        if self._needs_vllm and (self.engine is not None or self._needs_cascade):
-            raise ValueError(
+            yield f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'"
+        ranked = self.tensor_parallel_size > 1
+        if self.quantization not in (None, *QUANTIZATION) and not ranked:
+            known = ", ".join(QUANTIZATION)
+            yield f"quantization is {self.quantization!r}: it must be {known}, or one of vLLM's with engine 'vllm'"
+        if ranked and (self.engine is not None or self._prefers_ours()):
+            yield (
                 f"tensor_parallel_size is {self.tensor_parallel_size}, and only vLLM shares a model among GPUs: "
                 "set engine to 'vllm', and remove what only our own engine takes"
             )
-        return self
+        if self.emulated is not None and self.device not in (None, "cpu"):
+            yield f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two"
+        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head)
+        if self.is_toy and given:
+            yield f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two"
 
-    @property
-    def _needs_vllm(self) -> bool:
-        return self.tensor_parallel_size > 1
+    def _only_ours(self) -> list[str]:
+        """What is given that vLLM cannot do."""
+        head = head_of(self.drafters)
+        given = {"emulated": self.emulated, "device": self.device}
+        return [name for name, value in given.items() if value] + ([f"drafter {head.kind!r}"] if head else [])
 
-    @property
-    def _needs_cascade(self) -> bool:
-        """Whether something is given that only our own engine takes."""
-        ours = (self.emulated, self.device, self.lora_modules, self.quantization, head_of(self.drafters), self.num_threads)
-        return any(ours)
+    def _prefers_ours(self) -> bool:
+        """Whether anything is given that means our own engine where none is named."""
+        return any((self._only_ours(), self.lora_modules, self.quantization, self.num_threads))
 
     def runs_on(self, *, gpu: bool) -> Literal["cascade", "vllm"]:
         """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
@@ -179,9 +150,9 @@ class EngineKwargs(Section):
         """
         if self.engine is not None:
             return self.engine
-        if self._needs_vllm:
+        if self.tensor_parallel_size > 1:
             return "vllm"
-        return "vllm" if gpu and not self._needs_cascade and vllm.installed() else "cascade"
+        return "vllm" if gpu and not self._prefers_ours() and vllm.installed() else "cascade"
 
     @property
     def vllm_options(self) -> dict[str, Any]:
@@ -190,17 +161,6 @@ class EngineKwargs(Section):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}
         return {**given, **shared, **(self.model_extra or {})}
-
-    @model_validator(mode="after")
-    def _emulated_plainly(self) -> Self:
-        if self.emulated is None:
-            return self
-        if self.device not in (None, "cpu"):
-            raise ValueError(f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two")
-        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head_of(self.drafters))
-        if self.is_toy and given:
-            raise ValueError(f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two")
-        return self
 
     @property
     def is_toy(self) -> bool:

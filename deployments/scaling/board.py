@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingContext
 from cascade.chain.layout import Layout, Speeds, TierLoad
 from cascade.chain.profile import PassCost
 from cascade.chain.scaling import Scaler
-from cascade.settings.autoscaling import AutoscalingConfig
+from cascade.settings.deployment import AutoscalingConfig
 
 log = logging.getLogger("ray.serve")
 

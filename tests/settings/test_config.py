@@ -78,18 +78,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "toys that disagree": (emulated([0.5, 0.6], [0.7], []), r"tier 't0' is \[0\.5, 0\.6\]: it must be \[its share .*, 0\.7\]"),
     "full tier that agrees": (emulated([0.5], [0.7]), r"agreement of tier 't1' is \[0\.7\]: it must be \[\]"),
     "no tiers": ({"window": 3}, r"tiers is missing; add it"),
-    "zero tiers": ({"tiers": []}, r"tiers: .*at least 1"),
     "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
     "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
     "tier a string": ({"tiers": ["full"]}, r"tiers\.0 is 'full': it must be a mapping"),
     "no name": ({"tiers": [{"model_loading_config": {"model_id": "m"}}]}, r"tiers\.0\.name is missing"),
-    "no model": ({"tiers": [{"name": "full"}]}, r"tiers\.0\.model_loading_config is missing"),
-    "no model_id": ({"tiers": [{"name": "full", "model_loading_config": {}}]}, r"model_loading_config\.model_id is missing"),
-    "empty model_id": ({"tiers": [tier(model_id="")]}, r"model_id is ''"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
-    "unknown drafter": (one(engine_kwargs={"drafter": "oracle"}), r"drafter.0.kind is 'oracle'.*'auto', 'lookup'"),
+    "unknown drafter": (one(engine_kwargs={"drafter": "oracle"}), r"drafter.kind is 'oracle': it must be one of auto, lookup"),
     "drafter twice": (one(engine_kwargs={"drafter": ["lookup", "lookup"]}), r"'lookup' twice: once is enough"),
-    "drafter named auto and by name": (one(engine_kwargs={"drafter": ["auto", "suffix"]}), r"'suffix' twice: once is enough"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
     "corpus without a file": (one(engine_kwargs={"drafter": "corpus"}), r"needs a source: the path of a text file"),
     "file without a corpus": (
@@ -120,55 +115,36 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"quantization": "awq"}),
         r"quantization is 'awq': it must be int8, int4, fp8, nf4, or one of vLLM's with engine 'vllm'",
     ),
-    "layers without a kind": (one(engine_kwargs={"drafter": {"layers": 4}}), r"need their kind beside them, 'exit'"),
-    "layers of a lookup": (
-        one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
-        r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
+    "layers without a kind": (
+        one(engine_kwargs={"drafter": {"layers": 4}}),
+        r"source, layers and skip need their kind beside them",
     ),
-    "no layers": (one(engine_kwargs={"drafter": {"kind": "exit", "layers": 0}}), r"drafter.0.layers is 0: .*equal to 1"),
     "some layers and others": (
         one(engine_kwargs={"drafter": {"kind": "exit", "layers": 4, "skip": [7]}}),
         r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
+    ),
+    "layers of a lookup": (
+        one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
+        r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
     ),
     "a layer twice": (
         one(engine_kwargs={"drafter": {"kind": "exit", "skip": [7, 7]}}),
         r"drafter.skip is \[7, 7\]: it must name layers from 0 on, each once",
     ),
-    "an early exit with a file": (
-        one(engine_kwargs={"drafter": {"kind": "exit", "source": "a/b"}}),
-        r"drafter.source is 'a/b', but 'exit' reads no file: remove it",
-    ),
-    "file without a kind": (one(engine_kwargs={"drafter": {"source": "f"}}), r"a source needs its kind beside it"),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
-    "empty name": (one(name=""), r"tiers\.0\.name is ''"),
-    "long name": (one(name="x" * 33), r"tiers\.0\.name is 'x{33}'"),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
-    "unknown key in a tier": (one(model="m"), r"tiers\.0\.model is not a known key"),
     "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs: quantise is not a known key"),
-    "unknown deployment option": (deploying(replicas=2), r"deployment_config\.replicas is not a known key"),
-    "unknown router option": ({"tiers": [tier()], "router": {"port": 1}}, r"router\.port is not a known key"),
     "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),
     "window 0": ({"tiers": [tier()], "window": 0}, r"window is 0: .*greater than or equal to 1"),
     "window too long": ({"tiers": [tier()], "window": MAX_WINDOW + 1}, r"window is 257: .*256"),
     "window a word": ({"tiers": [tier()], "window": "wide"}, r"window is 'wide': .*integer"),
-    "max_model_len": ({"tiers": [tier()], "max_model_len": 1}, r"max_model_len is 1: "),
     "verify": ({"tiers": [tier()], "verify": "perhaps"}, r"verify is 'perhaps': .*boolean"),
     "dtype": (one(engine_kwargs={"dtype": "int4"}), r"dtype is 'int4': .*'bfloat16'"),
-    "num_threads": (one(engine_kwargs={"num_threads": 0}), r"num_threads is 0"),
     "cpu_affinity": (one(engine_kwargs={"cpu_affinity": [-1]}), r"cpu_affinity\.0 is -1"),
-    "no cores": (one(engine_kwargs={"cpu_affinity": []}), r"cpu_affinity"),
-    "max_pass_tokens": (one(engine_kwargs={"max_pass_tokens": 0}), r"max_pass_tokens is 0"),
-    "patience": (one(engine_kwargs={"patience": -1}), r"patience is -1"),
     "patience infinite": (one(engine_kwargs={"patience": float("inf")}), r"patience is inf"),
-    "patience no number": (one(engine_kwargs={"patience": float("nan")}), r"patience is nan"),
-    "max_guesses": (one(engine_kwargs={"max_guesses": 257}), r"max_guesses is 257"),
     "num_replicas": (deploying(num_replicas=0), r"deployment_config\.num_replicas is 0"),
     "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
-    "max_ongoing_requests": (deploying(max_ongoing_requests=0), r"max_ongoing_requests is 0"),
-    "stall_timeout_s": ({"tiers": [tier()], "router": {"stall_timeout_s": 0}}, r"router\.stall_timeout_s is 0"),
-    "listen": ({"tiers": [tier()], "router": {"listen": {"grpc_port": 0}}}, r"router\.listen\.grpc_port is 0"),
-    "max_running": ({"tiers": [tier()], "router": {"max_running": 0}}, r"router\.max_running is 0"),
     "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     "keys_env": ({"tiers": [tier()], "router": {"access": {"keys_env": "a b"}}}, r"keys_env is 'a b'"),
     "key limits": (
@@ -176,23 +152,17 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"limits\.alice\.tokens_per_minute is 0",
     ),
     "max_prompts": ({"tiers": [tier()], "router": {"limits": {"max_prompts": 4097}}}, r"max_prompts is 4097: .*4096"),
-    "max_n": ({"tiers": [tier()], "router": {"limits": {"max_n": 1025}}}, r"max_n is 1025: .*1024"),
-    "max_body_bytes": ({"tiers": [tier()], "router": {"limits": {"max_body_bytes": 1}}}, r"max_body_bytes is 1"),
-    "embedded": ({"tiers": [tier(model_id="embedded:nonsense")]}, r"nonsense.*embedded:tiny"),
     "embedded source": (
         one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
         r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
     ),
-    "a string": ("tiers", r"mapping"),
     "a list": ([tier()], r"mapping"),
-    "a number": (7, r"mapping"),
     "placement group": (
         one(placement_group_config={"bundle": [{"CPU": 1}]}),
         r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy, bundle_label_selector",
     ),
     "user_config": (deploying(user_config={}), r"user_config cannot be given here: it is made of the configuration"),
     "logging option": (deploying(logging_config={"encodin": "JSON"}), r"tier full.*encodin"),
-    "backpressure option": (deploying(backpressure_config={"status": 429}), r"tier full.*status"),
     "request router option": (
         deploying(request_router_config={"backoff": 1}),
         r"request_router_config of tier full has the unknown key 'backoff'",
@@ -201,7 +171,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         deploying(request_router_config={"request_router_class": "no.such:Class"}),
         r"tier full.*no",
     ),
-    "rolling_update_percentage": (deploying(rolling_update_percentage=20), r"rolling_update_percentage is 20"),
     "placement strategy": (
         one(placement_group_config={"bundles": [{"CPU": 1}], "strategy": "NEAR"}),
         r"tier full.*NEAR",
@@ -250,20 +219,14 @@ def test_wrong_configurations_are_refused(kind: str) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, r"cannot be read: No such file"),
-    "a folder": (lambda path: path.mkdir(), r"cannot be read: Is a directory"),
-    "a folder in its way": (lambda path: path.symlink_to(path), r"cannot be read: .*symbolic links"),
     "empty": (lambda path: path.write_text(""), r"must be a mapping"),
     "list": (lambda path: path.write_text("- a\n- b\n"), r"must be a mapping"),
-    "string": (lambda path: path.write_text("tiers"), r"must be a mapping"),
     "not YAML": (lambda path: path.write_text("tiers: [a\nb: c"), r"is not YAML"),
     "tab": (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1$"),
     "binary": (lambda path: path.write_bytes(bytes(range(256))), r"is not YAML"),
-    "zeros": (lambda path: path.write_bytes(bytes(64)), r"is not YAML"),
-    "Latin-1": (lambda path: path.write_bytes(b"tiers: \xe4"), r"is not YAML"),
     "Python object": (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
     "impossible date": (lambda path: path.write_text("tiers: 2026-13-45"), r"is not YAML"),
     "deep": (lambda path: path.write_text("[" * 1200), r"is not YAML"),
-    "unknown key": (lambda path: path.write_text("tiers: []\nfoo: 1"), r"(tiers|foo)"),
 }
 
 
@@ -278,18 +241,7 @@ def test_wrong_files_are_refused(tmp_path: Path, kind: str) -> None:
     assert one_sentence(caught).startswith(str(path))
 
 
-def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards users against a traceback for a file of somebody else; root reads everything, so the refusal is made up."""
-
-    def refuse(*args: object, **options: object) -> str:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ConfigError, match=r"my\.yaml cannot be read: Permission denied"):
-        CascadeConfig.load(tmp_path / "my.yaml")
-
-
-@pytest.mark.parametrize("path", [5, None, ["a"], {}])
+@pytest.mark.parametrize("path", [5, None])
 def test_path_that_is_none_is_refused(path: object) -> None:
     """Guards `serve run deployments.app:build config=...` and YAML's args against a path that is not text."""
     with pytest.raises(ConfigError, match="config is") as caught:
@@ -390,10 +342,8 @@ def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment
     [
         ({}, {}, False),
         ({"num_replicas": 2}, {}, True),
-        ({"num_replicas": "auto"}, {}, True),
         ({"num_replicas": 2}, {"prefix_affinity": False}, False),
         ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 1}}, {}, False),
-        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}, {}, True),
     ],
 )
 def test_only_full_tiers_of_several_replicas_are_preferred(
@@ -508,8 +458,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "mute")
     for file in (folder / "mute").glob("*token*"):
         file.unlink()
-    make_model(folder / "bare")
-    (folder / "bare" / "config.json").unlink()
     make_model(folder / "broken")
     (folder / "broken" / "config.json").write_text("{")
     (folder / "empty").mkdir()
@@ -547,7 +495,7 @@ def test_short_context_is_refused(folder: Path) -> None:
     one_sentence(caught)
 
 
-@pytest.mark.parametrize("name", ["absent", "empty", "mute", "bare", "broken"])
+@pytest.mark.parametrize("name", ["empty", "mute", "broken"])
 def test_models_that_cannot_be_loaded_are_refused(folder: Path, name: str) -> None:
     """Guards the start of a server against folders that are no models: the tier and the source are named."""
     with pytest.raises(ConfigError, match=rf"tier t0 .*{name}") as caught:
@@ -559,8 +507,6 @@ def test_models_that_cannot_be_loaded_are_refused(folder: Path, name: str) -> No
     ("source", "words"),
     [
         ("/no/such/model", "There is no folder"),
-        ("./model", "There is no folder"),
-        ("a/b/c", "There is no folder"),
         (__file__, "is a file"),
     ],
 )

@@ -102,7 +102,7 @@ class Server:
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
             from cascade.settings.check import limits  # with PyTorch
 
-            application = bind(at_door(config, self._listen, _node()), limits(config))
+            application = bind(at_door(config, self._listen, ray.util.get_node_ip_address()), limits(config))
         self._check_room()
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
@@ -114,23 +114,17 @@ class Server:
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        self._check_name()
+        if not self._owns_ray and self._name in serve.status().applications:  # which Serve would replace without a word
+            raise ConfigError(
+                f"The cluster runs an application named {self._name!r} already: choose another --name, "
+                f"or end that one (serve.delete({self._name!r}))"
+            )
         self._deployed = True
         route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
         try:
             serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route
             raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
-
-    def _check_name(self) -> None:
-        """Raise `ConfigError` if it would take the place of another application: Serve would replace that without a word."""
-        if self._owns_ray:
-            return
-        if self._name in serve.status().applications:
-            raise ConfigError(
-                f"The cluster runs an application named {self._name!r} already: choose another --name, "
-                f"or end that one (serve.delete({self._name!r}))"
-            )
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
@@ -261,22 +255,6 @@ def _check_cluster(address: str) -> None:
         raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({reason}): start it, or unset it") from None
 
 
-def _node() -> str:
-    """Address of this machine, as its cluster knows it."""
-    address: str = ray.util.get_node_ip_address()
-    return address
-
-
-def _join(address: str, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the cluster does not take us."""
-    try:
-        ray.init(address=address, **options)
-    except Exception as error:  # whatever Ray raises: nobody is there, or another version
-        raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, which cannot be joined ({_line(error)}): start the cluster, or unset it"
-        ) from None
-
-
 def _keep_token() -> None:
     """Give Ray a token for this process and its own, unless the user has one.
 
@@ -296,12 +274,16 @@ def _start_ray(num_gpus: int = 0) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
         _check_cluster(address)
-        _join(address, options)
+        try:
+            ray.init(address=address, **options)
+        except Exception as error:  # whatever Ray raises: nobody is there, or another version
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, which cannot be joined ({_line(error)}): start the cluster, or unset it"
+            ) from None
         return
     _keep_token()
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
-    if num_gpus:
-        options["num_gpus"] = num_gpus
+    options |= {"num_gpus": num_gpus} if num_gpus else {}
     try:
         ray.init(**options)
     except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens

@@ -19,12 +19,14 @@ from tests import small
 
 
 class Ray:
-    """Remembers what is asked of Ray and of Serve."""
+    """Remembers what is asked of Ray and of Serve, on a machine whose address is 10.0.0.2."""
 
-    def __init__(self, initialized: bool) -> None:
-        self.initialized = initialized
+    def __init__(self) -> None:
+        self.initialized = False
         self.calls: list[str] = []
         self.applications: list[str] = []
+        self.raises: dict[str, Exception] = {}  # by call
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.2")
 
     def is_initialized(self) -> bool:
         return self.initialized
@@ -38,48 +40,43 @@ class Ray:
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> None:
             self.calls.append(name)
+            if name in self.raises:
+                raise self.raises[name]
             self.initialized = name != "shutdown"
 
         return call
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    """In the place of Ray and Serve, which get no application; there is no cluster to join unless a test says so."""
+    fake = Ray()
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    for name, stub in {"ray": fake, "serve": fake, "build": lambda config: None, "bind": lambda *args: None}.items():
+        monkeypatch.setattr(module, name, stub)
+    return fake
+
+
 @pytest.mark.parametrize(
     ("address", "initialized", "owned"),
-    [
-        ("", False, True),
-        ("local", False, True),
-        ("ray://10.0.0.1:10001", False, False),
-        ("", True, False),
-        ("auto", True, False),
-    ],
+    [("", False, True), ("local", False, True), ("ray://10.0.0.1:10001", False, False), ("", True, False)],
 )
 def test_joined_clusters_keep_their_applications(
-    monkeypatch: pytest.MonkeyPatch, address: str, initialized: bool, owned: bool
+    monkeypatch: pytest.MonkeyPatch, fake: Ray, address: str, initialized: bool, owned: bool
 ) -> None:
     """Guards a shared cluster: stopping a server that joined it must not shut down everybody's Serve."""
-    fake = Ray(initialized)
+    fake.initialized = initialized
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "serve", fake)
-    monkeypatch.setattr(module, "build", lambda config: None)
-    monkeypatch.setattr(module, "bind", lambda config, limits: None)
-    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()
     assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])
 
 
-def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
     """Guards another's application of the same name on a joined cluster: it was replaced, and deleted at the end."""
-    fake = Ray(False)
     fake.applications = ["cascade"]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "serve", fake)
-    monkeypatch.setattr(module, "build", lambda config: None)
-    monkeypatch.setattr(module, "bind", lambda config, limits: None)
-    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     with pytest.raises(ConfigError, match="runs an application named 'cascade' already: choose another --name"):
         Server.start(port=0)
     assert fake.calls == ["init", "start"]
@@ -150,16 +147,10 @@ def test_named_accelerators_are_looked_for() -> None:
 
 @pytest.mark.parametrize("address", ["", "auto"])
 def test_servers_do_not_wait_for_what_cannot_come(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
+    monkeypatch: pytest.MonkeyPatch, fake: Ray, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
     """Guards the start: on this machine alone it ends with a sentence and leaves nothing; a cluster may grow, so it goes on."""
-    fake = Ray(False)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "serve", fake)
-    monkeypatch.setattr(module, "build", lambda config: None)
-    monkeypatch.setattr(module, "bind", lambda config, limits: None)
-    monkeypatch.setattr(module, "_node", lambda: "10.0.0.2")
     config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
     if address:
         with Server.start(config, port=0):
@@ -170,64 +161,43 @@ def test_servers_do_not_wait_for_what_cannot_come(
     assert fake.calls == ["init", "shutdown"]
 
 
-def test_failed_replicas_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replicas_are_one_sentence(fake: Ray) -> None:
     """Guards the command line against the traceback of a replica that cannot start: its last line is what is wrong."""
-
-    def run(*args: Any, **options: Any) -> None:
-        raise RuntimeError(
-            "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
-        )
-
-    fake = Ray(False)
-    monkeypatch.setenv("RAY_ADDRESS", "")
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "serve", fake)
-    monkeypatch.setattr(module, "build", lambda config: None)
-    monkeypatch.setattr(fake, "run", run, raising=False)
+    said = "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
+    fake.raises["run"] = RuntimeError(said)
     with pytest.raises(ModelError, match=r"^The tiers did not start: the model cannot be used: why$"):
         Server.start(port=0)
     assert fake.calls[-1] == "shutdown"
 
 
-def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
     """Guards RAY_ADDRESS with a cluster that is gone: Ray tried for minutes and filled the screen."""
-    fake = Ray(False)
     address = f"127.0.0.1:{module.free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(module, "ray", fake)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', where no cluster answers"):
         Server.start(port=0)
     assert fake.calls == []
 
 
-def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
     """Guards RAY_ADDRESS=auto where no Ray runs: the command line showed Ray's traceback."""
-
-    def init(*args: Any, **options: Any) -> None:
-        raise ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
-
-    fake = Ray(False)
+    fake.raises["init"] = ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(fake, "init", init, raising=False)
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
         Server.start(port=0)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("", ""), ("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "/a/file")])
-def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("", ""), ("RAY_AUTH_MODE", "disabled")])
+def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, fake: Ray, tmp_path: Path, name: str, value: str) -> None:
     """Guards the user's machine: Ray wrote ~/.ray/auth_token, after which `ray start --head` refused workers without it."""
-    monkeypatch.setattr(module, "ray", Ray(False))
     monkeypatch.setenv("HOME", str(tmp_path))
-    for variable in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(variable, raising=False)
+    for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
     if name:
         monkeypatch.setenv(name, value)
-    with monkeypatch.context() as undone:
-        undone.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
-        undone.delenv("RAY_AUTH_TOKEN")
-        module._start_ray()
+    with Server.start(port=0):
         assert ("RAY_AUTH_TOKEN" in os.environ) is (not name)  # else Ray makes a file, or the user has said what to do
 
 

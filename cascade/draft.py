@@ -1,6 +1,6 @@
 """What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,6 @@ class Dist:
         ids, probs = (each.tolist() if hasattr(each, "tolist") else each for each in (self.ids, self.probs))
         pairs = [pair for pair in zip(ids, probs, strict=True) if pair[1] > 0]
         return [token for token, _ in pairs], [prob for _, prob in pairs]
-
-    def __reduce__(self) -> tuple[Callable[..., "Dist"], tuple[list[int], list[float]]]:
-        return Dist, self.listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from cascade.chain.hints import Hint, fed
 from cascade.chain.kv_admission import KVAdmission
 from cascade.chain.loop import Limits, Loop
 from cascade.chain.policy import Policy
-from cascade.chain.scheduler import LOCKSTEP_PATIENCE_S
 from cascade.chain.profile import Profile
 from cascade.chain.rounds import Rounds
 from cascade.chain.runner import Runner
+from cascade.chain.scheduler import LOCKSTEP_PATIENCE_S
 from cascade.chain.session import Session
 from cascade.draft import Dist, Draft
 from cascade.messages import COUPLED, Close, Commit, Edge, Failed, Message, Open, Proposal, Rules

@@ -6,10 +6,9 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cascade.answer import Chunk
 from cascade.messages import COUPLED, LAST, MAKES_WAY, RUNNER_UPS, Close, Commit, Failed, Message, Open, Proposal, mint
 from cascade.scorer import UNIT
 from cascade.settings.config import CascadeConfig
@@ -111,21 +110,10 @@ class Auditor:
         """Answers wait, or one is being audited."""
         return self._task is not None
 
-    def some(self, chunks: AsyncGenerator[Chunk, None], opening: Open) -> AsyncGenerator[Chunk, None]:
-        """``chunks`` of an answer, which is noted when it is complete, if it is one of the share."""
-        return self._noted(chunks, opening) if random.random() < self._config.share else chunks
-
-    async def _noted(self, chunks: AsyncGenerator[Chunk, None], opening: Open) -> AsyncGenerator[Chunk, None]:
-        tokens: list[int] = []
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                tokens += chunk.token_ids
-                if chunk.completion is not None:
-                    self._take(opening, tokens)
-                yield chunk
-
-    def _take(self, opening: Open, tokens: Sequence[int]) -> None:
-        """An answer is complete: these tokens were sent behind those of its opening."""
+    def offer(self, opening: Open, tokens: Sequence[int]) -> None:
+        """An answer is complete, whose tokens were sent behind those of its opening: audit it if it is one of the share."""
+        if random.random() >= self._config.share:
+            return
         if not tokens or self._closed:
             return
         if opening.rules != COUPLED:  # the text depends on the drafts

@@ -1,23 +1,82 @@
 """A router's sessions at the full tier, and the answers that they write, each on as many replicas as it takes."""
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from cascade.answer import Answer, Chunk
-from cascade.messages import Close, Message, mint
+from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from cascade.messages import Close, Failed, Message, Proposal, mint
 from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import ActiveRequest, Admission
 from deployments.admission.lifetime import Lifetime
-from deployments.admission.retry import RetryBudget, SessionFailed, heard
 from deployments.links.downlink import Downlink
 from deployments.links.leases import HELD_PLACES, Lessor, Prefixes
 
 log = logging.getLogger(__name__)
 
+PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
+MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token: some requests break whatever runs them
 LEASE_TIMEOUT_S = 30.0  # a replica may have to start first
+
+
+class SessionFailed(Exception):
+    """A session at the full tier is over before its answer is complete; the text goes on at another replica."""
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """How long a request may go on without a new token."""
+
+    limit_s: float
+    num_tokens: int = 0
+    since: float = field(default_factory=time.monotonic)
+    fruitless: int = 0  # sessions that failed since the last new token
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.since + self.limit_s - time.monotonic())
+
+    def saw(self, num_tokens: int) -> None:
+        """The text is so long, and the client has it."""
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
+
+    def failed(self, reason: str) -> float:
+        """The pause before another replica is tried; raises `Unavailable` when that is enough."""
+        self.fruitless += 1
+        if self.fruitless > MAX_FRUITLESS:
+            raise Unavailable(f"The full tier failed {self.fruitless} times without a new token: {reason}")
+        if not self.left_s:
+            raise Unavailable(f"The full tier made no progress for {self.limit_s:g} s: {reason}")
+        return PAUSES_S[min(self.fruitless, len(PAUSES_S)) - 1]
+
+
+async def heard(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, lifetime: Lifetime) -> Proposal:
+    """What the full tier says next; raises `SessionFailed`, or what ends the request.
+
+    Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
+    client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
+    """
+    try:
+        message = await lifetime.wait(inbox.get, retry_budget.left_s)
+    except DeadlineExceeded:  # which is a `TimeoutError`, too
+        raise
+    except TimeoutError:
+        raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
+    while isinstance(message, Proposal) and not inbox.empty():
+        newer = inbox.get_nowait()
+        if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes behind it
+            inbox.put_nowait(newer)
+            break
+        message = newer
+    if isinstance(message, Failed):
+        raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
+    assert isinstance(message, Proposal)
+    return message
 
 
 class FullTier:
@@ -44,35 +103,32 @@ class FullTier:
         self._stall_timeout_s = config.router.stall_timeout_s
         self.downlink.leases.hold_s[self._name] = _held_lease_s(config)
 
-    async def drive(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
-        """What is left of an answer, piece by piece."""
+    async def pieces(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
+        """What the client has not had of an answer yet, piece by piece. A session that fails goes on at another replica."""
+        if (rest := answer.rest()) is not None:  # the client knows all of its tokens
+            yield rest
         retry_budget = RetryBudget(self._stall_timeout_s)
         while not answer.finished:
+            opening = answer.replay(mint())
+            inbox = self.inboxes[opening.session] = asyncio.Queue()
+            self.downlink.put([opening])
+            pause_s = 0.0
             try:
-                async with contextlib.aclosing(self._session(answer, retry_budget, request.lifetime)) as chunks:
-                    async for chunk in chunks:
+                while not answer.finished:
+                    chunk, commit = answer.take(await heard(inbox, retry_budget, request.lifetime))
+                    if chunk is not None:
                         yield chunk
+                    if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
+                        self.downlink.put([commit])
+                    retry_budget.saw(answer.num_tokens)
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
+            finally:
+                del self.inboxes[opening.session]
+                self.downlink.put([Close(opening.session)])
+            if pause_s:
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
-
-    async def _session(self, answer: Answer, retry_budget: RetryBudget, lifetime: Lifetime) -> AsyncGenerator[Chunk, None]:
-        """Pieces from one session, until the answer is complete; raises `SessionFailed`."""
-        opening = answer.replay(mint())
-        inbox = self.inboxes[opening.session] = asyncio.Queue()
-        self.downlink.put([opening])
-        try:
-            while not answer.finished:
-                chunk, commit = answer.take(await heard(inbox, retry_budget, lifetime))
-                if chunk is not None:
-                    yield chunk
-                if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
-                    self.downlink.put([commit])
-                retry_budget.saw(answer.num_tokens)
-        finally:
-            del self.inboxes[opening.session]
-            self.downlink.put([Close(opening.session)])
 
     def _hear(self, messages: Sequence[Message]) -> None:
         for message in messages:

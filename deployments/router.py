@@ -141,7 +141,7 @@ class Router:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
         with reported(grpc_context, self.admission.metrics.refused):
-            async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
+            async with self._asked(partial(self._admit, request), grpc_context) as chunks:
                 async for chunk in chunks:
                     yield response(chunk)
 
@@ -149,14 +149,14 @@ class Router:
         """The whole answer."""
         with reported(grpc_context, self.admission.metrics.refused):
             refuse_streaming(request, "Generate")
-            async with contextlib.aclosing(self._asked(partial(self._admit, request), grpc_context)) as chunks:
+            async with self._asked(partial(self._admit, request), grpc_context) as chunks:
                 return whole([chunk async for chunk in chunks])
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
         with reported(grpc_context, self.admission.metrics.refused):
             turn = ChatTurn(request)
-            async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
+            async with self._asked(partial(self._admit_turn, turn), grpc_context) as chunks:
                 async for chunk in chunks:
                     yield turn.piece(chunk)
 
@@ -165,7 +165,7 @@ class Router:
         with reported(grpc_context, self.admission.metrics.refused):
             refuse_streaming(request, "Chat")
             turn = ChatTurn(request)
-            async with contextlib.aclosing(self._asked(partial(self._admit_turn, turn), grpc_context)) as chunks:
+            async with self._asked(partial(self._admit_turn, turn), grpc_context) as chunks:
                 return turn.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
@@ -260,8 +260,11 @@ class Router:
 
     # requests
 
-    async def _asked(self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext) -> AsyncGenerator[Chunk, None]:
-        """The answer to a gRPC request, which ``admit`` checks."""
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext
+    ) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
+        """The pieces of the answer to a gRPC request, which ``admit`` checks."""
         since, said = time.monotonic(), metadata(context)
         account = self.admission.access.account(said.get("authorization"))
         self.admission.places.check()  # before the work of reading it
@@ -269,22 +272,22 @@ class Router:
         limits = account, said.get("request_id"), remaining_s(context), [opening]
         with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
             async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
-                async for chunk in chunks:
+                yield chunks
+
+    async def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
+        """One answer, piece by piece; ``index`` is that of its prompt.
+
+        Here is all that surrounds an answer: its turn, what is counted, the audit. `FullTier.pieces` writes it.
+        """
+        async with self.admission.answering(opening, request, index) as record:
+            answer = await self._answer(record.opening, index, lambda: time.monotonic() - request.since)
+            async with contextlib.aclosing(self._full.pieces(answer, request)) as pieces:
+                async for chunk in pieces:
+                    record.piece(chunk)
+                    if chunk.completion is not None:
+                        self._auditor.offer(record.opening, record.tokens)
                     yield chunk
-
-    def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
-        """One answer, piece by piece; ``index`` is that of its prompt."""
-        opening = request.trace.answer(opening, index)
-        return self.admission.counted(self._auditor.some(self._chunks(opening, request, index), opening), opening, request)
-
-    async def _chunks(self, opening: Open, request: ActiveRequest, index: int) -> AsyncGenerator[Chunk, None]:
-        """What the client has not had of an answer yet."""
-        answer = await self._answer(opening, index, lambda: time.monotonic() - request.since)
-        if (last := answer.rest()) is not None:  # one of several answers, which the client knows whole
-            yield last
-        async with contextlib.aclosing(self._full.drive(answer, request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+                    record.sent(chunk)
 
     async def _admit(self, request: pb.GenerateRequest) -> Open:
         """Check everything a request says; raises `InvalidRequest`."""

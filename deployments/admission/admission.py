@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
@@ -20,7 +20,7 @@ from deployments.admission.metrics import RouterMetrics
 from deployments.admission.places import Places
 from deployments.admission.status import status_of
 from deployments.tracing.export import tracing
-from deployments.tracing.request import UNTRACED, RequestTrace, request_trace
+from deployments.tracing.request import RequestTrace, request_trace
 
 access = logging.getLogger("deployments.access")
 
@@ -45,7 +45,7 @@ class ActiveRequest:
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
-    trace: RequestTrace = UNTRACED
+    trace: RequestTrace = field(default_factory=RequestTrace)
 
     def ended(self, outcome: str, num_read: int, num_written: int) -> None:
         """One of its answers is over."""
@@ -143,41 +143,65 @@ class Admission:
         for request in list(self._active):
             request.lifetime.abort(leaving=True)
 
-    async def counted(
-        self, chunks: AsyncGenerator[Chunk, None], opening: Open, request: ActiveRequest
-    ) -> AsyncGenerator[Chunk, None]:
-        """``chunks`` of one answer when its turn has come, counted and charged."""
-        outcome, num_tokens, last = "failed", 0, request.since
+    @contextlib.asynccontextmanager
+    async def answering(self, opening: Open, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
+        """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
+        record = AnswerRecord(opening, request, index, self.metrics)
         request.account.charge(len(opening.tokens))
         if len(opening.tokens) > opening.prompt_len:
             self.metrics.resumed()
         try:
-            async with self._turn(opening, request) as ticket, contextlib.aclosing(chunks):
-                self.metrics.turn(time.monotonic() - request.since)
-                request.trace.turn(opening.session)
-                async for chunk in chunks:
-                    if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
-                        yield chunk
-                        continue
-                    now = time.monotonic()
-                    if num_tokens == 0:
-                        request.trace.first_piece(opening.session)
-                    self.metrics.piece(now - last, first=num_tokens == 0)
-                    num_tokens += len(chunk.token_ids)
-                    ticket.written = num_tokens
-                    request.account.charge(len(chunk.token_ids))
-                    if chunk.completion is not None:
-                        outcome = chunk.completion.finish_reason
-                        self.metrics.completed(chunk.completion, now - request.since, sampled=opening.params.temperature > 0)
-                    yield chunk
-                    last = time.monotonic()
+            async with self._turn(opening, request) as record.ticket:
+                record.turn()
+                yield record
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer
-            outcome = "left" if outcome == "failed" else outcome
+            record.outcome = "left" if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
-            outcome = status_of(error).code
+            record.outcome = status_of(error).code
             raise
         finally:
-            self.metrics.ended(outcome, opening.prompt_len, num_tokens)
-            request.ended(outcome, opening.prompt_len, num_tokens)
-            request.trace.ended(opening.session, outcome, opening.prompt_len, num_tokens)
+            self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            request.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            record.trace.end(record.outcome, len(record.tokens))
+
+
+class AnswerRecord:
+    """What is counted of one answer while it is written; ``opening`` is what to ask the full tier."""
+
+    ticket: Ticket
+
+    def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
+        self.trace = request.trace.answer(opening, index)
+        self.opening = self.trace.opening
+        self.tokens: list[int] = []  # that were sent
+        self.outcome = "failed"
+        self._request = request
+        self._metrics = metrics
+        self._last = request.since  # when the last piece had been sent
+
+    def turn(self) -> None:
+        """Its turn has come."""
+        self._metrics.turn(time.monotonic() - self._request.since)
+        self.trace.turn()
+
+    def piece(self, chunk: Chunk) -> None:
+        """The next piece is about to be sent."""
+        if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
+            return
+        now, first = time.monotonic(), not self.tokens
+        if first:
+            self.trace.first_piece()
+        self._metrics.piece(now - self._last, first=first)
+        self.tokens += chunk.token_ids
+        self.ticket.written = len(self.tokens)
+        self._request.account.charge(len(chunk.token_ids))
+        if chunk.completion is not None:
+            self.outcome = chunk.completion.finish_reason
+            sampled = self.opening.params.temperature > 0
+            self._metrics.completed(chunk.completion, now - self._request.since, sampled=sampled)
+
+    def sent(self, chunk: Chunk) -> None:
+        """The client's stream has taken the piece."""
+        if chunk.token_ids:
+            self._last = time.monotonic()

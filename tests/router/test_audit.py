@@ -129,13 +129,13 @@ async def test_few_answers_wait() -> None:
     values = small.config().model_dump(mode="json") | {"router": {"audit": {"share": 1.0, "max_waiting": 2}}}
     auditor = Auditor(CascadeConfig.parse(values), print, admission)
     for _ in range(5):
-        auditor._take(opening(), [1, 2])
+        auditor.offer(opening(), [1, 2])
     assert len(auditor._waiting) == 2
     assert b'cascade_audits_skipped_total{reason="queue"} 3.0' in admission.metrics.text()
     task = auditor._task
     assert task is not None
     await auditor.close()
-    auditor._take(opening(), [1, 2])
+    auditor.offer(opening(), [1, 2])
     assert not auditor._waiting
     await asyncio.wait([task])
     assert task.cancelled()

@@ -17,7 +17,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments import observer
 from deployments import router as module
 from deployments.admission.lifetime import Lifetime
-from deployments.admission.retry import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
+from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
 from deployments.links import replica_status
 from deployments.router import Router
 from tests import small
@@ -197,7 +197,7 @@ async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
 
 async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the full replicas against a request that makes whoever runs it fail, tried again and again."""
-    monkeypatch.setattr("deployments.admission.retry.PAUSES_S", (0.0,))
+    monkeypatch.setattr("deployments.full_tier.PAUSES_S", (0.0,))
     async with started(net) as router:
         node: Node = net.nodes["full"]
         monkeypatch.setattr(node.tier._runner, "_model", Broken())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cascade.cpu.huge_pages import collapse
 from cascade.cpu.jit import Step, run_step
 from cascade.cpu.layers import Rows, shift_step
 from cascade.cpu.matrix_tile import STEP, has_matrix_tiles
@@ -23,6 +24,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """``weight`` ``[out_features, in_features]`` in float32 or bfloat16, of which a copy is held."""
         self.matrix = _matrix(weight.detach())
+        collapse(self.matrix.blocks.data_ptr(), self.matrix.blocks.nbytes)
         self.bias = None if bias is None else bias.detach().float()
 
     @property

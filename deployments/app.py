@@ -78,10 +78,10 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
     options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
-    bound = {**bound, "spare_capacity": [name for name in lower if places[name] >= HELD_PLACES], "shared": shared}
+    bound = {**bound, "spare_capacity": [name for name in lower if places[name] >= HELD_PLACES]}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
-    return deployment.bind(values, level, lower, config.drafters, **bound)
+    return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)
 
 
 def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any]) -> Application:

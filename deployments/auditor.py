@@ -13,7 +13,7 @@ from cascade.messages import COUPLED, LAST, MAKES_WAY, RUNNER_UPS, Close, Commit
 from cascade.scorer import UNIT
 from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import Admission
-from deployments.admission.audit_metrics import Divergence
+from deployments.admission.metrics import Divergence
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lessor
 

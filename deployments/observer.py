@@ -6,11 +6,11 @@ import time
 
 from cascade.errors import Unavailable
 from deployments.admission.metrics import RouterMetrics
-from deployments.admission.page import joined
 from deployments.links.downlink import Downlink
 from deployments.links.replica_status import Tiers, may_sleep
 from deployments.links.siblings import Siblings
 from deployments.metrics.export import RayExport, report
+from deployments.metrics.page import joined
 from deployments.metrics.series import ROUTER
 
 TIMEOUT_S = 1.0

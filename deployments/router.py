@@ -26,8 +26,8 @@ from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
+from deployments.admission.access import Exchange, Usages
 from deployments.admission.admission import ActiveRequest, Admission
-from deployments.admission.exchange import Exchange, Usages
 from deployments.auditor import Auditor
 from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.full_tier import FullTier
@@ -51,9 +51,8 @@ from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
-from deployments.live import LiveConfig
-from deployments.logs import join_serves
 from deployments.observer import Observer
+from deployments.replica import LiveConfig, join_serves
 from deployments.tracing.export import flush
 
 T = TypeVar("T")

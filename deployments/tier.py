@@ -4,8 +4,9 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,8 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
-from cascade.planner.chains import Planner
+from cascade.planner.chains import Planner, worths
+from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
@@ -37,9 +39,9 @@ from deployments.links.leases import lessor
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.links.uplink import Handover, LinkServer
-from deployments.live import LiveConfig
-from deployments.logs import join_serves
-from deployments.reporting import report_tier
+from deployments.metrics.export import RayExport, report
+from deployments.metrics.series import Reading, sampling
+from deployments.replica import LiveConfig, join_serves
 from deployments.scaling.load import LoadReport
 from deployments.tracing.export import flush, tracing
 
@@ -254,3 +256,47 @@ def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
     except ModelError as error:
         log.warning("Tier %s takes no part in structured output: %s", config.name, error)
         return None
+
+
+async def report_tier(config: TierConfig, tier: Tier, profile: Profile, server: LinkServer, downlink: Downlink) -> None:
+    """Report until cancelled; nothing outside of Ray Serve."""
+    export = RayExport.here(config.model_loading_config.model_id, config.name)
+    if export is not None:
+        await report(export, partial(replica_readings, tier, profile, server, downlink))
+
+
+def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink: Downlink) -> Iterator[Reading]:
+    """All that a replica reports."""
+    yield Reading("leases", (), len(server.leases))
+    yield from chain(loop_readings(tier), memory_readings(tier), worth_readings(tier), downlink.readings())
+    for tokens, seconds in profile.points:
+        yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)
+    yield Reading("context_seconds", (tier.name,), profile.context_s)
+
+
+def loop_readings(tier: Tier) -> Iterator[Reading]:
+    """What the loop does."""
+    stats = tier.snapshot()
+    yield Reading("healthy", (), float(tier.healthy))
+    yield Reading("sessions", (), tier.num_sessions)
+    yield Reading("tier_passes", (), stats.passes)
+    yield Reading("tier_busy_seconds", (), stats.busy_s)
+    yield Reading("tier_scored_tokens", (), stats.tokens)
+    yield Reading("tier_own_tokens", (), stats.own_tokens)
+    yield Reading("tier_pass_failures", (), stats.failures)
+
+
+def memory_readings(tier: Tier) -> Iterator[Reading]:
+    """What keys and values take."""
+    blocks, stats = tier.kv_admission.block_manager, tier.snapshot()
+    yield Reading("kv_cache_usage_perc", (), blocks.usage)
+    yield Reading("kv_cache_tokens", (), blocks.total * BLOCK)
+    yield Reading("prefix_cache_queries", (), stats.asked)
+    yield Reading("prefix_cache_hits", (), stats.reused)
+    yield Reading("num_preemptions", (), stats.preempted)
+
+
+def worth_readings(tier: Tier) -> Iterator[Reading]:
+    """What the planner has measured its drafters to be worth."""
+    for drafter, sampled, num_sessions, factor in worths(tier.planner.measured()):
+        yield Reading("tier_worth", (drafter, sampling(sampled), str(num_sessions)), factor)

@@ -1,5 +1,6 @@
 """API keys: who asks, and what the requests of one key may take together."""
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -8,12 +9,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
 
 MIN_KEY_CHARS = 16
+EXCHANGE_S = 0.25
 FORGET_S = 3.0  # what a router held that has told nothing for so long is gone with it
 ANONYMOUS = "anonymous"  # everybody, when no keys are set
 
@@ -24,6 +26,9 @@ class Usage(NamedTuple):
     running: int  # answers
     charged: int  # tokens, since the router started
     balance: float  # tokens that are left of its rate, as the router knows
+
+
+Usages: TypeAlias = Mapping[str, Usage]  # by the name of the key
 
 
 @dataclass(slots=True)
@@ -192,6 +197,53 @@ class Access:
         if not found:
             raise Unauthenticated("The API key is not known here")
         return found[0]
+
+
+class Others(Protocol):
+    """The other routers; see `deployments.links.siblings.Siblings`."""
+
+    me: str
+
+    async def ask(self, method: str, *args: Any) -> list[Any]: ...
+
+
+class Exchange:
+    """Tells other routers of the keys of ``access`` that have limits, and hears of theirs, so that limits hold for all routers.
+
+    Tells all others in one broadcast, at most every `EXCHANGE_S`, and only while that changes or answers run. No request waits
+    for it: so beyond a limit go at most the answers that other routers have admitted since, and no router admits more than the
+    limit by itself. Belongs to a running event loop.
+    """
+
+    def __init__(self, access: Access, others: Others) -> None:
+        self._access = access
+        self._others = others
+        self._told: dict[str, tuple[int, int]] = {}  # answers and tokens, by key
+        self._task = asyncio.create_task(self._run()) if access.limited else None
+
+    async def close(self) -> None:
+        """Tell nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def heard(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
+        """Another router tells of its keys, and is told of those here; ``None`` if it is this one."""
+        if router == self._others.me:
+            return None
+        self._access.heard(router, usages)
+        return self._others.me, self._access.usages()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(EXCHANGE_S)
+            usages = self._access.usages()
+            counts = {name: (usage.running, usage.charged) for name, usage in usages.items()}
+            if counts != self._told or any(running for running, _ in counts.values()):
+                self._told = counts
+                for router, theirs in await self._others.ask("exchange_limits", usages):
+                    self._access.heard(router, theirs)
 
 
 def _told(limits: KeyLimits) -> KeyLimits:

@@ -1,17 +1,27 @@
-"""Where the spans of this process go: as OpenTelemetry's environment variables say, or Ray Serve's tracing; else nowhere."""
+"""Where spans go and where they belong.
+
+They go where OpenTelemetry's environment variables say, or Ray Serve's tracing; else nowhere. They belong where W3C Trace
+Context says, in `traceparent` and `tracestate`.
+"""
 
 import functools
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points, version
 
 from opentelemetry import trace
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from cascade.errors import ConfigError
+from cascade.messages import Open
 
+PARENT, STATE = "traceparent", "tracestate"
+PROPAGATOR = TraceContextTextMapPropagator()
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # names of exporters as packages announce them
@@ -106,3 +116,27 @@ def flush() -> None:
     end = getattr(trace.get_tracer_provider(), "force_flush", None)
     if end is not None:
         end(2000)
+
+
+def told(headers: Iterable[tuple[str, object]]) -> Context:
+    """Where HTTP headers or gRPC metadata say that a request belongs; empty if they do not, or not as W3C has it.
+
+    Several `traceparent` are none, several `tracestate` are one list.
+    """
+    parents, states = list[str](), list[str]()
+    for name, value in headers:
+        if isinstance(value, str) and (kept := {PARENT: parents, STATE: states}.get(name.lower())) is not None:
+            kept.append(value)
+    return PROPAGATOR.extract({PARENT: parents, STATE: states}) if len(parents) == 1 else Context()
+
+
+def above(opening: Open) -> Context:
+    """Where the side that opened a session says that it belongs."""
+    return PROPAGATOR.extract({PARENT: opening.traceparent, STATE: opening.tracestate})
+
+
+def under(opening: Open, span: Span) -> Open:
+    """``opening`` as part of ``span``."""
+    carrier: dict[str, str] = {}
+    PROPAGATOR.inject(carrier, set_span_in_context(span))
+    return replace(opening, traceparent=carrier.get(PARENT, ""), tracestate=carrier.get(STATE, ""))

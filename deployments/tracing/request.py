@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from cascade.messages import Open
-from deployments.tracing.context import told, under
-from deployments.tracing.export import Live, Tracing
+from deployments.tracing.export import Live, Tracing, told, under
 
 FINE = {"stop", "length", "left"}  # outcomes of answers that are no errors
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from cascade.messages import Edge, Message, Open, Proposal
-from deployments.tracing.context import above, under
-from deployments.tracing.export import Live, Tracing
+from deployments.tracing.export import Live, Tracing, above, under
 
 
 class AskedSessions:

@@ -20,8 +20,8 @@ from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
 from deployments.admission.access import ANONYMOUS
 from deployments.admission.metrics import RouterMetrics
-from deployments.admission.page import joined
 from deployments.admission.places import Places
+from deployments.metrics.page import joined
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 

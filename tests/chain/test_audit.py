@@ -14,7 +14,7 @@ from cascade.messages import MAKES_WAY, Close, Commit, Failed, Open, Proposal, m
 from cascade.params import Structured
 from cascade.scorer import UNIT, gap_byte
 from cascade.simulation.toy import ToyModel, full_text
-from deployments.admission.audit_metrics import Divergence
+from deployments.admission.metrics import Divergence
 from deployments.auditor import Audit
 from tests.chain.test_tier import (  # noqa: F401  # fixtures
     PROMPT,

@@ -18,7 +18,7 @@ from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM
 from deployments.metrics.page import Page
 from deployments.metrics.series import SERIES, Reading
-from deployments.reporting import replica_readings
+from deployments.tier import replica_readings
 from tests.doors import House, house
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)

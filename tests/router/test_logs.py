@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from ray import serve
 
-from deployments.logs import OURS, join_serves
+from deployments.replica import OURS, join_serves
 
 
 @pytest.fixture(autouse=True)

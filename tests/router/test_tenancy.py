@@ -15,7 +15,7 @@ from cascade.params import Handling, SamplingParams
 from cascade.settings.router import KeyLimits
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.admission import access, exchange
+from deployments.admission import access
 from deployments.admission.access import Account
 from deployments.links.siblings import Siblings
 from tests.doors import House, house
@@ -166,7 +166,7 @@ def pair(**limits: Any) -> Iterator[list[House]]:
     """Two routers that tell each other of key alice, which has these limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENANT_KEYS", f"alice={ALICE}")
-        patch.setattr(exchange, "EXCHANGE_S", 0.02)
+        patch.setattr(access, "EXCHANGE_S", 0.02)
         keys = {"keys_env": "TENANT_KEYS", "limits": {"alice": limits}}
         with house(pass_s=0.01, access=keys) as one, house(pass_s=0.01, access=keys) as other:
             houses = [one, other]

@@ -20,8 +20,7 @@ from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
 from deployments.tracing import export
-from deployments.tracing.context import above, told
-from deployments.tracing.export import Tracing, exporters, tracing
+from deployments.tracing.export import Tracing, above, exporters, told, tracing
 from tests.chain.test_tier import NAMES, CountingModel, opening
 from tests.doors import House, house
 from tests.links.net import Node

@@ -18,7 +18,7 @@ from cascade.errors import ConfigError
 from cascade.settings.deployment import REFUSED, DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, SERVES, changed, fixed_of_router, fixed_of_tier, live, tier_of
 from deployments.app import bind, parse
-from deployments.live import LiveConfig
+from deployments.replica import LiveConfig
 from tests import small
 
 Values = dict[str, Any]

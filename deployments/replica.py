@@ -1,14 +1,30 @@
-"""What Ray Serve tells running replicas: a changed configuration that needs no new ones."""
+"""What replicas of routers and tiers share under Ray Serve: a configuration that may change while they run, and its logs."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from cascade.errors import ConfigError
 from cascade.settings.live import changed
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+OURS = ("cascade", "deployments")
+SERVES = "ray.serve"
+
+
+def join_serves() -> None:
+    """Hand what this package logs to Ray Serve's logger, in a replica; elsewhere whoever runs the process decides."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return
+    for name in OURS:
+        logging.getLogger(name).parent = logging.getLogger(SERVES)  # which Serve sets up anew when the configuration changes
 
 
 class LiveConfig(Generic[T]):

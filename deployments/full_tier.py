@@ -40,7 +40,7 @@ class RetryBudget:
     def left_s(self) -> float:
         return max(0.0, self.since + self.limit_s - time.monotonic())
 
-    def saw(self, num_tokens: int) -> None:
+    def progressed(self, num_tokens: int) -> None:
         """The text is so long, and the client has it."""
         if num_tokens > self.num_tokens:
             self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
@@ -55,7 +55,7 @@ class RetryBudget:
         return PAUSES_S[min(self.fruitless, len(PAUSES_S)) - 1]
 
 
-async def heard(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, lifetime: Lifetime) -> Proposal:
+async def next_proposal(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, lifetime: Lifetime) -> Proposal:
     """What the full tier says next; raises `SessionFailed`, or what ends the request.
 
     Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
@@ -115,12 +115,12 @@ class FullTier:
             pause_s = 0.0
             try:
                 while not answer.finished:
-                    chunk, commit = answer.take(await heard(inbox, retry_budget, request.lifetime))
+                    chunk, commit = answer.take(await next_proposal(inbox, retry_budget, request.lifetime))
                     if chunk is not None:
                         yield chunk
                     if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
                         self.downlink.put([commit])
-                    retry_budget.saw(answer.num_tokens)
+                    retry_budget.progressed(answer.num_tokens)
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)

@@ -36,7 +36,7 @@ class LiveConfig(Generic[T]):
         self._parse = parse
         self._started = False
 
-    def take(self, user_config: Mapping[str, Any], apply: Callable[[T], object]) -> None:
+    def update(self, user_config: Mapping[str, Any], apply: Callable[[T], object]) -> None:
         """Apply what Serve says; raises `ConfigError` if that is wrong, but only when the replica starts.
 
         Later it goes on as it was, and logs why: Serve would replace a replica that raises, and the next one, too.

@@ -117,7 +117,7 @@ class Router:
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Called by Serve with what changes while a router runs, and at its start, see `cascade.settings.live`."""
-        self._live.take(user_config, self._change)
+        self._live.update(user_config, self._change)
 
     def _change(self, config: CascadeConfig) -> None:
         """Admit by ``config`` from now on; raises `ConfigError`."""

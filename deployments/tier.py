@@ -116,7 +116,7 @@ class TierReplica:
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Called by Serve with what changes while a replica runs, and at its start, see `cascade.settings.live`."""
-        self._live.take(user_config, lambda config: self._tier.change(config.engine_kwargs.policy))
+        self._live.update(user_config, lambda config: self._tier.change(config.engine_kwargs.policy))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What callers may prefer this replica by, see `PreferringRouter`."""
@@ -159,7 +159,7 @@ class TierReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, for the policy of `deployments.scaling`."""
-        return self._report.take()
+        return self._report.since_last()
 
     async def running_for(self, replica: str) -> str:
         """Another replica asks which ones Serve routes to."""

@@ -142,7 +142,7 @@ class Access:
         if unknown:
             raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
         for account in self._accounts.values():
-            account.limit(_told(config.limits.get(account.name, config.default_limits)))
+            account.limit(_with_least_priority(config.limits.get(account.name, config.default_limits)))
         self._anonymous.limit(config.default_limits)
 
     @classmethod
@@ -218,7 +218,7 @@ class Exchange:
     def __init__(self, access: Access, others: Others) -> None:
         self._access = access
         self._others = others
-        self._told: dict[str, tuple[int, int]] = {}  # answers and tokens, by key
+        self._last_sent: dict[str, tuple[int, int]] = {}  # answers and tokens, by key
         self._task = asyncio.create_task(self._run()) if access.limited else None
 
     async def close(self) -> None:
@@ -240,13 +240,13 @@ class Exchange:
             await asyncio.sleep(EXCHANGE_S)
             usages = self._access.usages()
             counts = {name: (usage.running, usage.charged) for name, usage in usages.items()}
-            if counts != self._told or any(running for running, _ in counts.values()):
-                self._told = counts
+            if counts != self._last_sent or any(running for running, _ in counts.values()):
+                self._last_sent = counts
                 for router, theirs in await self._others.ask("exchange_limits", usages):
                     self._access.heard(router, theirs)
 
 
-def _told(limits: KeyLimits) -> KeyLimits:
+def _with_least_priority(limits: KeyLimits) -> KeyLimits:
     """Limits of a key, where there are several: none goes before the others without being told that it may."""
     return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 

@@ -182,7 +182,7 @@ class RouterMetrics:
         """Whether a drafter agrees less than it used to; that is logged when it changes."""
         labels = (edge.drafter, edge.verifier, sampling)
         drift = self._drifts[labels]
-        if drift.saw(*judged(edge), time.monotonic()):
+        if drift.observe(*judged(edge), time.monotonic()):
             level = logging.WARNING if drift.alarm else logging.INFO
             said = (*labels, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
             log.log(level, "%s agrees with %s (%s) on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *said)

@@ -50,18 +50,18 @@ class Drift:
         deviation = math.sqrt(self._variance * RECENT / (2 - RECENT))
         return max(LEAST_FALL, SIGMAS * deviation)
 
-    def saw(self, right: int, wrong: int, now: float) -> bool:
+    def observe(self, right: int, wrong: int, now: float) -> bool:
         """So many more tokens were right and wrong at time ``now``, in seconds; whether the alarm has changed."""
         self._right += right
         self._judged += right + wrong
         if self._judged < BATCH_TOKENS or now < self._due:
             return False
-        self._observe(self._right / self._judged)
+        self._add(self._right / self._judged)
         self._right = self._judged = 0.0
         self._due = now + BATCH_S
         return self._judge()
 
-    def _observe(self, share: float) -> None:
+    def _add(self, share: float) -> None:
         self._num += 1
         weight = max(LONG, 1 / self._num)
         if self._num == 1:

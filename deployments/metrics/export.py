@@ -22,7 +22,7 @@ class RayExport:
     def __init__(self, *common: str) -> None:
         self._common = dict(zip(COMMON, common, strict=True))
         self._made: dict[str, Counter | Gauge | Histogram] = {}
-        self._told: dict[tuple[str, tuple[str, ...]], float] = {}  # totals of counters
+        self._exported: dict[tuple[str, tuple[str, ...]], float] = {}  # totals of counters
 
     @classmethod
     def here(cls, model: str, tier: str) -> Self | None:
@@ -33,17 +33,17 @@ class RayExport:
             return None
         return cls(context.app_name, model, tier, context.replica_tag)
 
-    def tell(self, readings: Iterable[Reading]) -> None:
+    def export(self, readings: Iterable[Reading]) -> None:
         """Hand over readings; counters may only grow."""
         for name, values, value in readings:
             series = SERIES[name]
             tags = self._common | dict(zip(series.labels, values, strict=True))
             match self._metric(series):
                 case Counter() as counter:
-                    grown = value - self._told.get((name, values), 0.0)
+                    grown = value - self._exported.get((name, values), 0.0)
                     if grown > 0:
                         counter.inc(grown, tags)
-                        self._told[name, values] = value
+                        self._exported[name, values] = value
                 case Gauge() as gauge:  # though it has not changed: Ray forgets what is not repeated
                     gauge.set(value, tags)
                 case Histogram() as histogram:
@@ -70,7 +70,7 @@ async def report(export: RayExport, source: Callable[[], Iterable[Reading]]) -> 
     """Hand over what ``source`` reads, now and every `EVERY_S`, until cancelled."""
     while True:
         try:
-            export.tell(source())
+            export.export(source())
         except Exception:  # of any kind: what counts must not disturb what is counted
             log.exception("Metrics could not be told to Ray")
         await asyncio.sleep(EVERY_S)

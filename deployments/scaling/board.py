@@ -33,7 +33,7 @@ class Board:
     loads: dict[str, TierLoad] = field(default_factory=dict)
     speeds: Speeds = field(default_factory=dict)  # as the full tier measures them
     layout: Layout = ()
-    told_at: dict[str, float] = field(default_factory=dict)
+    read_at: dict[str, float] = field(default_factory=dict)
     decided_at: float = 0.0
     scaler: Scaler = field(init=False)
 
@@ -41,11 +41,11 @@ class Board:
         config = AutoscalingConfig.model_validate(self.autoscaling)
         self.scaler = Scaler(config.goal, config.pace)
 
-    def tell(self, place: int, context: AutoscalingContext, now: float) -> int:
+    def target(self, place: int, context: AutoscalingContext, now: float) -> int:
         """Take what Serve knows of the tier in this place; how many replicas it shall have."""
         name = self.tiers[place]["name"]
-        if now - self.told_at.get(name, 0.0) >= DECIDE_S:
-            self.told_at[name] = now
+        if now - self.read_at.get(name, 0.0) >= DECIDE_S:
+            self.read_at[name] = now
             self._read(place, context)
         ready = len(self.loads) == len(self.tiers) and self.loads[self.tiers[-1]["name"]].cost is not FLAT
         if ready and now - self.decided_at >= DECIDE_S:
@@ -88,7 +88,7 @@ _boards: dict[str, Board] = {}
 def board(application: str, tiers: Sequence[Mapping[str, Any]], autoscaling: Mapping[str, Any], now: float) -> Board:
     """That of an application; a new one if its configuration has changed, or it was gone for a while."""
     found = _boards.get(application)
-    fresh = found is not None and now - max(found.told_at.values(), default=now) < STALE_S
+    fresh = found is not None and now - max(found.read_at.values(), default=now) < STALE_S
     if found is None or not fresh or (found.tiers, found.autoscaling) != (tiers, autoscaling):
         found = _boards[application] = Board(tiers, autoscaling)
     return found

@@ -18,7 +18,7 @@ class LoadReport:
         self._profile = profile
         self._busy_s, self._written, self._at = 0.0, 0, time.monotonic()
 
-    def take(self) -> dict[str, float]:
+    def since_last(self) -> dict[str, float]:
         """``busy`` is the share of wall time in passes, ``kv_use`` that of positions that sessions hold."""
         load, busy_s, now = self._tier.load(), self._tier.stats.busy_s, time.monotonic()
         seconds = max(1e-3, now - self._at)

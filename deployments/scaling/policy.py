@@ -20,4 +20,4 @@ class TierPolicy:
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now = time.monotonic()
         board = boards.board(context.app_name or "", self._tiers, self._autoscaling, now)
-        return board.tell(self._place, context, now), {}
+        return board.target(self._place, context, now), {}

@@ -16,7 +16,7 @@ def feed(drift: Drift, shares: list[float], now: float = 0.0, tokens: int = 10 *
     alarms = []
     for number, share in enumerate(shares, start=1):
         right = round(share * tokens)
-        drift.saw(right, tokens - right, now + number * BATCH_S)
+        drift.observe(right, tokens - right, now + number * BATCH_S)
         alarms.append(drift.alarm)
     return alarms
 
@@ -28,7 +28,7 @@ def test_chance_is_no_drift(share: float, seed: int, spread: float) -> None:
     for number in range(360):
         own = min(1.0, max(0.0, chance.uniform(share - spread, share + spread)))
         right = sum(chance.random() < own for _ in range(BATCH_TOKENS))
-        assert not drift.saw(right, BATCH_TOKENS - right, number * BATCH_S)
+        assert not drift.observe(right, BATCH_TOKENS - right, number * BATCH_S)
     assert not drift.alarm
 
 
@@ -52,7 +52,7 @@ def test_the_alarm_has_two_thresholds(answers: list[tuple[int, int, float]]) -> 
     for right, wrong, seconds in answers:
         now += seconds
         before = drift.alarm
-        changed = drift.saw(right, wrong, now)
+        changed = drift.observe(right, wrong, now)
         assert changed == (drift.alarm != before)
         if changed and drift.alarm:
             assert drift.fall > drift.bound
@@ -79,12 +79,12 @@ def test_levels_stay_among_what_was_seen(shares: list[float]) -> None:
 def test_few_tokens_and_short_times_are_no_observation() -> None:
     """Guards busy servers, whose level would be that of the last minute, and idle ones, whose few tokens say nothing."""
     drift = Drift()
-    drift.saw(BATCH_TOKENS - 1, 0, 0.0)
+    drift.observe(BATCH_TOKENS - 1, 0, 0.0)
     assert not drift.known
-    drift.saw(1, 0, 0.0)
+    drift.observe(1, 0, 0.0)
     assert drift.known
     for _ in range(50):
-        drift.saw(0, BATCH_TOKENS, BATCH_S / 2)
+        drift.observe(0, BATCH_TOKENS, BATCH_S / 2)
     assert drift.recent == 1.0
 
 

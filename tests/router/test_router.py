@@ -17,7 +17,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments import observer
 from deployments import router as module
 from deployments.admission.lifetime import Lifetime
-from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, heard
+from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, next_proposal
 from deployments.links import replica_status
 from deployments.router import Router
 from tests import small
@@ -211,7 +211,7 @@ async def test_failures_with_progress_between_are_not_counted_together() -> None
     retry_budget = RetryBudget(20.0)
     for num_tokens in range(1, 10 * MAX_FRUITLESS):
         retry_budget.failed("gone")
-        retry_budget.saw(num_tokens)
+        retry_budget.progressed(num_tokens)
     assert retry_budget.fruitless == 0
 
 
@@ -326,15 +326,15 @@ async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     for message in (Proposal("s", 4, Draft((1,), b"\0")), Proposal("s", 4, Draft((1, 2), b"\0\0")), Failed("s", "gone")):
         inbox.put_nowait(message)
     retry_budget, lifetime = RetryBudget(5.0), Lifetime()
-    assert (await heard(inbox, retry_budget, lifetime)).draft.tokens == (1, 2)
+    assert (await next_proposal(inbox, retry_budget, lifetime)).draft.tokens == (1, 2)
     with pytest.raises(SessionFailed, match="gone"):
-        await heard(inbox, retry_budget, lifetime)
+        await next_proposal(inbox, retry_budget, lifetime)
 
 
 async def test_what_ends_the_wait_is_what_is_told() -> None:
     """Guards the reason: a deadline is an error of time, too, and was told as a full tier without progress."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     with pytest.raises(DeadlineExceeded):
-        await heard(inbox, RetryBudget(20.0), Lifetime.of(0.01))
+        await next_proposal(inbox, RetryBudget(20.0), Lifetime.of(0.01))
     with pytest.raises(Unavailable, match=r"no progress for 0\.01 s"):
-        await heard(inbox, RetryBudget(0.01), Lifetime.of(20))
+        await next_proposal(inbox, RetryBudget(0.01), Lifetime.of(20))

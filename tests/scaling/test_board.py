@@ -169,7 +169,7 @@ def test_nothing_is_decided_before_replicas_report(monkeypatch: pytest.MonkeyPat
 def test_a_replica_reports_what_it_does() -> None:
     """Guards the reports: Serve drops all of them if one is no number."""
     tier = Tier("full", 0, ToyModel())
-    said = LoadReport(tier, Profile(((1, 0.02), (64, 0.03)))).take()
+    said = LoadReport(tier, Profile(((1, 0.02), (64, 0.03)))).since_last()
     assert {
         "busy": 0.0,
         "sessions": 0.0,

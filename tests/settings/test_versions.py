@@ -142,7 +142,7 @@ def test_a_wrong_change_stops_no_running_replica() -> None:
     tier, applied = values()["tiers"][0], list[float | None]()
 
     def take(patience: object) -> None:
-        replica.take({"engine_kwargs": {"patience": patience}}, lambda config: applied.append(config.engine_kwargs.patience))
+        replica.update({"engine_kwargs": {"patience": patience}}, lambda config: applied.append(config.engine_kwargs.patience))
 
     replica = LiveConfig(copy.deepcopy(tier), OF_TIERS, tier_of)
     with pytest.raises(ConfigError, match=r"Tier tiny: engine_kwargs\.patience is 'long'"):

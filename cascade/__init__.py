@@ -16,16 +16,23 @@ from cascade.params import Handling, SamplingParams, Speculation, Structured
 
 if TYPE_CHECKING:
     from cascade.client import AsyncClient, Client
+    from cascade.llm import LLM
     from cascade.local import Cascade
 
 # loaded when they are asked for: they need PyTorch or gRPC, and who uses one of the two need not have the other
-LAZY = {"Cascade": "cascade.local", "Client": "cascade.client", "AsyncClient": "cascade.client"}
+LAZY = {
+    "Cascade": "cascade.local",
+    "LLM": "cascade.llm",
+    "Client": "cascade.client",
+    "AsyncClient": "cascade.client",
+}
 
 # at import torchao tells of every kernel that this machine cannot run, and PyTorch of how torchao registers its types
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
+    "LLM",
     "AsyncClient",
     "Cascade",
     "CascadeError",

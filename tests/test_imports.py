@@ -15,7 +15,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.simulation", "cascade.family", "cascade.training"),
     ("cascade.settings", "cascade.requests"),
     ("cascade.local",),
-    ("cascade.bench",),
+    ("cascade.bench", "cascade.llm"),
     ("deployments.metrics", "deployments.tracing"),
     (
         "deployments.links",

@@ -1,0 +1,74 @@
+"""`cascade.LLM`: vLLM's shape around `Cascade`, on the small models."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cascade import LLM, ConfigError, InvalidRequest, SamplingParams
+from tests import small
+
+PROMPTS = ["def read(path):\n    with open(path) as file:\n", "import os\n\nclass Shape:\n    def __init__(self"]
+CHATS = [[{"role": "user", "content": text}] for text in PROMPTS]
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    *lower, full = small.paths()
+    with LLM(full, draft_models=lower[::-1], dtype="float32", device="cpu") as llm:
+        yield llm
+
+
+def test_texts_are_those_of_the_cascade(llm: LLM) -> None:
+    """Guards prompts, order and fields: each output belongs to its prompt, however the prompts are given."""
+    assert llm.cascade.names[-3:] == small.NAMES
+    expected = llm.cascade.generate(PROMPTS, PARAMS)
+    ids = [llm.cascade.tokenizer.encode(prompt) for prompt in PROMPTS]
+    for given, texts in ((PROMPTS, PROMPTS), (ids, [None, None])):
+        outputs = llm.generate(given, PARAMS)
+        assert [output.prompt for output in outputs] == texts
+        assert [output.prompt_token_ids for output in outputs] == ids
+        for output, wanted in zip(outputs, expected, strict=True):
+            [found] = output.outputs
+            assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
+            assert (found.finish_reason, found.index) == (wanted.finish_reason, 0)
+    for alone in (PROMPTS[1], ids[1]):
+        [output] = llm.generate(alone, PARAMS)
+        assert output.outputs[0].text == expected[1].text
+
+
+def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
+    """Guards prompts of chats: to the token what `apply_chat_template` gives, of one conversation and of several."""
+    backend = llm.cascade.tokenizer.backend
+    ids = [backend.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
+    expected = [completion.text for completion in llm.cascade.generate(ids, PARAMS)]
+    outputs = llm.chat(CHATS, PARAMS)
+    assert [output.prompt_token_ids for output in outputs] == ids
+    assert [output.outputs[0].text for output in outputs] == expected
+    [output] = llm.chat(CHATS[1], PARAMS)
+    assert output.prompt == backend.apply_chat_template(CHATS[1], add_generation_prompt=True, tokenize=False)
+    assert output.outputs[0].text == expected[1]
+
+
+def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a name taken letter by letter, and against errors of templates in place of ours."""
+    with pytest.raises(ConfigError, match="draft_models is 'tiny': give a list"):
+        LLM("full", draft_models="tiny")
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.generate("")
+    backend = llm.cascade.tokenizer.backend
+    monkeypatch.setattr(backend, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="does not take these messages: roles must alternate"):
+        llm.chat(CHATS[0])
+    monkeypatch.setattr(backend, "chat_template", None)
+    with pytest.raises(InvalidRequest, match="has no chat template"):
+        llm.chat(CHATS[0])
+
+
+def test_the_package_is_light() -> None:
+    """Guards who needs only one of the two: `import cascade` loads neither PyTorch nor gRPC, and names are found later."""
+    code = "import sys, cascade; print(*{'torch', 'grpc'} & sys.modules.keys()); from cascade import LLM, AsyncClient, Client"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

@@ -21,7 +21,7 @@ from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and
 from cascade.drafters.in_pass import InPass
 from cascade.engine import budget
 from cascade.engine.grammar import Grammars
-from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.heads.mtp import check_mtp
 from cascade.engine.loading import common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker

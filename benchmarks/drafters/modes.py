@@ -7,13 +7,13 @@ from benchmarks.turns import AGAIN, ALONE, AUTO
 from cascade import family
 from cascade.answer import Completion
 from cascade.bench.measure import Mode
-from cascade.drafters import EXIT, KINDS, DrafterSpec
+from cascade.drafters import EXIT, TEXT, DrafterSpec
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
 LOWER = family.NAMES[:-1]
 FIRST = LOWER[0]
-INSIDE = tuple(kind for kind in KINDS if kind != "corpus")  # which needs a user's own texts
+INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
 HEADS = (family.HEAD, EXIT)  # which read the full model
 CHAINS = (
     *((kind,) for kind in INSIDE),

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.paying import MOST, paying
+from cascade.drafters.registry import KINDS
 from cascade.scorer import UNREAD, Scored
 
 BLOCK = 16  # guesses of a pass where they are made at once, else `MOST`
-AT_ONCE = ("peagle", "dflash", "dspark")
 
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together
@@ -23,7 +23,7 @@ class InPass:
         self.name = name
         self.level = level
         self.cost = cost
-        self.most = BLOCK if name in AT_ONCE else MOST
+        self.most = BLOCK if name in KINDS and KINDS[name].at_once else MOST
         self.right = float(self.most)  # guesses in a row that were scored and right, of all texts
         self.rate = 1.0  # share of guesses that were right if those before them were, of all texts
         self._texts = 0

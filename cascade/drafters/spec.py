@@ -4,15 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cascade.drafters.registry import ANY_HEAD, AUTO, EXIT, KINDS, load
 from cascade.errors import ConfigError
 from cascade.scorer import Drafter
 
-AUTO = "auto"  # what nobody has to think about
-KINDS = ("lookup", "suffix", "recycling", "lookahead", "corpus")
-# read the model: of the first the files say the kind
-HEADS = ("head", "medusa", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
-WITHIN = ("mtp",)  # of these: lie in the model's own checkpoint unless a source is named
-EXIT = "exit"  # runs some of the model's own layers
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
 
@@ -26,14 +21,12 @@ class DrafterSpec:
     skip: tuple[int, ...] = ()  # or all but these; those that pay best if neither is named
 
     def __post_init__(self) -> None:
-        kinds = (*KINDS, *HEADS, EXIT)
-        if self.kind not in kinds:
-            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *kinds))}")
-        if self.kind == "corpus" and not self.source:
-            raise ConfigError("drafter of kind 'corpus' needs a source: the path of a text file")
-        if self.kind in HEADS and not self.source and self.kind not in WITHIN:
-            raise ConfigError(f"drafter of kind {self.kind!r} needs a source: the path or hub id of its weights")
-        if self.source and self.kind not in (*HEADS, "corpus"):
+        if self.kind not in KINDS:
+            raise ConfigError(f"drafter.kind is {self.kind!r}: it must be one of {', '.join((AUTO, *KINDS))}")
+        kind = KINDS[self.kind]
+        if kind.source and not self.source and not kind.within:
+            raise ConfigError(f"drafter of kind {self.kind!r} needs a source: {kind.source}")
+        if self.source and not kind.source:
             raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
         self._check_layers()
 
@@ -51,12 +44,12 @@ class DrafterSpec:
     @property
     def reads(self) -> bool:
         """Whether it reads the model: it is made for one, and lives in its passes."""
-        return self.kind in (*HEADS, EXIT)
+        return KINDS[self.kind].reads
 
     @property
     def within(self) -> bool:
         """Whether it lies in its model's own checkpoint."""
-        return self.kind in WITHIN and not self.source
+        return KINDS[self.kind].within and not self.source
 
 
 DEFAULT = (DrafterSpec("suffix"),)
@@ -87,7 +80,7 @@ def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str, int
     head = head_of(chosen)
     if head is None:
         return None, AUTO, None, ()
-    return head.source, AUTO if head.kind == HEADS[0] else head.kind, head.layers, head.skip
+    return head.source, AUTO if head.kind == ANY_HEAD else head.kind, head.layers, head.skip
 
 
 def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:
@@ -107,26 +100,14 @@ def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | N
     ``guess_cost`` is that of the one that reads the model, see `cascade.drafters.in_pass.InPass`.
     """
     from cascade.drafters.in_pass import InPass
-    from cascade.drafters.lookahead import Lookahead
-    from cascade.drafters.matching import Corpus, Lookup, Suffix  # compiles kernels, which who only names drafters needs not
-    from cascade.drafters.recycling import Recycling
 
     made: list[Drafter] = []
     for spec in chosen:
         level = kinds.index(spec.kind)
-        match spec.kind:
-            case "lookup":
-                made.append(Lookup(level))
-            case "suffix":
-                made.append(Suffix(level))
-            case "recycling":
-                made.append(Recycling(level))
-            case "lookahead":
-                made.append(Lookahead(level))
-            case "corpus":
-                made.append(Corpus(level, _read(spec.source, encode)))
-            case head:
-                made.append(InPass(head, level, cost=guess_cost))
+        if spec.reads:
+            made.append(InPass(spec.kind, level, cost=guess_cost))
+        else:
+            made.append(load(spec.kind)(level, *([_read(spec.source, encode)] if spec.source else [])))
     return made
 
 

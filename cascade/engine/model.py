@@ -18,8 +18,7 @@ from cascade.engine.devices import add_exactly, processor
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.mtp import Mtp
-from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.heads.selection import select

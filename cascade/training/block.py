@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from cascade.engine.heads.block import BlockAttention, DFlash
-from cascade.engine.heads.block_formats import Layout, Seen
-from cascade.engine.heads.eagle import Shared
-from cascade.engine.heads.formats import MASK
+from cascade.engine.heads.checkpoint import ATTENTION, MASK
+from cascade.engine.heads.dflash import BlockAttention, DFlash, Layout, Seen
+from cascade.engine.heads.head import Verifier
 from cascade.training.fitting import Batch, Schedule, fit
+
+PARTS = ("mask_embedding", f"{ATTENTION}q_norm.weight")  # that not every such head has
 
 Kind = TypeVar("Kind", bound=DFlash)
 
@@ -75,20 +76,8 @@ def train_dflash(network: PreTrainedModel, batch: Batch, shape: BlockShape, sche
 
 def new_dflash(network: PreTrainedModel, shape: BlockShape) -> DFlash:
     """An untrained head."""
-    shared = Shared(network.get_input_embeddings(), network.get_output_embeddings())
-    head = DFlash(config_of(network, shape), shared, shape.layout(shifted=False), **options_of(network, shape))
+    head = DFlash(config_of(network, shape), Verifier.of(network), shape.layout(shifted=False), PARTS, reads=shape.reads)
     return prepared(head, network)
-
-
-def options_of(network: PreTrainedModel, shape: BlockShape) -> dict[str, Any]:
-    """Of a `DFlash` that is to be trained."""
-    text = network.config.get_text_config()
-    return {
-        "reads": shape.reads,
-        "vocab_size": len(network.get_input_embeddings().weight),
-        "fc_inputs": len(shape.reads) * text.hidden_size,
-        "own_mask": True,
-    }
 
 
 def prepared(head: Kind, network: PreTrainedModel) -> Kind:

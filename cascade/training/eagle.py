@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from cascade.engine.heads.eagle import Eagle3, Shared
+from cascade.engine.heads.eagle import Eagle3
+from cascade.engine.heads.head import Verifier
 from cascade.training.fitting import Batch, Schedule, fit
 
 
@@ -78,20 +79,10 @@ def train_eagle3(network: PreTrainedModel, batch: Batch, shape: Shape, schedule:
 
 def new_head(network: PreTrainedModel, shape: Shape) -> Eagle3:
     """An untrained head, whose last norm and projection to its tokens are the model's."""
-    text, embed, lm_head = network.config.get_text_config(), network.get_input_embeddings(), network.get_output_embeddings()
-    ids = torch.tensor(shape.tokens)
-    head = Eagle3(
-        _config(text, shape),
-        Shared(embed, lm_head),
-        draft_vocab_size=len(ids),
-        reads=shape.reads,
-        num_layers=1,
-        vocab_size=len(embed.weight),
-        fc_inputs=len(shape.reads) * text.hidden_size,
-        ids=ids,
-    )
+    text, verifier, ids = network.config.get_text_config(), Verifier.of(network), torch.tensor(shape.tokens)
+    head = Eagle3(_config(text, shape), verifier, reads=shape.reads, ids=ids)
     with torch.no_grad():
-        head.lm_head.weight.copy_(lm_head.weight[ids])
+        head.lm_head.weight.copy_(network.get_output_embeddings().weight[ids])
         last = getattr(getattr(network.base_model, "norm", None), "weight", None)
         if isinstance(last, Tensor):
             head.norm.weight.copy_(last)
@@ -145,7 +136,7 @@ def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> I
         tokens = ids[:, 1 + step : 1 + step + n].flatten()
         out = head(tokens, states, positions + step, lambda x, out, layer, angles: layer(x, out, angles, place, None))
         yield head.logits(out)
-        states = head.fed(out)
+        states = head.next_state(out)
 
 
 def write(head: Eagle3, shape: Shape, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.eagle import Shared
-from cascade.engine.heads.markov import Confidence, DSpark, Markov
-from cascade.training.block import BlockShape, config_of, guessed, nats, options_of, prepared, write
+from cascade.engine.heads.dspark import Confidence, DSpark, Markov
+from cascade.engine.heads.head import Verifier
+from cascade.training.block import PARTS, BlockShape, config_of, guessed, nats, prepared, write
 from cascade.training.fitting import Batch, Schedule, fit
 
 RANK = 64  # numbers between a token and what it adds to logits, unless the model has fewer
@@ -36,17 +36,17 @@ def train_dspark(network: PreTrainedModel, batch: Batch, shape: BlockShape, sche
 
 def new_dspark(network: PreTrainedModel, shape: BlockShape) -> DSpark:
     """An untrained head, whose guesses do not depend on each other yet."""
-    size, vocab_size = network.config.get_text_config().hidden_size, len(network.get_input_embeddings().weight)
-    rank = min(RANK, size)
-    markov = Markov("plain", rank=rank, vocab_size=vocab_size, tokens=vocab_size, hidden_size=size)
-    shared = Shared(network.get_input_embeddings(), network.get_output_embeddings())
+    verifier = Verifier.of(network)
+    size, rank = verifier.hidden_size, min(RANK, verifier.hidden_size)
+    markov = Markov("plain", rank=rank, vocab_size=verifier.vocab_size, tokens=verifier.vocab_size, hidden_size=size)
     head = DSpark(
         config_of(network, shape),
-        shared,
+        verifier,
         shape.layout(shifted=True),
+        PARTS,
+        reads=shape.reads,
         markov=markov,
         confidence=Confidence(size + rank),
-        **options_of(network, shape),
     )
     torch.nn.init.zeros_(markov.markov_w2.weight)
     return prepared(head, network)

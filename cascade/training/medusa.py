@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.formats import MEDUSA_FILES
+from cascade.engine.heads.checkpoint import MEDUSA_FILES
+from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.medusa import Block, Medusa
 from cascade.engine.heads.reader import decoder
 from cascade.training.fitting import Batch, Schedule, fit
@@ -40,8 +41,8 @@ def train_medusa(network: PreTrainedModel, batch: Batch, num_heads: int, schedul
 
 def new_heads(network: PreTrainedModel, num_heads: int) -> Medusa:
     """Untrained ones, which say what the model says."""
-    text, lm_head = network.config.get_text_config(), network.get_output_embeddings()
-    size, vocab_size = int(text.hidden_size), len(lm_head.weight)
+    verifier, lm_head = Verifier.of(network), network.get_output_embeddings()
+    size, vocab_size = verifier.hidden_size, len(lm_head.weight)
     blocks = []
     for _ in range(num_heads):
         block = Block([nn.Linear(size, size) for _ in range(LAYERS)], nn.Linear(size, vocab_size, bias=False))
@@ -51,8 +52,7 @@ def new_heads(network: PreTrainedModel, num_heads: int) -> Medusa:
                 for parameter in layer.parameters():
                     parameter.zero_()
         blocks.append(block)
-    sizes = {"num_layers": int(text.num_hidden_layers), "hidden_size": size, "vocab_size": vocab_size}
-    return Medusa(blocks, ids=None, **sizes).to(network.device)
+    return Medusa(blocks, verifier).to(network.device)
 
 
 def _loss(network: PreTrainedModel, head: Medusa, ids: Tensor, schedule: Schedule) -> Tensor:

@@ -12,7 +12,7 @@ from cascade.chain.local_links import join
 from cascade.chain.profile import Profile
 from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters import KINDS, DrafterSpec, make
+from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.in_pass import MOST, TRY, InPass
 from cascade.drafters.matching import Corpus, Lookup, Suffix, kind
 from cascade.drafters.paying import paying, speed
@@ -234,8 +234,8 @@ def test_two_continuations_are_a_tree() -> None:
 
 def test_kinds_can_all_be_made() -> None:
     """Guards the configuration: every kind that it takes is made, with its level."""
-    made = make([DrafterSpec(one, "" if one != "corpus" else __file__) for one in KINDS], KINDS, lambda text: [1, 2, 3])
-    assert [(one.name, one.level) for one in made] == [(name, level) for level, name in enumerate(KINDS)]
+    made = make([DrafterSpec(one, "" if one != "corpus" else __file__) for one in TEXT], tuple(TEXT), lambda text: [1, 2, 3])
+    assert [(one.name, one.level) for one in made] == [(name, level) for level, name in enumerate(TEXT)]
 
 
 class Reader(ToyModel):

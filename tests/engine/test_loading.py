@@ -23,7 +23,7 @@ from cascade.cli.main import main
 from cascade.cli.screen import console
 from cascade.engine import loading
 from cascade.engine.checkpoint import INDEX, anatomy
-from cascade.engine.heads.formats import MAPS, num_weights
+from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.loading import check_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer

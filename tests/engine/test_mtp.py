@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from cascade import Cascade
 from cascade.engine.checkpoint import read_config
-from cascade.engine.heads import mtp_formats
+from cascade.engine.heads import mtp as mtp_heads
 from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.mtp import Mtp
-from cascade.engine.heads.mtp_formats import check_mtp
+from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
 from cascade.errors import ModelError
@@ -262,12 +261,12 @@ def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pyt
         asked.append((source, revision, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(mtp_formats, "snapshot_download", fetched)
-    checkpoint, _ = mtp_formats.read_mtp("some/model", LAYERS, revision="abc")
+    monkeypatch.setattr(mtp_heads, "snapshot_download", fetched)
+    checkpoint, _ = mtp_heads.read_mtp("some/model", LAYERS, revision="abc")
     assert asked == [("some/model", "abc", [name]) for name in ("model.safetensors.index.json", "b.safetensors")]
     assert "block.self_attn.o_proj.weight" in checkpoint.weights
     network_of("mtp-glm").config.save_pretrained(tmp_path)
-    monkeypatch.setattr(mtp_formats, "read_config", lambda source, **_: read_config(str(tmp_path)))
+    monkeypatch.setattr(mtp_heads, "read_config", lambda source, **_: read_config(str(tmp_path)))
     check_mtp("some/model", revision="abc")
     assert asked[2:] == [("some/model", "abc", ["model.safetensors.index.json"])]
 

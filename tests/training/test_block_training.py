@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade.engine.heads.block import DFlash
+from cascade.engine.heads.dflash import DFlash
+from cascade.engine.heads.dspark import DSpark
 from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.markov import DSpark
 from cascade.engine.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row, gap_byte

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.formats import MEDUSA_FILES
+from cascade.engine.heads.checkpoint import MEDUSA_FILES
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model

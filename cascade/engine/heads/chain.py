@@ -27,7 +27,7 @@ class Chain(Head):
         """``[n, tokens it knows]`` of what `_pass` gives."""
         raise NotImplementedError
 
-    def fed(self, out: Tensor) -> Tensor:
+    def next_state(self, out: Tensor) -> Tensor:
         """What is in the place of a state behind the text."""
         return out
 
@@ -54,7 +54,7 @@ class Chain(Head):
             if not kept:
                 return
             active = [active[row] for row in kept]
-            tokens, states = chosen[kept], self.fed(hidden[kept])
+            tokens, states = chosen[kept], self.next_state(hidden[kept])
             starts = [texts[one].end - 2 + guesses.step for one in active]
             spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, starts, strict=True))]
             hidden = self._pass(tokens, states, starts, place, spans)

@@ -6,11 +6,15 @@ at i + 2. Behind the text its own output takes the place of hidden states.
     EAGLE-1, 2:  x = fc(embedding, h);  out = layer(x), without the norm before attention;  logits = verifier's head(out)
     EAGLE-3:     h = fc(three hidden states);  out = layer over norm(embedding), norm(h), added to h;  logits = head(norm(out))
 
+As published: ``layers.{l}.*``, or ``midlayer.*`` of EAGLE-3, which also has ``norm``, ``lm_head`` and ``d2t``. Which hidden
+states it reads: ids of ``eagle_config`` are of layers whose outputs are meant; those at the top level, of the ``speculators``
+library, count as Transformers does. Without any they are the inputs of layers 2, n // 2 and n - 3.
+
 Li et al., arXiv 2401.15077, 2406.16858, 2503.01840.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +22,26 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from cascade.engine.heads.chain import Chain
-from cascade.engine.heads.head import Place
+from cascade.engine.heads.checkpoint import ATTENTION, Checkpoint
+from cascade.engine.heads.head import Place, Verifier
 from cascade.engine.kv import Span
 
 Angles = tuple[Tensor, Tensor]
 
 
-class Shared(NamedTuple):
-    """What a head may have of its verifier; not parts of it."""
-
-    embed: nn.Module
-    lm_head: nn.Module
-
-
 class Attention(nn.Module):
     """Of a Llama layer, over any number of inputs."""
 
-    def __init__(self, config: LlamaConfig, inputs: int, *, biased: bool, normed: bool) -> None:
+    def __init__(self, config: LlamaConfig, inputs: int, names: Collection[str]) -> None:
+        """With the biases and norms that are in ``names``, of the first layer's tensors."""
         super().__init__()
+        biased, out_biased, normed = (f"{ATTENTION}{name}" in names for name in ("q_proj.bias", "o_proj.bias", "q_norm.weight"))
         self.layer_idx = 0
         self.head_dim: int = config.head_dim
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
         queries, keys = (heads * self.head_dim for heads in self.heads)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(inputs, size, bias=biased) for size in (queries, keys, keys))
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=out_biased)
         self.q_norm, self.k_norm = (LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if normed else None for _ in range(2))
 
     def forward(self, x: Tensor, angles: Angles, place: Place, planned: Any) -> Tensor:
@@ -57,10 +57,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A Llama layer; the first one's input is made by `Eagle`, that of others is normed."""
 
-    def __init__(self, config: LlamaConfig, inputs: int, *, first: bool, biased: bool, normed: bool) -> None:
+    def __init__(self, config: LlamaConfig, inputs: int, names: Collection[str], *, first: bool) -> None:
         super().__init__()
         size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, inputs, biased=biased, normed=normed)
+        self.self_attn = Attention(config, inputs, names)
         self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(size, epsilon)
         if not first or inputs > size:
@@ -78,42 +78,40 @@ class Eagle(Chain):
     """EAGLE-1 and EAGLE-2, which differ in the trees that their authors make."""
 
     kind = "eagle"
+    inputs = 1  # of the first layer, in hidden sizes
 
     def __init__(
         self,
         config: LlamaConfig,
-        shared: Shared,
+        verifier: Verifier,
+        names: Collection[str] = (),
         *,
-        reads: Sequence[int],
-        num_layers: int,
-        vocab_size: int,
-        fc_inputs: int,
+        reads: Sequence[int] = (),
         ids: Tensor | None = None,
-        biased: bool = False,
-        normed: bool = False,
-        fc_biased: bool = False,
     ) -> None:
-        """``reads`` are hidden states and ``num_layers`` how many it has itself; ``biased`` and ``normed`` say
-        what its attention has."""
-        super().__init__(vocab_size, ids)
-        size = config.hidden_size
+        """``reads`` are hidden states, and ``names`` those tensors that not every such head has."""
+        super().__init__(verifier.vocab_size, ids)
+        size, heads = config.hidden_size, (config.num_attention_heads, config.num_key_value_heads)
         self.config, self.reads, self.width = config, tuple(reads), size
-        self.fc = nn.Linear(fc_inputs, size, bias=fc_biased)
-        wide = self._inputs(size)
-        kinds = {"biased": biased, "normed": normed}
-        made = [Layer(config, size if number else wide, first=not number, **kinds) for number in range(num_layers)]
+        wide, fc_inputs = self.inputs * size, len(reads) * verifier.hidden_size if self.inputs > 1 else 2 * size
+        self.fc = nn.Linear(fc_inputs, size, bias="fc.bias" in names)
+        made = [Layer(config, size if at else wide, names, first=not at) for at in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(made)
-        self.attends = (
-            (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim),
-        ) * num_layers
-        self._shared = shared  # a tuple: its modules stay the verifier's
+        self.attends = ((*heads, config.head_dim, config.head_dim),) * len(made)
+        self._verifier = verifier
         with torch.device("cpu"):  # frequencies are never in 16 bits
-            self._rotary = (LlamaRotaryEmbedding(config).to(shared.embed.weight.device),)
+            self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
 
-    @staticmethod
-    def _inputs(size: int) -> int:
-        """Of the first layer."""
-        return size
+    @classmethod
+    def fits(cls, checkpoint: Checkpoint) -> bool:
+        norms = {"hidden_norm.weight", "layers.0.input_layernorm.weight"}  # of drafters of blocks
+        return checkpoint.query_width == 1 and not checkpoint.weights.keys() & norms
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, verifier: Verifier) -> "Eagle":
+        checkpoint.check_hidden(checkpoint.size("fc.weight"), verifier)
+        checkpoint.check_vocab(verifier)
+        return cls(checkpoint.llama(verifier), verifier, {*checkpoint.weights}, reads=(verifier.num_layers,))
 
     def number(self, first: int) -> None:
         for place, layer in enumerate(self.own_layers):
@@ -125,7 +123,7 @@ class Eagle(Chain):
 
     @property
     def _embed(self) -> nn.Module:
-        return self._shared.embed
+        return self._verifier.embed
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
@@ -136,7 +134,7 @@ class Eagle(Chain):
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = self._shared.lm_head(out)
+        found: Tensor = self._verifier.lm_head(out)
         return found
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
@@ -161,41 +159,61 @@ class Eagle3(Eagle):
     """EAGLE-3: reads several hidden states, has a head of its own, and may know a part of the vocabulary only."""
 
     kind = "eagle3"
+    names = ((r"^midlayer\.", "layers.0."),)
+    inputs = 2
 
     def __init__(
         self,
         config: LlamaConfig,
-        shared: Shared,
+        verifier: Verifier,
+        names: Collection[str] = (),
         *,
-        own_embed: bool = False,
-        draft_vocab_size: int,
-        norms: str = "",
         norm_before_residual: bool = False,
         norm_output: bool = False,
-        **sizes: Any,
+        **options: Any,
     ) -> None:
-        """``norms`` of what it reads: "each" hidden state by itself, "whole", or ""."""
-        super().__init__(config, shared, **sizes)
+        super().__init__(config, verifier, names, **options)
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.norm = LlamaRMSNorm(size, epsilon)
-        self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
-        if own_embed:
+        self.lm_head = nn.Linear(size, len(self.known), bias=False)
+        self._own_embed = "embed_tokens.weight" in names
+        if self._own_embed:
             self.embed_tokens = nn.Embedding(self.vocab_size, size)
-        if norms == "whole":
+        self._norms = "whole" if "input_norm.weight" in names else "each" if "fc_norm.0.weight" in names else ""
+        if self._norms == "whole":
             self.input_norm = LlamaRMSNorm(self.fc.in_features, epsilon)
-        if norms == "each":
-            width = self.fc.in_features // len(self.reads)
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, epsilon) for _ in self.reads)
-        self._own_embed, self._norms = own_embed, norms
+        if self._norms == "each":
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(verifier.hidden_size, epsilon) for _ in self.reads)
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
 
-    @staticmethod
-    def _inputs(size: int) -> int:
-        return 2 * size
+    @classmethod
+    def fits(cls, checkpoint: Checkpoint) -> bool:
+        return checkpoint.query_width == 2 and "mask_hidden" not in checkpoint.weights
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, verifier: Verifier, **options: Any) -> "Eagle3":
+        config, inputs = checkpoint.config, checkpoint.size("fc.weight", 1)
+        number, rest = divmod(inputs, verifier.hidden_size)
+        made_for = config.get("target_hidden_size")
+        if rest or made_for is not None:
+            checkpoint.check_hidden(made_for or inputs // 3, verifier)
+        checkpoint.check_vocab(verifier)
+        names = {*checkpoint.weights}
+        checkpoint.check_embedded(["embed_tokens.weight"], names, verifier)
+        return cls(
+            checkpoint.llama(verifier),
+            verifier,
+            names,
+            reads=reads_of(checkpoint, number, verifier),
+            ids=checkpoint.token_ids("d2t", checkpoint.size("lm_head.weight"), verifier, offsets=True),
+            norm_before_residual=bool(config.get("norm_before_residual")),
+            norm_output=bool(config.get("norm_output")),
+            **options,
+        )
 
     @property
     def _embed(self) -> nn.Module:
-        return self.embed_tokens if self._own_embed else self._shared.embed
+        return self.embed_tokens if self._own_embed else self._verifier.embed
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         if self._norms == "each":
@@ -214,6 +232,19 @@ class Eagle3(Eagle):
         found: Tensor = self.lm_head(self.norm(out))
         return found
 
-    def fed(self, out: Tensor) -> Tensor:
+    def next_state(self, out: Tensor) -> Tensor:
         normed: Tensor = self.norm(out) if self._norm_output else out
         return normed
+
+
+def reads_of(checkpoint: Checkpoint, number: int, verifier: Verifier) -> tuple[int, ...]:
+    """The ``number`` hidden states that an EAGLE-3 head reads, as Transformers counts them."""
+    config, inner = checkpoint.config, checkpoint.config.get("eagle_config") or {}
+    if number == 1 and not inner.get("use_aux_hidden_state", True):
+        return (verifier.num_layers,)
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    layers = layers or [layer + 1 for layer in inner.get("eagle_aux_hidden_state_layer_ids") or ()]
+    layers = layers or [2, verifier.num_layers // 2, verifier.num_layers - 3]
+    if len(layers) != number:
+        raise checkpoint.wrong(f"its tensor fc.weight is for {number} hidden states, and its config names {len(layers)}")
+    return checkpoint.check_reads(layers, verifier)

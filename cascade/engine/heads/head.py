@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
@@ -13,6 +14,27 @@ from cascade.engine.kv import Span
 from cascade.engine.llama import Llama
 from cascade.engine.products import multiply_row_by_row
 from cascade.scorer import MAX_FORKED
+
+if TYPE_CHECKING:
+    from cascade.engine.heads.checkpoint import Checkpoint
+
+
+class Verifier(NamedTuple):
+    """The model that a head must fit; a tuple, so that a head's parts do not include the model's."""
+
+    embed: nn.Module
+    lm_head: nn.Module
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_len: int
+
+    @classmethod
+    def of(cls, network: PreTrainedModel) -> "Verifier":
+        text, embed = network.config.get_text_config(), network.get_input_embeddings()
+        limit = getattr(text, "max_position_embeddings", None) or 2048
+        sizes = (text.hidden_size, embed.weight.shape[0], text.num_hidden_layers, limit)
+        return cls(embed, network.get_output_embeddings(), *map(int, sizes))
 
 
 class Part(NamedTuple):
@@ -50,7 +72,8 @@ class Place(Protocol):
 class Head(nn.Module):
     """A drafter that reads a model."""
 
-    kind = ""
+    kind: ClassVar[str] = ""
+    names: ClassVar[Sequence[tuple[str, str]]] = ()  # of tensors as published, see `cascade.engine.heads.checkpoint.Names`
     reads: tuple[int, ...]  # hidden states, as Transformers counts them: 0 are embeddings, the last is normed
     width: int  # numbers that it keeps of a position, see `state`
     attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.survey.Survey.heads`
@@ -64,6 +87,16 @@ class Head(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.register_buffer("_ids", ids, persistent=False)
+
+    @classmethod
+    def fits(cls, checkpoint: "Checkpoint") -> bool:
+        """Whether tensors, by their ``names``, are those of such a head."""
+        return False
+
+    @classmethod
+    def of(cls, checkpoint: "Checkpoint", verifier: Verifier) -> "Head":
+        """The head of a checkpoint that `fits`, without weights; raises `ModelError` if it is not for this verifier."""
+        raise NotImplementedError
 
     @property
     def known(self) -> list[int]:

@@ -5,6 +5,8 @@ sees the text and the masks before it:
 
     h = fc(mask_hidden),  embedding = that of the mask's token;   logits = head(norm(out))
 
+As published: EAGLE-3's tensors and ``mask_hidden``.
+
 "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", arXiv 2602.01469.
 """
 
@@ -14,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.guesses import Guesses
-from cascade.engine.heads.head import Place
+from cascade.engine.heads.head import Place, Verifier
 from cascade.engine.kv import Span
+from cascade.scorer import MAX_FORKED
+
+USUAL = 8  # guesses behind a text, where a configuration does not say it
 
 
 class Peagle(Eagle3):
@@ -25,12 +31,24 @@ class Peagle(Eagle3):
 
     kind = "peagle"
 
-    def __init__(self, *sizes: Any, fc_inputs: int, mask: int, most: int, **options: Any) -> None:
+    def __init__(self, *given: Any, mask: int, most: int, **options: Any) -> None:
         """``mask`` is a token id; ``most`` are the guesses that it was trained for."""
-        super().__init__(*sizes, fc_inputs=fc_inputs, **options)
-        self.mask_hidden = nn.Parameter(torch.empty(fc_inputs))
+        super().__init__(*given, **options)
+        self.mask_hidden = nn.Parameter(torch.empty(self.fc.in_features))
         self.most = most
         self._mask = mask
+
+    @classmethod
+    def fits(cls, checkpoint: Checkpoint) -> bool:
+        return checkpoint.query_width == 2 and "mask_hidden" in checkpoint.weights
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, verifier: Verifier, **options: Any) -> Eagle3:
+        config, names = checkpoint.config, ("mask_token_id", "ptd_token_id", "pard_token")
+        mask = next((config[name] for name in names if config.get(name) is not None), None)
+        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        most = min(MAX_FORKED, int(methods[0].get("speculative_tokens") or USUAL))
+        return super().of(checkpoint, verifier, mask=checkpoint.check_mask(mask, verifier), most=most, **options)
 
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
         active, texts = list(rooms), guesses.texts

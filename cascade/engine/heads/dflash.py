@@ -9,12 +9,23 @@ values that are made of the model's hidden states:
 In a layer whose block is not causal all its places see the same positions: they are further heads of one query at its end, so
 that attention over stores, which is causal, needs no other kind of mask.
 
+As published, beside ``fc``, ``hidden_norm``, ``layers.{l}.*`` as of Qwen 3, ``norm``, and maybe a file with what masks are
+embedded as:
+
+- z-lab: ``dflash_config.{target_layer_ids, mask_token_id}``, ``block_size`` there or at the top level. Ids are of layers whose
+  outputs are read. The first token of a block is known: the others are guesses.
+- ``speculators``: sizes of layers in ``transformer_layer_config``, ``aux_hidden_state_layer_ids`` that count as Transformers
+  does, and ``sample_from_anchor`` for what a place guesses.
+
+Layers may slide (``layer_types``, ``sliding_window``, ``dflash_config.{use_swa, swa_window_size, causal}``): as vLLM takes
+them, those that ``layer_types`` names see no later place of their block, unless something says otherwise.
+
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -23,20 +34,47 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from cascade.draft import Draft
-from cascade.engine.heads.block_formats import Layout, Seen
-from cascade.engine.heads.eagle import Angles, Attention, Shared
+from cascade.engine.heads.checkpoint import Checkpoint
+from cascade.engine.heads.eagle import Angles, Attention
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Place
+from cascade.engine.heads.head import Head, Place, Verifier
 from cascade.engine.kv import Span
+from cascade.scorer import MAX_FORKED
+
+SLIDING = "sliding_attention"
+MARKOV = ("markov_head.", "confidence_head.")  # begin tensors that DSpark alone has
 
 Attend: TypeAlias = Callable[["BlockAttention", Tensor, Tensor, Tensor], Tensor]  # of all heads, as `Place.attend`
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a place of a block sees in a layer."""
+
+    causal: bool = False  # of its block, those before it and itself alone
+    window: int | None = None  # positions that slide, if they do: its own and those before it, or those before the block
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How blocks are laid out."""
+
+    size: int  # places, of which the first has the last token of the text
+    mask: int  # token id of the others
+    shifted: bool  # a place guesses the token behind it, and not its own
+    seen: tuple[Seen, ...]  # by layer
+
+    @property
+    def guesses(self) -> int:
+        """Of a block."""
+        return self.size if self.shifted else self.size - 1
 
 
 class BlockAttention(Attention):
     """Of a layer: queries are a block's, keys and values the text's, too."""
 
-    def __init__(self, config: LlamaConfig, seen: Seen, **kinds: bool) -> None:
-        super().__init__(config, config.hidden_size, **kinds)
+    def __init__(self, config: LlamaConfig, seen: Seen, names: Collection[str]) -> None:
+        super().__init__(config, config.hidden_size, names)
         self.seen = seen
 
     def context(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -67,9 +105,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Layer(nn.Module):
     """As of Qwen 3, but for its attention."""
 
-    def __init__(self, config: LlamaConfig, seen: Seen, **kinds: bool) -> None:
+    def __init__(self, config: LlamaConfig, seen: Seen, names: Collection[str]) -> None:
         super().__init__()
-        self.self_attn = BlockAttention(config, seen, **kinds)
+        self.self_attn = BlockAttention(config, seen, names)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -84,46 +122,67 @@ class DFlash(Head):
     """Guesses of a block are made beside each other: none knows the others."""
 
     kind = "dflash"
+    follows = False  # upon each other, as guesses of DSpark do
+    shifted = False  # see `Layout.shifted`: what its blocks are where their configuration does not say it
 
     def __init__(
         self,
         config: LlamaConfig,
-        shared: Shared,
+        verifier: Verifier,
         layout: Layout,
+        names: Collection[str] = (),
         *,
         reads: Sequence[int],
-        vocab_size: int,
-        fc_inputs: int,
         ids: Tensor | None = None,
-        biased: bool = False,
-        normed: bool = True,
-        fc_biased: bool = False,
-        own_embed: bool = False,
-        own_mask: bool = False,
-        draft_vocab_size: int = 0,
     ) -> None:
-        """``reads`` are hidden states; ``biased`` and ``normed`` say what its attention has. ``draft_vocab_size`` is that of a
-        projection to tokens of its own, if it has one; ``own_mask``, that masks are no token's embedding."""
-        super().__init__(vocab_size, ids)
+        """``reads`` are hidden states, and ``names`` those tensors that not every such head has."""
+        super().__init__(verifier.vocab_size, ids)
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.config, self.layout, self.reads, self.width = config, layout, tuple(reads), 0
         self.most = layout.guesses
-        self.fc = nn.Linear(fc_inputs, size, bias=fc_biased)
+        self.fc = nn.Linear(len(reads) * verifier.hidden_size, size, bias="fc.bias" in names)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, epsilon), LlamaRMSNorm(size, epsilon)
-        self.layers = nn.ModuleList(Layer(config, seen, biased=biased, normed=normed) for seen in layout.seen)
-        if own_embed:
-            self.embed_tokens = nn.Embedding(vocab_size, size)
-        if draft_vocab_size:
-            self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
-        if own_mask:
+        self.layers = nn.ModuleList(Layer(config, seen, names) for seen in layout.seen)
+        self._own_embed, self._own_head, self._own_mask = (
+            name in names for name in ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
+        )
+        if self._own_embed:
+            self.embed_tokens = nn.Embedding(verifier.vocab_size, size)
+        if self._own_head:
+            self.lm_head = nn.Linear(size, len(self.known), bias=False)
+        if self._own_mask:
             self.mask_embedding = nn.Parameter(torch.empty(size))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
         self.attends = tuple((heads[0] if seen.causal else heads[0] * layout.size, *heads[1:]) for seen in layout.seen)
         self.windows = tuple(self._window(seen) for seen in layout.seen)
-        self._shared = (shared.embed, shared.lm_head)  # a tuple: its modules stay the verifier's
-        self._own_embed, self._own_mask, self._own_head = own_embed, own_mask, bool(draft_vocab_size)
+        self._verifier = verifier
         with torch.device("cpu"):  # frequencies are never in 16 bits
-            self._rotary = (LlamaRotaryEmbedding(config).to(shared.embed.weight.device),)
+            self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
+
+    @classmethod
+    def fits(cls, checkpoint: Checkpoint) -> bool:
+        weights = checkpoint.weights
+        if checkpoint.query_width != 1 or not {"hidden_norm.weight", "layers.0.input_layernorm.weight"} & weights.keys():
+            return False
+        return any(name.startswith(MARKOV) for name in weights) == cls.follows
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, verifier: Verifier, **options: Any) -> "DFlash":
+        layout = _layout(checkpoint, verifier, shifted=cls.shifted or "DSpark" in str(checkpoint.config.get("architectures")))
+        checkpoint.check_vocab(verifier)
+        names = checkpoint.own_names(verifier)
+        checkpoint.check_embedded(["embed_tokens.weight", "lm_head.weight"], names, verifier)
+        reads = _reads(checkpoint, verifier)
+        number, rest = divmod(inputs := checkpoint.size("fc.weight", 1), len(reads))
+        if rest:
+            raise checkpoint.wrong(
+                f"its tensor fc.weight takes {inputs} numbers, and its config names {len(reads)} hidden states"
+            )
+        checkpoint.check_hidden(number, verifier)
+        ids = None
+        if "lm_head.weight" in names:
+            ids = checkpoint.token_ids("d2t", checkpoint.size("lm_head.weight"), verifier, offsets=True)
+        return cls(checkpoint.llama(verifier), verifier, layout, names, reads=reads, ids=ids, **options)
 
     def _window(self, seen: Seen) -> int | None:
         """That of the only query of a block whose places see all of it lies at its end."""
@@ -174,7 +233,7 @@ class DFlash(Head):
 
     def _embedded(self, last: Tensor) -> Tensor:
         """Blocks ``[blocks, size, hidden_size]``."""
-        embed = self.embed_tokens if self._own_embed else self._shared[0]
+        embed = self.embed_tokens if self._own_embed else self._verifier.embed
         ids = last.new_full((len(last), self.layout.size), 0 if self._own_mask else self.layout.mask)
         ids[:, 0] = last
         embedded: Tensor = embed(ids)
@@ -184,7 +243,7 @@ class DFlash(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
-        out: Tensor = self.lm_head(hidden) if self._own_head else self._shared[1](hidden)
+        out: Tensor = self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
         return out
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
@@ -251,3 +310,58 @@ def unfolded(out: Tensor, size: int) -> Tensor:
     """``[1, blocks, heads * size, head_dim]`` as it was: ``[1, blocks * size, heads, head_dim]``."""
     places: Tensor = out.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
     return places
+
+
+def _layout(checkpoint: Checkpoint, verifier: Verifier, *, shifted: bool) -> Layout:
+    """How the blocks of a configuration are laid out; raises `ModelError` if it lacks something."""
+    config, inner = checkpoint.config, _inner(checkpoint)
+    size, mask = _first("block_size", config, inner), _first("mask_token_id", config, inner)
+    if not isinstance(size, int):
+        raise checkpoint.wrong("its config.json does not name block_size")
+    if not 2 <= size <= MAX_FORKED:
+        raise checkpoint.wrong(f"its block_size is {size}: it must be 2 to {MAX_FORKED}")
+    if not isinstance(mask, int) or "mask_embedding" not in checkpoint.weights:
+        mask = checkpoint.check_mask(mask, verifier)
+    anchored = _first("sample_from_anchor", config, inner)
+    if anchored is None and (bonus := _first("dspark_bonus_anchor", config, inner)) is not None:
+        anchored = not bonus
+    return Layout(size, mask, shifted if anchored is None else bool(anchored), _seen(checkpoint))
+
+
+def _reads(checkpoint: Checkpoint, verifier: Verifier) -> tuple[int, ...]:
+    """Hidden states that a drafter reads, as Transformers counts them."""
+    config, num_layers, number = checkpoint.config, verifier.num_layers, checkpoint.count("layers.{}.")
+    if (made_for := config.get("num_target_layers")) not in (None, num_layers):
+        raise checkpoint.wrong(f"it was made for a model of {made_for} layers, and the model has {num_layers}")
+    layers = config.get("aux_hidden_state_layer_ids")
+    if layers is None:
+        outputs = _first("target_layer_ids", config, _inner(checkpoint))
+        if outputs is None:  # evenly from the second one on
+            step = (num_layers - 4) / max(1, number - 1)
+            outputs = [round(1 + at * step) for at in range(number)] if number > 1 else [num_layers // 2]
+        layers = [layer + 1 for layer in outputs]
+    return checkpoint.check_reads(layers, verifier)
+
+
+def _inner(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return checkpoint.config.get("dflash_config") or {}
+
+
+def _first(name: str, *parts: Mapping[str, Any]) -> Any:
+    return next((part[name] for part in parts if part.get(name) is not None), None)
+
+
+def _seen(checkpoint: Checkpoint) -> tuple[Seen, ...]:
+    own, inner, number = checkpoint.layer_config, _inner(checkpoint), checkpoint.count("layers.{}.")
+    types: Sequence[str] = own.get("layer_types") or ()
+    named = SLIDING in types
+    if named and len(types) < number:
+        raise checkpoint.wrong(f"its layer_types are {len(types)}, and it has {number} layers")
+    sliding = [types[layer] == SLIDING if named else bool(inner.get("use_swa")) for layer in range(number)]
+    window = inner.get("swa_window_size") or own.get("sliding_window")
+    if any(sliding) and not isinstance(window, int):
+        raise checkpoint.wrong("its config.json does not name the sliding_window of its layers")
+    causal = inner.get("causal")
+    if causal is None and checkpoint.config.get("sliding_window_non_causal"):
+        causal = False
+    return tuple(Seen(named and slides if causal is None else bool(causal), window if slides else None) for slides in sliding)

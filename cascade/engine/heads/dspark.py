@@ -7,6 +7,9 @@ x_{k-1} is the guess before the k-th, or the last token of the text; h_k what th
     plain: e;   gated: sigmoid(g [h, e]) e;   recurrent: a state s goes along the block, [g, c, o] = j [s, e, h],
     s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), and f is tanh(o)
 
+As published (DeepSpec, SpecForge): DFlash's tensors and keys, some or all of these at the top level, ``markov_head`` and
+``confidence_head``. Each place of a block guesses the token behind it.
+
 Cheng et al., "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", arXiv 2607.05147.
 """
 
@@ -18,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.draft import Draft
-from cascade.engine.heads.block import DFlash
+from cascade.engine.heads.checkpoint import Checkpoint
+from cascade.engine.heads.dflash import DFlash
 from cascade.engine.heads.guesses import Guesses, Text
+from cascade.engine.heads.head import Verifier
 
 KINDS = {"plain": "", "gated": "gate_proj", "recurrent": "joint_proj"}  # and the layer that only they have
 
@@ -67,14 +72,29 @@ class DSpark(DFlash):
     """Has a Markov head, or says how sure it is, or both."""
 
     kind = "dspark"
+    follows = shifted = True
 
-    def __init__(self, *sizes: Any, markov: Markov | None, confidence: Confidence | None, **options: Any) -> None:
-        super().__init__(*sizes, **options)
+    def __init__(self, *given: Any, markov: Markov | None, confidence: Confidence | None, **options: Any) -> None:
+        super().__init__(*given, **options)
         if markov is not None:
             self.markov_head = markov
         if confidence is not None:
             self.confidence_head = confidence
         self._heads = (markov, confidence)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, verifier: Verifier, **options: Any) -> DFlash:
+        size, weights, vocab_size = checkpoint.size("fc.weight"), checkpoint.weights, verifier.vocab_size
+        markov, confidence, rank = None, None, 0
+        if "markov_head.markov_w1.weight" in weights:
+            own_head = "lm_head.weight" in checkpoint.own_names(verifier)
+            tokens = checkpoint.size("lm_head.weight") if own_head else vocab_size
+            rank = checkpoint.size("markov_head.markov_w1.weight", 1)
+            kind = next((kind for kind, layer in KINDS.items() if layer and f"markov_head.{layer}.weight" in weights), "plain")
+            markov = Markov(kind, rank=rank, vocab_size=vocab_size, tokens=tokens, hidden_size=size)
+        if "confidence_head.proj.weight" in weights:
+            confidence = Confidence(size + rank if checkpoint.size("confidence_head.proj.weight", 1) > size else size)
+        return super().of(checkpoint, verifier, markov=markov, confidence=confidence, **options)
 
     def behind(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[blocks, guesses, tokens]`` and log-odds ``[blocks, guesses]`` of guesses behind tokens that are known.

@@ -12,9 +12,8 @@ The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the sa
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from cascade.scorer import RunnerUp
 GOLDEN = 0x9E3779B97F4A7C15
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
-GREEDY, NOISY, FILTERED = range(3)  # what choosing a token asks for, see `demand`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
 Noisy: TypeAlias = tuple[slice, SamplingParams, int]
 
@@ -180,60 +178,6 @@ def _float(bits: int) -> float:
     """The float32 that has these bits."""
     number: float = struct.unpack("f", struct.pack("i", bits))[0]
     return number
-
-
-def demand(params: SamplingParams) -> int:
-    """The least that choosing a token with these parameters needs: nothing, noise, or filters as well."""
-    if params.temperature == 0:
-        return GREEDY
-    return FILTERED if params.top_k or params.top_p < 1 or params.min_p else NOISY
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Sampling parameters as numbers for `own_tokens_of`."""
-
-    seed: int  # mixed
-    top_k: int  # the vocabulary's size if off
-    top_p: float
-    least: float  # log of min_p
-
-    @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int) -> Self:
-        assert params.seed is not None
-        least = _log(params.min_p) if params.min_p else -math.inf
-        return cls(mixed(params.seed), min(params.top_k or vocab_size, vocab_size), params.top_p, least)
-
-
-def own_tokens_of(
-    logits: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    top_k: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    least: Tensor,
-    *,
-    filtered: bool,
-    number: int = 0,
-) -> Tensor:
-    """`own_tokens_and_next` ``[1 + 2 * number, N]`` with parameters in tensors ``[N]``, see `Choice`: no host looks at a value.
-
-    Rows of temperature 0 are greedy. Without ``filtered`` only temperature and noise count.
-    """
-    warm = temperature > 0
-    scores = logits.float()
-    scores = (scores - scores.amax(-1, keepdim=True)) / (temperature + ~warm)[:, None]  # what is not warm is divided by 1
-    if filtered:
-        ordered = scores.sort(-1, descending=True).values
-        scores = scores.masked_fill(scores < ordered.gather(1, top_k.clamp(min=1)[:, None] - 1), -torch.inf)
-        scores = torch.where(top_p[:, None] < 1, _nucleus(scores, top_p[:, None]), scores)
-        scores = scores.masked_fill(scores < least[:, None], -torch.inf)
-    scores = scores + _gumbel(_noise_bits(seeds, positions, logits.shape[-1]))
-    own = torch.where(warm, scores.argmax(-1), logits.argmax(-1))
-    if not number:
-        return own[None]
-    return with_runner_ups(own, torch.where(warm[:, None], scores, logits.float()), number)
 
 
 def adjust(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -1,6 +1,5 @@
 """Trains a student on scored texts, for a given time; goes on where it was interrupted."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cascade.training.learning import Learner, Rates
 from cascade.training.loss import top_cross_entropy
 from cascade.training.text import Shard, batches, held_out, padded
+
+NUMBERS = ("step", "tokens", "seconds", "loss")  # of a run, in its checkpoint
 
 # Rows are filled up behind their ends only, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
@@ -21,19 +23,13 @@ AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Rates of learning over a run that ends at a given time."""
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Rates):
+    """How fast a student learns over a run that ends at a given time."""
 
-    muon_lr: float = 0.01  # of hidden matrices
     adam_lr: float = 5e-4  # of embeddings and norms
-    warmup_steps: int = 20
-    decay_share: float = 0.4  # of the time, over which the rates fall to 0
+    weight_decay: float = 0.0
     tokens: int = 4096  # of a step, padding included
-
-    def factor(self, step: int, progress: float) -> float:
-        """Of both rates; ``progress`` is the share of the run's time that has passed."""
-        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, 1 - progress) / self.decay_share)
 
 
 @dataclass(slots=True)
@@ -46,17 +42,11 @@ class Run:
     tokens: int = 0  # learnt, padding excluded
     seconds: float = 0.0  # spent
     loss: float = 0.0  # mean of late steps, nats a token
-    optimizers: list[torch.optim.Optimizer] = field(init=False)
+    learner: Learner = field(init=False)
 
     def __post_init__(self) -> None:
         self.student.set_attn_implementation(CAUSAL)
-        names = ("embed", "lm_head", "norm")
-        hidden = [p for name, p in self.student.named_parameters() if p.ndim == 2 and not any(part in name for part in names)]
-        rest = [p for p in self.student.parameters() if all(p is not one for one in hidden)]
-        self.optimizers = [
-            torch.optim.Muon(hidden, lr=self.schedule.muon_lr, weight_decay=0.0, adjust_lr_fn="original"),
-            torch.optim.AdamW(rest, lr=self.schedule.adam_lr, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.0),
-        ]
+        self.learner = Learner(self.student, self.schedule, [self.student.config.vocab_size])
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
         """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
@@ -69,14 +59,7 @@ class Run:
             torch.from_numpy(positions.ids).to(self.student.device),
             torch.from_numpy(positions.wanted).to(self.student.device),
         )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
-        factor = self.schedule.factor(self.step, progress)
-        for optimizer, rate in zip(self.optimizers, (self.schedule.muon_lr, self.schedule.adam_lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad()
+        self.learner.learn(loss, self.step, progress)
         self.step += 1
         self.tokens += len(chosen)
         value = loss.item()
@@ -101,23 +84,11 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Everything that is needed to go on; a kill meanwhile leaves the checkpoint before."""
-        partial = path.with_suffix(".partial")
-        numbers = {name: getattr(self, name) for name in ("step", "tokens", "seconds", "loss")}
-        state = {
-            "numbers": numbers,
-            "student": self.student.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-        }
-        torch.save(state, partial)
-        os.replace(partial, path)
+        self.learner.save(path, {name: getattr(self, name) for name in NUMBERS})
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        state = torch.load(path, map_location=self.student.device, weights_only=True)
-        self.student.load_state_dict(state["student"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name, value in state["numbers"].items():
+        """Go on from a checkpoint; raises `ConfigError` if it is of another student."""
+        for name, value in self.learner.resume(path).items():
             setattr(self, name, value)
 
     def _states(self, ids: Tensor) -> Tensor:

@@ -17,16 +17,6 @@ HELD_OUT = 16  # one conversation of so many is never learnt from
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """One text: token ids, and the number of those that are context only and are not learnt."""
-
-    tokens: npt.NDArray[np.int32]  # [n]
-    context: int
-    greedy: bool = False  # written at temperature 0 behind its prompt
-    prompt_len: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
     """Some 50,000 tokens of texts, one behind the other, and the teacher's distribution behind each token."""
 

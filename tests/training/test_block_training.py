@@ -1,7 +1,6 @@
 """DFlash and DSpark heads that are trained here: they are written as published ones are, and know more than before."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,22 +78,3 @@ def test_confidence_learns_what_is_accepted(tmp_path: Path) -> None:
         missed.append(float((odds.sigmoid() - right).abs().mean()))
     assert missed[1] < 0.1
     assert missed[1] < 0.8 * missed[0]
-
-
-@pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
-def test_training_goes_on_where_it_was_stopped(tmp_path: Path, train: Callable[..., float]) -> None:
-    """Guards resumption: blocks of a step are the same ones, so a run in two parts ends with the same weights."""
-    network = build("llama", num_hidden_layers=NUM_LAYERS)
-
-    def until(step: int) -> Tensor:
-        if step == 3:
-            raise KeyboardInterrupt
-        return batch(step)
-
-    schedule = Schedule(6, save_every=3)
-    with pytest.raises(KeyboardInterrupt):
-        train(network, until, SHAPE, schedule, tmp_path / "two")
-    for folder in ("one", "two"):
-        train(network, batch, SHAPE, schedule, tmp_path / folder)
-    one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
-    assert one == two

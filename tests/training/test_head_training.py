@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.heads.checkpoint import MEDUSA_FILES
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
+from cascade.training.block import BlockShape, train_dflash
 from cascade.training.eagle import Shape, train_eagle3, unroll
 from cascade.training.fitting import Batch, Schedule
 from cascade.training.medusa import train_medusa
@@ -37,14 +37,19 @@ def fit_eagle3(network: PreTrainedModel, batch: Batch, steps: int, folder: Path)
     return train_eagle3(network, batch, SHAPE, Schedule(steps, unrolled=2, save_every=3), folder)
 
 
+def fit_dflash(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
+    shape = BlockShape(1, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.intermediate_size, SHAPE.reads, block_size=4, mask=95)
+    return train_dflash(network, batch, shape, Schedule(steps, save_every=3), folder)
+
+
 def fit_medusa(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
     return train_medusa(network, batch, 2, Schedule(steps, save_every=3), folder)
 
 
-@pytest.mark.parametrize(("fit", "file"), [(fit_eagle3, "model.safetensors"), (fit_medusa, MEDUSA_FILES[0])])
-def test_training_goes_on_where_it_was_stopped(tmp_path: Path, fit: Fit, file: str) -> None:
-    """Guards resumption: a run in two parts ends with the weights of one in a single part."""
-    network = build("llama", num_hidden_layers=4)
+@pytest.mark.parametrize("fit", [fit_eagle3, fit_dflash])
+def test_training_goes_on_where_it_was_stopped(tmp_path: Path, fit: Fit) -> None:
+    """Guards resumption: a run in two parts ends with the weights of one in a single part, random blocks included."""
+    network, file = build("llama", num_hidden_layers=4), "model.safetensors"
 
     def stopping(step: int) -> Tensor:
         if step == 3:

@@ -1,12 +1,13 @@
 """`cascade distill`, from a model to a folder that others load."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cascade.cli.main import main
 from tests import small
@@ -42,7 +43,7 @@ def distill(teacher: str, out: Path, *more: str) -> str:
 def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path: Path) -> None:
     """Guards the whole way, and a second call with more time: it must not begin anew."""
     out = tmp_path / "student"
-    said = distill(teacher, out, "--hours", "0.004")
+    said = distill(teacher, out, "--hours", "0.003")
     assert "at this share of held-out positions" in " ".join(said.split())
     student, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert student.dtype is torch.bfloat16
@@ -52,7 +53,7 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert tokenizer.chat_template == CHAT
     assert "| tokens learnt" in (out / "README.md").read_text()
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
-    distill(teacher, out, "--hours", "0.006")
+    distill(teacher, out, "--hours", "0.004")
     after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
     assert after["seconds"] > before["seconds"]
@@ -61,9 +62,11 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
 
 def test_an_earlier_student_goes_on(teacher: str, tmp_path: Path) -> None:
     """Guards weeks of training whose work folder is gone: the student must not be cut anew."""
-    distill(teacher, tmp_path / "one", "--hours", "0.004", "--work", str(tmp_path / "work"))
-    more = ("--hours", "0.004", "--work", str(tmp_path / "work"), "--start", str(tmp_path / "one"))
-    distill(teacher, tmp_path / "two", *more)
+    whole = AutoModelForCausalLM.from_pretrained(teacher).config
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
+    tokens = {name: getattr(whole, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
+    distill(teacher, tmp_path / "two", "--hours", "0.003", "--start", str(tmp_path / "one"))
     assert "an earlier student" in (tmp_path / "two" / "README.md").read_text()
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
     assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
@@ -90,7 +93,8 @@ def test_heads_learn_from_text_that_the_model_writes(teacher: str, tmp_path: Pat
     """Guards `cascade drafter train` without data, and the text that a second call must find again."""
     from cascade.training import heads
 
-    plan = heads.Plan(steps=2, batch_size=2, context=32, text_tokens=1500)
+    monkeypatch.setattr(heads, "write", partial(heads.write, rows=32, max_len=48))
+    plan = heads.Plan(steps=2, batch_size=2, context=32, text_tokens=200)
     heads.train(teacher, [], tmp_path / "head", plan)
     written = (tmp_path / "head" / heads.OWN_TEXT).read_bytes()
     heads.train(teacher, [], tmp_path / "head", plan)

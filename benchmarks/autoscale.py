@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.arrivals import Arrival, bursty, nightly, rising
 from benchmarks.fleet import Course, Fleet, run, static
-from cascade.chain.layout import Goal, Layout, TierLoad, devices
-from cascade.chain.profile import PassCost
-from cascade.chain.scaling import Pace, Scaler
+from cascade.planner.cost import PassCost
+from cascade.planner.replicas import Goal, Layout, TierLoad, devices
+from cascade.planner.scaling import Pace, Scaler
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.trace import Acceptance, Trace
 

@@ -20,13 +20,13 @@ import ray.util
 from ray import serve
 
 from cascade import family
-from cascade.chain.tier import Tier
 from cascade.client import Client
 from cascade.engine.devices import processor
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.params import SamplingParams
 from cascade.simulation.toy import ToyModel
+from cascade.tier.tier import Tier
 from deployments import app
 from deployments.launch.server import APPLICATION, Server
 from deployments.links.uplink import LinkServer

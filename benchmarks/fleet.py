@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.arrivals import Arrival
-from cascade.chain.layout import CROWDED, Layout, Speeds, TierLoad, crowd
-from cascade.chain.scaling import Scaler
+from cascade.planner.chains import load_bucket
+from cascade.planner.replicas import CROWDED, Layout, Speeds, TierLoad
+from cascade.planner.scaling import Scaler
 
 LOOK_S = 5.0  # between two decisions
 NOISE = 0.05  # of the speeds that a planner measures, standard deviation of the logarithm
@@ -227,4 +228,4 @@ class _Run:
         there = {tier.name for tier in tiers[:-1] if tier.replicas}
         named = [frozenset[str](), *(names for names in self._fleet.gains if names <= there)]
         measured = {names: alone * self._gain(names, sessions) * self._lots.lognormvariate(0, NOISE) for names in named}
-        return {crowd(sessions): measured}
+        return {load_bucket(sessions): measured}

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.baseline import load, quiet
 from cascade import family
-from cascade.chain.tier import Tier
 from cascade.cpu.linear import Linear
 from cascade.engine.devices import has_bfloat16, processor
 from cascade.engine.model import Model
@@ -32,6 +31,7 @@ from cascade.messages import Close, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel
+from cascade.tier.tier import Tier
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {family.MODEL: (576, 1536), "8 B": (4096, 4096)}  # in and out features

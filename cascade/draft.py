@@ -33,7 +33,7 @@ class Draft:
 
     tokens: tuple[int, ...] = ()  # one a node
     origins: bytes = b""  # one a node, see `origin`
-    confidences: bytes = b""  # one a node, its gap, see `cascade.chain.calibration`; 0 or none at all if nobody says
+    confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 or none at all if nobody says
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
     # of each node of a line, what it was drawn from, where a rule asks for it
     dists: tuple[Dist, ...] = field(default=(), compare=False)

@@ -13,10 +13,6 @@ import torch
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities
-from cascade.chain.local_links import join
-from cascade.chain.policy import Policy
-from cascade.chain.profile import glance
-from cascade.chain.tier import Tier
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and_kind, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine import budget
@@ -32,8 +28,12 @@ from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.planner.chains import Planner
+from cascade.planner.choice import Policy
+from cascade.planner.cost import glance
 from cascade.requests import Deliver, Mailbox, Requests
 from cascade.scorer import Drafter, Scorer
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
 
 Prompt: TypeAlias = str | Sequence[int]
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
@@ -76,7 +76,7 @@ class Cascade:
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
-        - ``policy``: when a tier waits for guesses, and how many guesses a pass scores at most (`cascade.chain.policy.Policy`).
+        - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
         """

@@ -304,7 +304,7 @@ class Speculation:
 class Handling:
     """How the server handles a request among others, which never changes its text. Raises `InvalidRequest`."""
 
-    priority: int = 0  # lower is served sooner; nobody starves, see `cascade.chain.scheduler.PRIORITY_S`
+    priority: int = 0  # lower is served sooner; nobody starves, see `cascade.tier.scheduler.PRIORITY_S`
     cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
     watch: bool = False  # the stream also brings guesses that no tier has verified yet, see `cascade.messages.Lane`
 

@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from cascade.answer import Answer, Chunk
-from cascade.chain.tier import Tier
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Proposal
+from cascade.tier.tier import Tier
 
 
 class Requests:

@@ -37,7 +37,7 @@ class Store(Protocol):
 
     @property
     def block(self) -> int:
-        """Positions that are taken and given back at once: a multiple of `cascade.chain.block_manager.BLOCK`."""
+        """Positions that are taken and given back at once: a multiple of `cascade.tier.block_manager.BLOCK`."""
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
@@ -87,7 +87,7 @@ def gap_byte(gap: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.chain.rounds`."""
+    """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.session.rounds`."""
 
     keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
     rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.acceptance`

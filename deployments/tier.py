@@ -1,4 +1,4 @@
-"""The deployment of one tier: a shim around `cascade.chain.tier.Tier` that loads the model and joins the links."""
+"""The deployment of one tier: a shim around `cascade.tier.tier.Tier` that loads the model and joins the links."""
 
 import asyncio
 import gc
@@ -14,8 +14,6 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
-from cascade.chain.profile import Profile, measure
-from cascade.chain.tier import Tier
 from cascade.drafters import make, source_and_kind
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.checkpoint import context_len, read_config
@@ -28,12 +26,14 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
 from cascade.planner.chains import Planner, worths
+from cascade.planner.cost import Profile, measure
 from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.recording import fake
+from cascade.tier.tier import Tier
 from deployments.links.downlink import Downlink
 from deployments.links.leases import lessor
 from deployments.links.siblings import Siblings

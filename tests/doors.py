@@ -19,9 +19,9 @@ from deployments.links import replica_status
 from deployments.router import Router
 from deployments.tracing.export import Tracing
 from tests import small
-from tests.chain.test_tier import NAMES, CountingModel
 from tests.links.net import Net, Node
 from tests.router.test_router import Handle, Stoppable
+from tests.tier.test_tier import NAMES, CountingModel
 
 T = TypeVar("T")
 VOCAB = 4096  # of the small models's tokenizer

@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 from cascade.engine.tokenizer import Tokenizer
 from cascade.simulation.toy import fold
 from tests import small
-from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
+from tests.tier.test_tier import CountingModel
 
 # as the families write them; `{tools}` and `{call}` and `{result}` are theirs
 CHAT = (

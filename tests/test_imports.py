@@ -11,7 +11,8 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
     ("cascade.cpu", "cascade.planner"),
     ("cascade.drafters", "cascade.client"),
-    ("cascade.chain", "cascade.engine"),
+    ("cascade.session", "cascade.engine"),
+    ("cascade.tier",),
     ("cascade.simulation", "cascade.family", "cascade.training"),
     ("cascade.settings", "cascade.requests"),
     ("cascade.local",),
@@ -37,7 +38,7 @@ SERVING = {"ray", "grpc", "fastapi", "starlette", "uvicorn", "google", "deployme
 
 
 def room(module: str) -> str:
-    """``cascade.chain`` for ``cascade.chain.session``."""
+    """``cascade.session`` for ``cascade.session.rounds``."""
     return ".".join(module.split(".")[:2])
 
 

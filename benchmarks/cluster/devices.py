@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from cascade.chain.profile import PassCost
 from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
+from cascade.planner.cost import PassCost
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.simulation.recording import Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier

@@ -46,7 +46,7 @@ def simulate(
     \b
     cascade simulate --tier tiny=2 --tier medium=6 --tier full=30 --accept 0.75 --accept 0.85
     """
-    from cascade.chain.profile import PassCost
+    from cascade.planner.cost import PassCost
     from cascade.simulation.forecast import TierCost, prediction_rows
     from cascade.simulation.trace import Acceptance
 

@@ -26,7 +26,7 @@ class TierInfo:
     vocab_size: int
     parameters: int
     device: str
-    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.chain.profile.PassCost`
+    pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.planner.cost.PassCost`
     context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
     dtype: str = ""  # of its weights
     engine: str = ""  # that runs its passes: "cascade" or "vllm"

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters.paying import MOST, paying
 from cascade.drafters.registry import KINDS
+from cascade.planner.choice import MOST_STEPS, paying_steps
 from cascade.scorer import UNREAD, Scored
 
-BLOCK = 16  # guesses of a pass where they are made at once, else `MOST`
+BLOCK = 16  # guesses of a pass where they are made at once, else `MOST_STEPS`
 
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together
@@ -23,14 +23,14 @@ class InPass:
         self.name = name
         self.level = level
         self.cost = cost
-        self.most = BLOCK if name in KINDS and KINDS[name].at_once else MOST
+        self.most = BLOCK if name in KINDS and KINDS[name].at_once else MOST_STEPS
         self.right = float(self.most)  # guesses in a row that were scored and right, of all texts
         self.rate = 1.0  # share of guesses that were right if those before them were, of all texts
         self._texts = 0
 
     def begin(self, tenant: str) -> "Asker":
         self._texts += 1
-        pays = self.right >= LEAST and paying(self.rate, self.cost) > 0
+        pays = self.right >= LEAST and paying_steps(self.rate, self.cost) > 0
         return Asker(self, gives_up=not pays and self._texts % TRY != 0)
 
 
@@ -54,7 +54,7 @@ class Asker:
         """Guesses that the next pass shall make."""
         drafter = self._drafter
         most = min(drafter.most, 1 + round(self._right))
-        return UNREAD if self._gave_up else max(1, paying(self._rate, drafter.cost, most))
+        return UNREAD if self._gave_up else max(1, paying_steps(self._rate, drafter.cost, most))
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass guessed behind what it said itself."""
@@ -66,7 +66,7 @@ class Asker:
             for judged in range(min(right + 1, self._said.height)):
                 self._rate = MEMORY * self._rate + (1 - MEMORY) * (judged < right)
                 self._drafter.rate = SHARED * self._drafter.rate + (1 - SHARED) * (judged < right)
-            self._gave_up |= self._right < LEAST or not paying(self._rate, self._drafter.cost)
+            self._gave_up |= self._right < LEAST or not paying_steps(self._rate, self._drafter.cost)
         self._said = scored.draft
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:

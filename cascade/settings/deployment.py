@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cascade.chain.layout import Goal
-from cascade.chain.scaling import Pace
+from cascade.planner.replicas import Goal
+from cascade.planner.scaling import Pace
 from cascade.settings.section import Section
 
 PACE = Pace()
@@ -67,7 +67,7 @@ class RouterDeploymentConfig(DeploymentConfig):
 
 
 class AutoscalingConfig(Section):
-    """How many devices all tiers may take together, and what for; see `cascade.chain.layout` and `cascade.chain.scaling`.
+    """How many devices all tiers may take together, and what for; see `cascade.planner.replicas` and `cascade.planner.scaling`.
 
     autoscaling: {max_devices: 8}
     """

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from cascade import family
-from cascade.chain.policy import Policy
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
 from cascade.params import MAX_WINDOW
+from cascade.planner.choice import Policy
 from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 

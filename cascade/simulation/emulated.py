@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from cascade.chain.profile import Profile
+from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored, Scorer, Store
 
 log = logging.getLogger(__name__)

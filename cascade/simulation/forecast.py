@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from cascade.chain.policy import Policy
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
+from cascade.planner.choice import Policy
 from cascade.simulation.scenario import DEFAULT_POLICY, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.trace import Acceptance, Trace, TraceModel

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cascade.chain.policy import Policy
 from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
+from cascade.planner.choice import Policy
 from cascade.scorer import Scorer
 
 GREEDY = SamplingParams(temperature=0, seed=0)

@@ -9,16 +9,16 @@ import math
 from dataclasses import dataclass, field
 
 from cascade.answer import Answer
-from cascade.chain.kv_admission import KVAdmission
-from cascade.chain.loop import Limits, Loop
-from cascade.chain.profile import GRID, Profile
-from cascade.chain.runner import row_of
-from cascade.chain.scheduler import Batch
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal
 from cascade.planner.chains import Planner
+from cascade.planner.cost import GRID, Profile
 from cascade.scorer import Scored
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.loop import Limits, Loop
+from cascade.tier.runner import row_of
+from cascade.tier.scheduler import Batch
 
 UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
 ASK_AGAIN_S = 0.05  # before the router asks a full tier that died again
@@ -168,7 +168,9 @@ class Node:
             return
         self._busy = False
         now = self._agenda.now
-        self._profile.saw([work for _, work in batch], now - begin)
+        works = [work for _, work in batch]
+        read, context = sum(work.num_read for work in works), sum(work.start for work in works)
+        self._profile.record(sum(map(len, works)), read, context, now - begin)
         self._loop.advance(batch, scored, now)
         for slot, work in batch:
             session = slot.session

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
-from cascade.chain.scheduler import PRIORITY_S
 from cascade.errors import CascadeError, InvalidRequest, TooLarge
 from cascade.messages import Open, mint
 from cascade.settings.config import CascadeConfig
+from cascade.tier.scheduler import PRIORITY_S
 from deployments.admission.access import Access, Account
 from deployments.admission.fair_queue import Ticket
 from deployments.admission.lifetime import Lifetime

@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cascade.chain.block_manager import block_keys
 from cascade.errors import Unavailable
 from cascade.messages import Open, mint
 from cascade.scorer import BLOCK
+from cascade.tier.block_manager import block_keys
 from deployments.links.replica_status import ReplicaStatus
 
 log = logging.getLogger(__name__)

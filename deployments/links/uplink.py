@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from cascade.chain.tier import Tier
 from cascade.errors import Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.settings.config import LinkTLS
+from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode

@@ -10,9 +10,9 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from cascade.chain.layout import Layout, Speeds, TierLoad
-from cascade.chain.profile import PassCost
-from cascade.chain.scaling import Scaler
+from cascade.planner.cost import PassCost
+from cascade.planner.replicas import Layout, Speeds, TierLoad
+from cascade.planner.scaling import Scaler
 from cascade.settings.deployment import AutoscalingConfig
 
 log = logging.getLogger("ray.serve")

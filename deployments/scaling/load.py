@@ -2,9 +2,9 @@
 
 import time
 
-from cascade.chain.layout import crowd
-from cascade.chain.profile import Profile
-from cascade.chain.tier import Tier
+from cascade.planner.chains import load_bucket
+from cascade.planner.cost import Profile
+from cascade.tier.tier import Tier
 from deployments.scaling.board import COST, SPEED
 
 SIZES = (1, 8, 32, 128)  # sessions of the passes whose cost is told
@@ -31,5 +31,5 @@ class LoadReport:
             "waiting": float(load.waiting),
             "kv_use": load.kv_use,
             **{f"{COST}{size}": self._profile.predict(size) for size in SIZES},
-            **{f"{SPEED}{crowd(load.sessions)}:{','.join(chain)}": speed for chain, speed in load.speeds.items()},
+            **{f"{SPEED}{load_bucket(load.sessions)}:{','.join(chain)}": speed for chain, speed in load.speeds.items()},
         }

@@ -1,7 +1,7 @@
 """Ray Serve's options for tiers that are scaled together.
 
 Serve takes a policy for a whole application only from its own YAML, never from `serve.run`. So each tier's deployment gets a
-policy, and these share a `cascade.chain.scaling.Scaler` in Serve's controller (`deployments.scaling.board`).
+policy, and these share a `cascade.planner.scaling.Scaler` in Serve's controller (`deployments.scaling.board`).
 """
 
 from collections.abc import Mapping

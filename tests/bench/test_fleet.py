@@ -8,8 +8,8 @@ import pytest
 from benchmarks.arrivals import DAY_S, Arrival, bursty, nightly, rising
 from benchmarks.autoscale import FULL, TOKENS, fleet
 from benchmarks.fleet import run, static
-from cascade.chain.layout import Goal
-from cascade.chain.scaling import Pace, Scaler
+from cascade.planner.replicas import Goal
+from cascade.planner.scaling import Pace, Scaler
 
 HOUR_S = 3600.0
 

@@ -13,9 +13,9 @@ from cascade.client import Client
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from cascade.v1 import serving_pb2, serving_pb2_grpc
-from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
+from tests.tier.test_tier import CountingModel
 
 ROOT = Path(__file__).parents[2]
 # six words and an end are far likelier than all other tokens: so texts repeat themselves, and end by themselves

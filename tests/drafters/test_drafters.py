@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from cascade.chain.local_links import join
-from cascade.chain.profile import Profile
-from cascade.chain.tier import Tier
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import TEXT, DrafterSpec, make
-from cascade.drafters.in_pass import MOST, TRY, InPass
+from cascade.drafters.in_pass import TRY, InPass
 from cascade.drafters.matching import Corpus, Lookup, Suffix, kind
-from cascade.drafters.paying import paying, speed
 from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
 from cascade.drafters.tenants import MAX_TENANTS
 from cascade.messages import Open
 from cascade.params import SamplingParams
+from cascade.planner.choice import MOST_STEPS, paying_steps, speedup
+from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.simulation.toy import ToyModel, full_text
-from tests.chain.test_tier import opening, settle, text_of
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
+from tests.tier.test_tier import opening, settle, text_of
 
 INSIDE = ("suffix", "recycling", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -274,9 +274,9 @@ def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
 
 def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
     """Guards heads that are slow: each guess is a step of its own, and a text whose guesses are never right gives up."""
-    assert InPass("dflash").begin("").wants > MOST, "all guesses are one step"
+    assert InPass("dflash").begin("").wants > MOST_STEPS, "all guesses are one step"
     asker = InPass("eagle3", 2).begin("")
-    assert asker.wants == MOST
+    assert asker.wants == MOST_STEPS
     for _ in range(60):
         asker.saw(1, Draft((3, 4, 5), bytes(3)), Scored([3, 4, 6], draft=Draft((3, 4, 7), bytes(3))))
         assert asker.guess([1, 2], 1, 8).origins == bytes([4, 4, 4])
@@ -311,13 +311,13 @@ def test_no_more_guesses_are_asked_for_than_pay() -> None:
 
 def test_paying_is_what_is_fastest() -> None:
     """Guards the rule: none where a guess costs more than it gives, more the surer and the cheaper they are."""
-    assert paying(0.3, 0.4) == paying(0.0, 0.1) == 0
-    assert paying(1.0, 0.9) == paying(0.0, 0.0) == MOST
+    assert paying_steps(0.3, 0.4) == paying_steps(0.0, 0.1) == 0
+    assert paying_steps(1.0, 0.9) == paying_steps(0.0, 0.0) == MOST_STEPS
     for cost in (0.1, 0.3, 0.5):
-        numbers = [paying(right / 20, cost) for right in range(21)]
+        numbers = [paying_steps(right / 20, cost) for right in range(21)]
         assert numbers == sorted(numbers)
-        assert all(speed(right / 20, cost) > 1 or not paying(right / 20, cost) for right in range(21))
-    assert speed(0.5, 0.25) == pytest.approx(1.5 / 1.25)
+        assert all(speedup(right / 20, cost) > 1 or not paying_steps(right / 20, cost) for right in range(21))
+    assert speedup(0.5, 0.25) == pytest.approx(1.5 / 1.25)
 
 
 def test_texts_give_up_where_others_have() -> None:

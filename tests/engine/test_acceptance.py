@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade.chain import rounds
 from cascade.draft import Dist, Draft
 from cascade.engine.acceptance import RULES, judge
 from cascade.engine.drawing import judged, own_tokens
@@ -18,6 +17,7 @@ from cascade.engine.model import Model
 from cascade.engine.sampling import GOLDEN, _mix, _signed, keyed_gumbel
 from cascade.params import SamplingParams
 from cascade.scorer import Draw, Row
+from cascade.session import rounds
 from tests import small
 
 Text: TypeAlias = tuple[int, ...]
@@ -129,7 +129,7 @@ Next: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def behind(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Keys ``[N]`` behind ``tokens``, as `cascade.chain.rounds` has them."""
+    """Keys ``[N]`` behind ``tokens``, as `cascade.session.rounds` has them."""
     return _mix(keys + (tokens + 1) * _signed(GOLDEN))
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from cascade.answer import Answer
-from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Failed, Open, mint
 from cascade.params import SamplingParams, Structured
+from cascade.tier.tier import Tier
 from deployments.auditor import Audit
 from tests import small
 from tests.architectures import VOCAB, build
-from tests.chain.test_audit import verdict
-from tests.chain.test_tier import Inbox, Silent, finish, running, settle
 from tests.engine.test_adapters import adapted, folder  # noqa: F401  # a fixture
+from tests.tier.test_audit import verdict
+from tests.tier.test_tier import Inbox, Silent, finish, running, settle
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import Cascade, SamplingParams, Speculation, Structured
-from cascade.chain.profile import Profile
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.attention import Attention, Contiguous
@@ -24,6 +23,7 @@ from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
+from cascade.planner.cost import Profile
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
 from tests import small
 from tests.architectures import CONTEXT, SERVED, VOCAB, build

@@ -20,9 +20,6 @@ from transformers import (
 
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
 from cascade.answer import Answer
-from cascade.chain.local_links import join
-from cascade.chain.session import Session
-from cascade.chain.tier import Tier
 from cascade.engine.logits_processors import report, shape
 from cascade.engine.model import Model
 from cascade.engine.sampling import adjust
@@ -30,11 +27,14 @@ from cascade.engine.sequence_state import SequenceState, state_maker
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Close, Logprobs, Open, Proposal, mint
 from cascade.scorer import Row, Scored
+from cascade.session.session import Session
 from cascade.simulation.toy import ToyModel, full_text
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import build, each
-from tests.chain.test_tier import Inbox, finish, text_of
 from tests.engine.test_sampling import ALPHA, p_value
+from tests.tier.test_tier import Inbox, finish, text_of
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from cascade import Cascade, Completion, SamplingParams, Structured
 from cascade.answer import PromptToken
-from cascade.chain.session import MAX_PROMPT_SCORED
 from cascade.client import Client
 from cascade.scorer import Row, Scored
+from cascade.session.session import MAX_PROMPT_SCORED
 from tests import small
-from tests.chain.test_tier import CountingModel
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
+from tests.tier.test_tier import CountingModel
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 

@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from cascade.answer import Answer
-from cascade.chain.tier import Tier
 from cascade.engine.grammar import Grammars
 from cascade.engine.sequence_state import state_maker
 from cascade.messages import Close, Failed, Message, Open, Proposal, mint
 from cascade.settings.config import LinkTLS
+from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
@@ -23,8 +23,8 @@ from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, Lessor
 from deployments.links.uplink import LinkServer, authorization
 from deployments.tracing.export import Tracing
-from tests.chain.test_tier import NAMES, CountingModel, Silent
-from tests.chain.test_tier import opening as any_opening
+from tests.tier.test_tier import NAMES, CountingModel, Silent
+from tests.tier.test_tier import opening as any_opening
 
 LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cascade.chain.drafting import FIRST_BACKOFF_S, Health
 from cascade.simulation.toy import ToyModel, full_text
+from cascade.tier.drafting import FIRST_BACKOFF_S, Health
 from deployments.links import uplink
 from deployments.links.uplink import Handover
 from tests.links.net import PATIENCE_S, Net, opening, until

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from cascade.chain import watchdog
 from cascade.errors import Unavailable
 from cascade.messages import Failed, Message
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
+from cascade.tier import watchdog
 from deployments.links import uplink
 from deployments.links.downlink import Downlink
 from deployments.links.uplink import CHANNEL_OPTIONS
-from tests.chain.test_tier import CountingModel
 from tests.links.net import (
     PATIENCE_S,
     Net,
@@ -24,6 +23,7 @@ from tests.links.net import (
     opening,
     until,
 )
+from tests.tier.test_tier import CountingModel
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -15,7 +15,6 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode
 from deployments.links.leases import Lease
-from tests.chain.test_tier import PROMPT, Silent
 from tests.links.net import (
     PATIENCE_S,
     Held,
@@ -28,6 +27,7 @@ from tests.links.net import (
     serve_raw,
     until,
 )
+from tests.tier.test_tier import PROMPT, Silent
 
 
 async def test_session_without_a_lease_is_refused(net: Net) -> None:

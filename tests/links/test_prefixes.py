@@ -17,8 +17,8 @@ from cascade.scorer import BLOCK
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, PreferringRouter, Prefixes, overloaded
-from tests.chain.test_tier import CountingModel
 from tests.links.net import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
+from tests.tier.test_tier import CountingModel
 
 __all__ = ["tidy"]  # a fixture
 

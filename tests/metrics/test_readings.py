@@ -10,9 +10,9 @@ import pytest
 
 from cascade import SamplingParams
 from cascade.bench.scrape import Scrape, scrape
-from cascade.chain.profile import Profile
 from cascade.client import Client
 from cascade.messages import Edge
+from cascade.planner.cost import Profile
 from deployments.admission.metrics import RouterMetrics, judged
 from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM

@@ -1,8 +1,8 @@
 """How likely guesses are right, learnt from guesses that no pass scores."""
 
-from cascade.chain.calibration import Calibration
-from cascade.chain.choice import affordable
 from cascade.draft import Draft
+from cascade.planner.acceptance import Calibration
+from cascade.planner.choice import affordable
 
 GUESS = Draft((7,), bytes(1), bytes([40]))
 
@@ -19,5 +19,5 @@ def test_another_domain_is_seen_within_twenty_passes() -> None:
     known = Calibration()
     for right, passes in ((True, 300), (False, 20), (True, 20)):
         for _ in range(passes):
-            known.saw(GUESS, [7 if right else 8], [0] if right else [])
+            known.learn(GUESS, [7 if right else 8], [0] if right else [])
         assert scored(known) is right

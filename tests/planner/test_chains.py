@@ -8,25 +8,25 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.drafting import MOST_READING, SETTLING, Drafting, Progress
-from cascade.chain.kv_admission import KVAdmission
-from cascade.chain.loop import Limits, Loop
-from cascade.chain.policy import Policy
-from cascade.chain.profile import CHUNK, PassCost, Profile
-from cascade.chain.runner import Runner
-from cascade.chain.session import Session
-from cascade.chain.slot import Slot
-from cascade.chain.work import Work
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.chains import ALONE, MIN_PASSES, MIN_ROWS, SHARE, Chain, Measured, Planner, Seen, Worth, worths
+from cascade.planner.choice import Policy
+from cascade.planner.cost import CHUNK, PassCost, Profile
+from cascade.session.session import Session
+from cascade.session.work import Work
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy import ToyModel
 from cascade.simulation.trace import Acceptance, Trace, TraceModel
+from cascade.tier.drafting import MOST_READING, SETTLING, Drafting, Progress
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.loop import Limits, Loop
+from cascade.tier.runner import Runner
+from cascade.tier.slot import Slot
 from tests.cases import rare
-from tests.chain.test_tier import opening
+from tests.tier.test_tier import opening
 
 ALLOWED: Chain = ("medium", "tiny")
 CHAINS: tuple[Chain, ...] = (ALONE, ("tiny",), ("medium",), ALLOWED)
@@ -329,7 +329,7 @@ def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> No
         batch, _ = loop.schedule(512, now)
         works = [work for _, work in batch]
         seconds = PASS_S + 2 * PASS_S / prompt_len * sum(work.num_read for work in works)
-        profile.saw(works, seconds)
+        profile.record(sum(map(len, works)), sum(work.num_read for work in works), sum(work.start for work in works), seconds)
         now += seconds
         loop.advance(batch, runner.run(batch), now)
     both = next(measured for measured in planner.measured() if measured.num_sessions == 2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.draft_stats import DraftStats
-from cascade.chain.policy import Policy
+from cascade.planner.acceptance import DraftStats
+from cascade.planner.choice import Policy
 
 POLICY = Policy()
 ROOM = 15

@@ -18,10 +18,10 @@ from cascade.settings.config import CascadeConfig
 from deployments.admission.admission import Admission
 from deployments.auditor import Auditor
 from tests import small
-from tests.chain.test_tier import opening
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
 from tests.doors import House, house
 from tests.router.test_http import PROMPT
+from tests.tier.test_tier import opening
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)
 ALL = {"share": 1.0, "max_waiting": 1000}

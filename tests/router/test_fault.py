@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from cascade.chain.drafting import Drafting
-from cascade.chain.session import Session
-from cascade.chain.slot import Slot
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.messages import Failed, Message
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.planner.chains import ALONE, Planner
+from cascade.session.session import Session
+from cascade.tier.drafting import Drafting
+from cascade.tier.slot import Slot
 from deployments.links.codec import decode, encode
-from tests.chain.test_tier import opening
 from tests.doors import House, house
 from tests.planner.test_chains import ALLOWED
 from tests.router.test_http import ask
+from tests.tier.test_tier import opening
 
 HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those behind it are not
 WORDS = "structured takes more work than a token may: ask for something simpler"

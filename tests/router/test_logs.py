@@ -31,7 +31,7 @@ def test_records_reach_serves_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         logging.getLogger("deployments.router").info("told")
         serves.setLevel(logging.ERROR)  # as Serve does when the configuration changes
-        logging.getLogger("cascade.chain.tier").warning("not told")
+        logging.getLogger("cascade.tier.tier").warning("not told")
     finally:
         serves.setLevel(before)
     assert [record.getMessage() for record in records] == ["told"]

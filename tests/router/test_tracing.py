@@ -21,11 +21,11 @@ from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
 from deployments.tracing import export
 from deployments.tracing.export import Tracing, above, exporters, told, tracing
-from tests.chain.test_tier import NAMES, CountingModel, opening
 from tests.doors import House, house
 from tests.links.net import Node
 from tests.router.test_http import PROMPT, ask
 from tests.router.test_serve import wait_until
+from tests.tier.test_tier import NAMES, CountingModel, opening
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GIVEN = f"00-{TRACE}-{PARENT}-01"

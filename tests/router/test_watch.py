@@ -9,19 +9,19 @@ import pytest
 from openai import OpenAI
 
 from cascade.answer import Answer
-from cascade.chain.local_links import join
-from cascade.chain.session import Session
-from cascade.chain.tier import Tier
 from cascade.client import Client
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import Lane, Open, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
+from cascade.session.session import Session
 from cascade.simulation.toy import ToyModel
-from tests.chain.test_tier import Inbox, opening, settle
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
+from tests.tier.test_tier import Inbox, opening, settle
 
 PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)

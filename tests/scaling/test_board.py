@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from cascade.chain.profile import Profile
-from cascade.chain.tier import Tier
 from cascade.errors import ConfigError, Unavailable
+from cascade.planner.cost import Profile
 from cascade.simulation.toy import ToyModel
+from cascade.tier.tier import Tier
 from deployments import app
 from deployments.links import replica_status
 from deployments.links.leases import COUNT_S, LeasePool
@@ -18,7 +18,7 @@ from deployments.scaling import board as boards
 from deployments.scaling.load import LoadReport
 from deployments.scaling.policy import TierPolicy
 from tests import small
-from tests.chain.test_tier import opening
+from tests.tier.test_tier import opening
 
 TWO_GPUS = {"ray_actor_options": {"num_gpus": 2}}
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from cascade.chain.profile import Profile
 from cascade.draft import Draft
 from cascade.params import SamplingParams
+from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored
 from cascade.simulation.emulated import Emulated
 from cascade.simulation.toy_tier import ToyTier

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cascade.chain.profile import PassCost
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
+from cascade.planner.cost import PassCost
 from cascade.scorer import RunnerUp
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.chain.profile import PassCost
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
+from cascade.planner.cost import PassCost
 from cascade.simulation.forecast import Bench, TierCost, prediction_rows
 from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate

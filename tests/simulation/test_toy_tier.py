@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from cascade.chain.profile import PassCost
 from cascade.messages import Open
 from cascade.params import SamplingParams
+from cascade.planner.cost import PassCost
 from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy import full_text

@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cascade.chain.block_manager import BlockManager
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
-from tests.chain.test_block_manager import BLOCKS, Books
+from cascade.tier.block_manager import BlockManager
+from tests.tier.test_block_manager import BLOCKS, Books
 
 PAGE = 16 * BLOCK
 

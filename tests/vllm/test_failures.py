@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cascade import Cascade, SamplingParams
-from cascade.chain import watchdog
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
+from cascade.tier import watchdog
 from deployments.links import uplink
 from tests import small
 from tests.architectures import VOCAB, build

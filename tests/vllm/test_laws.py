@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from cascade import Cascade, SamplingParams, Speculation
-from cascade.chain.tier import Tier
 from cascade.draft import Draft
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.scorer import BLOCK, Draw, Row
 from cascade.settings.check import verify
 from cascade.settings.config import CascadeConfig
+from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import VOCAB
 

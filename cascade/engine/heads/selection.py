@@ -4,11 +4,11 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from cascade.drafters.paying import speed
 from cascade.engine.checkpoint import reason
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.probe import agreement_on, written
 from cascade.errors import ModelError
+from cascade.planner.choice import speedup
 
 if TYPE_CHECKING:
     from cascade.engine.model import Model
@@ -36,7 +36,7 @@ def select(model: "Model", layers: int | None = None, skip: Collection[int] = ()
             right = agreement_on(model, text)
         except REFUSALS as error:
             raise ModelError(f"The drafter 'exit' cannot be used: the model does not run in part ({reason(error)})") from error
-        found[head.skipped] = speed(right, head.cost), right
+        found[head.skipped] = speedup(right, head.cost), right
     best = max(found, key=found.__getitem__)
     head.skip(best)
     gain, right = found[best]

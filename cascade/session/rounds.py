@@ -1,0 +1,128 @@
+"""What a session knows beside its text where guesses are accepted by another rule than the coupled one.
+
+Such rules keep the law of the text if the noise of a verifier is independent of that of its drafter, and if nothing that a
+drafter has drawn decides whether it is judged. So:
+
+- *Noise is keyed by the text before it*, and by whether such an edge is above. No key is used twice for different draws: what
+  is drawn behind a correction stands behind another text than what was drawn before, for the correction is no guess of the
+  verifier's drafter. Tiers below such an edge have the same keys, and may compare their own tokens as all tiers do with
+  shared noise. A pass that is repeated, here or on another replica, draws the same.
+- *A round is a whole window or nothing.* How many guesses one pass judges is what fits window and limit, however likely they
+  are; guesses that are not all there are not judged. An ending token is judged as any other. A drafter goes on behind it: a
+  round that came sooner for its end might be judged where another one comes too late.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from cascade.draft import Dist, Draft
+from cascade.messages import Open, Rules
+from cascade.scorer import Draw, Scored
+from cascade.session.hints import Pool
+from cascade.session.work import Work
+
+MAX_NODES = 64  # of a round
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def unended(opening: Open, below: Rules) -> frozenset[int]:
+    """Ending tokens that the session below stops at: none in rounds, but where what comes behind them could not be shaped."""
+    shaped = opening.params.structured is not None or opening.params.min_tokens
+    return frozenset() if below.told and not shaped else opening.ends
+
+
+class Rounds:
+    """Keys of the session that ``opening`` began and whose text is ``text``, and what its own tokens were drawn from."""
+
+    __slots__ = ("_dists", "_ends", "_keys", "_prompt_len", "_rules", "_text", "stops")
+
+    def __init__(self, opening: Open, text: Sequence[int]) -> None:
+        assert opening.params.seed is not None
+        self._rules: Rules = opening.rules
+        self._ends = opening.ends
+        self.stops = unended(opening, opening.rules.below())  # tokens behind which the tier below writes nothing
+        self._prompt_len = opening.prompt_len
+        self._text = text
+        self._keys = array("q", [_first(opening.params.seed, opening.rules.hop)])  # of positions from the prompt's end on
+        self._dists: dict[int, Dist] = {}  # by position
+
+    @classmethod
+    def of(cls, opening: Open, text: Sequence[int]) -> "Rounds | None":
+        """None where all noise is shared."""
+        return cls(opening, text) if opening.rules.keyed else None
+
+    def draw(self, work: Work) -> Draw | None:
+        """How the own tokens of a row are drawn, if it has any."""
+        if not work.num_own:
+            return None
+        rules, keys = self._rules, [self._key(len(self._text))]
+        for token in work.draft.tokens:
+            keys.append(_next(keys[-1], token))
+        return Draw(keys, rules.rule, rules.likeliest if rules.told else None)
+
+    def guesses(self, pool: Pool, room: int, *, whole: bool) -> list[tuple[float, int]]:
+        """Guesses that the next row has judged, each with its chance; ``whole`` if all of a round are here.
+
+        They are a line, up to an ending token, which is one of them.
+        """
+        draft, chances, _ = pool
+        if room <= 0 or (draft.dists and not whole):
+            return []
+        tokens = draft.trunk.tokens[:room]
+        size = next((place for place, token in enumerate(tokens, start=1) if token in self._ends), len(tokens))
+        return list(zip(chances[:size], range(size), strict=True))
+
+    def judged(self, start: int, draft: Draft, scored: Scored) -> None:
+        """A pass has said how the text goes on from position ``start`` on."""
+        new, _ = draft.walk(scored.own, self._ends)
+        if scored.dists:
+            self._dists.update((start + place, scored.dists[place]) for place in range(len(new)))
+
+    def cut(self, position: int) -> None:
+        """The text goes on otherwise from ``position`` on."""
+        del self._keys[max(0, position - self._prompt_len) + 1 :]
+        self._forget(0, position)
+
+    def proposed(self, start: int, tokens: Sequence[int], origins: bytes) -> Draft:
+        """``tokens`` of the text from ``start`` on, as the tier above is told them.
+
+        With what each was drawn from, if that tier asks for it and the model says it.
+        """
+        size = len(tokens)
+        self._forget(start, start + size)
+        dists = tuple(self._dists.values()) if self._rules.told and len(self._dists) == size else ()
+        return Draft(tuple(tokens), origins, dists=dists)
+
+    def _forget(self, start: int, end: int) -> None:
+        """All but positions from ``start`` to before ``end``."""
+        self._dists = {place: dist for place, dist in self._dists.items() if start <= place < end}
+
+    def _key(self, position: int) -> int:
+        """Of the noise at ``position``, behind the text before it."""
+        keys, first = self._keys, self._prompt_len
+        for place in range(first + len(keys) - 1, position):
+            keys.append(_next(keys[-1], self._text[place]))
+        return keys[position - first]
+
+
+def _first(seed: int, hop: int) -> int:
+    """The key behind the prompt."""
+    return _signed(_mix(_mix(seed) ^ (hop + 1) * _GOLDEN))
+
+
+def _next(key: int, token: int) -> int:
+    """The key behind ``token``."""
+    return _signed(_mix(key + (token + 1) * _GOLDEN))
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
+    z &= _MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+    return z ^ z >> 31
+
+
+def _signed(z: int) -> int:
+    return z - 2**64 if z >= 2**63 else z

@@ -1,0 +1,168 @@
+"""Whom the sessions of a tier draft with: as planned, and around tiers that failed until they are due again."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple
+
+from cascade.messages import Commit, Failed, Message, Proposal
+from cascade.planner.acceptance import Calibrations
+from cascade.planner.chains import ALONE, Chain, Planner, Seen
+from cascade.planner.cost import CHUNK, Profile
+from cascade.session.work import Work
+from cascade.tier.slot import Slot, U
+
+SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it
+
+MOST_READING = 0.75  # of the time from token to token may be reading of others: how long it takes is an estimate
+
+FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
+MAX_BACKOFF_S = 8.0
+
+
+class Progress(NamedTuple, Generic[U]):
+    """What a session had of a pass: ``num_new`` own tokens, ``seconds`` after its last ones."""
+
+    slot: Slot[U]
+    work: Work
+    num_new: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Health:
+    """Which tiers below failed lately, and when to try them again."""
+
+    backoff_s: dict[str, float] = field(default_factory=dict)
+    retry_at: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, tier: str, now: float) -> None:
+        """A session there failed; when many do, because a replica goes, that is one failure."""
+        if not self.usable(tier, now):
+            return
+        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
+        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
+
+    def works(self, tier: str) -> None:
+        self.backoff_s.pop(tier, None)
+        self.retry_at.pop(tier, None)
+
+    def usable(self, tier: str, now: float) -> bool:
+        return self.retry_at.get(tier, 0.0) <= now
+
+
+class Drafting(Generic[U]):
+    """``send`` takes messages to the tier that it names; ``mint`` gives names to sessions."""
+
+    def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner) -> None:
+        self._send = send
+        self._mint = mint
+        self._planner = planner
+        self._health = Health()
+        self.calibrations = Calibrations()
+        self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
+
+    def slot(self, session: str) -> Slot[U] | None:
+        """Who drafts with the session of that name below."""
+        return self._slots.get(session)
+
+    def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
+        """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
+        opening = slot.session.opening
+        slot.allowed = opening.chain
+        self._plan((slot,), num_sessions)
+        self.draft(slot, now)
+        slot.settling = 0
+
+    def draft(self, slot: Slot[U], now: float) -> float | None:
+        """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
+        chain, session = slot.chain, slot.session
+        if session.done or slot.using == chain:
+            return None
+        usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
+        if not chain:
+            self.leave(slot)
+        elif usable and slot.using != usable:
+            self.leave(slot)
+            opening = session.attach(usable[0], self._mint(), usable[1:])
+            session.guessed.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
+            slot.using, slot.settling = usable, SETTLING
+            self._slots[opening.session] = slot
+            self._send(session.drafter, opening)
+        failed = (tier for tier in chain if not self._health.usable(tier, now))
+        return min((self._health.retry_at[tier] for tier in failed), default=None)
+
+    def _usable(self, chain: Chain, now: float) -> Chain:
+        """From its first usable tier on; what is below that one is its own affair."""
+        first = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), len(chain))
+        return chain[first:]
+
+    def leave(self, slot: Slot[U]) -> None:
+        """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
+        drafter = slot.session.drafter
+        self._slots.pop(slot.session.drafter_session, None)
+        closing = slot.session.detach()
+        slot.using = ALONE
+        if closing is not None:
+            slot.settling = SETTLING
+            self._send(drafter, closing)
+
+    def tell(self, slot: Slot[U], commit: Commit) -> None:
+        """The text has changed."""
+        if slot.session.drafter:
+            self._send(slot.session.drafter, commit)
+
+    def hear(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
+        """A message from below; the drafter that is lost and the reason, if one is."""
+        slot = self._slots.get(message.session)
+        if slot is None:
+            return None
+        drafter = slot.session.drafter
+        if isinstance(message, Proposal):
+            slot.session.propose(message)
+            slot.settling = 0
+            self._health.works(drafter)
+            return None
+        if message.fault:  # others may draft there, this one nowhere
+            slot.chain = slot.allowed = ALONE
+        else:
+            self._health.failed(message.tier or drafter, now)
+        self.leave(slot)
+        self.draft(slot, now)
+        return drafter, message.reason
+
+    def passed(
+        self, slots: Collection[Slot[U]], rows: Sequence[Progress[U]], profile: Profile, num_read: int, now: float
+    ) -> None:
+        """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts; ``slots`` are all sessions of the tier.
+
+        Who drafts has no part in reading, and it is most of one pass and nothing of the next: rates leave it out.
+        """
+        reading_s = profile.token_s * num_read
+        alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))
+        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float]]] = {}
+        for slot, work, num_new, seconds in rows:
+            settled = not slot.settling
+            slot.settling -= not settled
+            if slot.planned and work.num_read < CHUNK:
+                key = (slot.allowed, slot.sampled, slot.chain, settled)
+                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MOST_READING * seconds)))
+        for (allowed, sampled, chain, settled), had in totals.items():
+            seen = Seen(len(had), sum(tokens for tokens, _ in had), sum(seconds for _, seconds in had), alone_s, settled)
+            self._planner.record(allowed, chain, len(slots), seen, sampled=sampled)
+        self._plan(slots, len(slots))
+        for slot in slots:
+            self.draft(slot, now)
+
+    def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
+        """What each shall use; those that may use the same and are sampled alike use the same."""
+        planned: dict[tuple[Chain, bool], tuple[Chain, str]] = {}
+        for slot in slots:
+            if not slot.planned:
+                slot.chain = slot.allowed
+                continue
+            kind = slot.allowed, slot.sampled
+            if kind not in planned:
+                chain = self._planner.chain(slot.allowed, num_sessions, sampled=slot.sampled)
+                why = self._planner.undrafted(slot.allowed, num_sessions, sampled=slot.sampled) if not chain else ""
+                planned[kind] = chain, why
+            slot.chain, slot.session.skip_reason = planned[kind]

@@ -1,0 +1,165 @@
+"""Which sessions of a tier have a place in memory. When it is short, some wait, or lose theirs and are scored again later.
+
+Sessions rank by when they were opened. Each may take the place of those behind it, and of those that have been idle for a
+while; so the first one always gets on, and every one is the first some day.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from cascade.scorer import BLOCK, MAX_FORKED, UNREAD, RowState, Store
+from cascade.session.branches import Branch
+from cascade.tier.block_manager import BlockManager
+from cascade.tier.scheduler import rank
+from cascade.tier.slot import Fork, Slot, U
+
+IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
+MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
+
+
+class KVAdmission:
+    """Keys and values of the sessions of one tier: at most ``num_tokens`` positions in ``new_store`` stores."""
+
+    def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
+        self.block_manager = BlockManager(new_store, num_tokens)
+        self.preempted = 0  # times that a session lost its place
+
+    def problem(self, positions: int) -> str | None:
+        """Why a session of this length can never be served, if so."""
+        if self.block_manager.fits(positions):
+            return None
+        return (
+            f"its memory holds {self.block_manager.total * BLOCK} tokens in {self.block_manager.total} blocks of {BLOCK}, "
+            f"the request may need {positions} in {self.block_manager.blocks(positions)}"
+        )
+
+    def admit(self, slots: Collection[Slot[U]], max_guesses: int, now: float) -> tuple[list[Slot[U]], float | None]:
+        """The sessions that can be scored, all with room for that; and when to look again if others wait for memory."""
+        ranked: Sequence[Slot[U]] = sorted(slots, key=rank)
+        able, waiting = [], False
+        for slot in ranked:
+            session = slot.session
+            if session.stalled:
+                if session.branches is not None and slot.allocation is not None:
+                    able.append(slot)
+                continue
+            positions = len(session.text) + min(session.depth, max_guesses)
+            if self._place(slot, positions, ranked, now):
+                able.append(slot)
+            else:
+                waiting = True
+        return able, now + MEMORY_RETRY_S if waiting else None
+
+    def scored(self, slot: Slot[Any]) -> None:
+        """Let others reuse the prompt once it is scored: nothing rolls it back."""
+        allocation, session = slot.allocation, slot.session
+        prompt_len = session.opening.prompt_len
+        if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
+            self.block_manager.share(allocation, session.text[:prompt_len], _salt(slot))
+
+    def fork(self, slot: Slot[Any], branch: Branch, text: list[int], state: RowState | None) -> bool:
+        """Give a branch room for its keys and values; False if memory is short."""
+        blocks = self.block_manager.lend(MAX_FORKED)
+        if blocks is not None:
+            slot.forks[branch] = Fork(slot.cache.fork(branch.start), blocks, text, state)
+        return blocks is not None
+
+    def settle(self, slot: Slot[Any]) -> None:
+        """Let the session have what its branch holds that was taken, and free all branches that it has no more."""
+        session, held = slot.session, slot.session.branches.held if slot.session.branches is not None else ()
+        if session.taken is not None:
+            fork = slot.forks.pop(session.taken, None)
+            if fork is not None:
+                self._join(slot, fork, session.taken)
+            session.taken = None
+        for branch in [branch for branch in slot.forks if branch not in held]:
+            self._release(slot.forks.pop(branch))
+
+    def _join(self, slot: Slot[Any], fork: Fork, branch: Branch) -> None:
+        """A branch is the text now; where its keys and values have no room they are computed again."""
+        assert slot.allocation is not None
+        if self.block_manager.reserve(slot.allocation, branch.kv_len):  # before the fork's own blocks count as free
+            slot.cache.join(fork.store)
+            slot.session.joined()
+        else:
+            fork.store.free()
+        self.block_manager.give_back(fork.blocks)
+
+    def _release(self, fork: Fork) -> None:
+        fork.store.free()
+        self.block_manager.give_back(fork.blocks)
+
+    def _void(self, slot: Slot[Any]) -> None:
+        """A session loses all of its branches."""
+        while slot.forks:
+            self._release(slot.forks.popitem()[1])
+        if slot.session.branches is not None:
+            slot.session.branches.void()
+
+    def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
+        """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
+        self._void(slot)
+        allocation, session, slot.allocation = slot.allocation, slot.session, None
+        if allocation is not None and (spoilt or session.opening.makes_way):
+            self.block_manager.drop(allocation)
+        elif allocation is not None:
+            self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
+
+    def check(self, slots: Collection[Slot[Any]] = ()) -> None:
+        """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
+        self.block_manager.check()
+        held = [slot.allocation for slot in slots if slot.allocation is not None]
+        assert len(held) == len(set(held)), "two sessions hold one allocation"
+        assert all(allocation.in_use for allocation in held), "a session holds an allocation that is kept for reuse"
+        lent, forked = self.block_manager.lent, sum(fork.blocks for slot in slots for fork in slot.forks.values())
+        assert lent == forked, f"{lent} blocks are lent, and forks have {forked}"
+        for slot in slots:
+            capacity = slot.allocation.capacity if slot.allocation else 0
+            assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
+
+    def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
+        """Make room for so many positions, at the cost of others if need be."""
+        allocation = slot.allocation
+        if allocation is not None and positions <= allocation.capacity:
+            return True
+        while not self._take(slot, positions):
+            victim = _victim(slot, ranked, now)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _take(self, slot: Slot[Any], positions: int) -> bool:
+        session = slot.session
+        if slot.allocation is not None:
+            return self.block_manager.reserve(slot.allocation, positions)
+        found = self.block_manager.open(session.text, _salt(slot), positions)
+        if found is None:
+            return False
+        slot.allocation, session.kv_len = found
+        return True
+
+    def _preempt(self, slot: Slot[Any]) -> None:
+        assert slot.allocation is not None
+        self._void(slot)
+        self.block_manager.drop(slot.allocation)
+        slot.allocation, slot.session.kv_len = None, 0
+        self.preempted += 1
+
+
+def _salt(slot: Slot[Any]) -> str:
+    """Sessions with the same one may share what is held, which depends on the adapter, and on whether a drafter reads it."""
+    opening = slot.session.opening
+    own = "" if opening.params.prompt_logprobs is None else opening.session  # what others left lacks logits
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.guesses != UNREAD}"
+
+
+def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
+    """Who has to give its place to ``slot``: the last one behind it, or else the last one that is idle."""
+    behind = True  # not by rank, which sessions that came together share
+    for other in reversed(ranked):
+        if other is slot:
+            behind = False
+        elif other.allocation is not None and (behind or (other.session.stalled and now - other.since > IDLE_S)):
+            return other
+    return None

@@ -1,0 +1,306 @@
+"""What a tier decides, between two passes: takes messages, schedules rows, lets sessions advance. No thread, clock or model.
+
+The serving tier adds these, the simulator adds virtual time: what one session sends below and hears from there is the same in
+both. Times are those of one clock, in seconds.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Generic, TypeAlias
+
+from cascade.errors import InvalidRequest
+from cascade.messages import MAKES_WAY, Close, Commit, Failed, Message, Open, Proposal
+from cascade.planner.acceptance import Calibration
+from cascade.planner.chains import Planner
+from cascade.planner.choice import Policy
+from cascade.planner.cost import Profile
+from cascade.scorer import Drafter, Guesser, RowState, Scored
+from cascade.session.hints import Hint
+from cascade.session.session import ProtocolError, Session
+from cascade.session.work import Work
+from cascade.tier.drafting import Drafting, Progress
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.scheduler import Batch, schedule, stretch
+from cascade.tier.slot import Slot, U
+
+log = logging.getLogger(__name__)
+
+TELL_S = 0.02  # between two proposals of a watched session that bring no new tokens
+
+# from a session's opening, and its text while it grows; raises `InvalidRequest`
+NewState: TypeAlias = Callable[[Open, Sequence[int]], RowState]
+# what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
+Result: TypeAlias = Scored | InvalidRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What sessions a tier takes, and how large its passes may be."""
+
+    vocab_size: int
+    context_len: int
+    policy: Policy
+    new_state: NewState | None = None
+
+
+class Loop(Generic[U]):
+    """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
+
+    ``send_up`` takes what is meant for those who opened sessions, each named as in `take`; ``send_down`` what is meant for a
+    tier below, by its name. ``drafters`` guess inside the tier, where a request allows it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        limits: Limits,
+        kv_admission: KVAdmission,
+        profile: Profile,
+        *,
+        send_up: Callable[[U, Message], None],
+        send_down: Callable[[str, Message], None],
+        mint: Callable[[], str],
+        planner: Planner | None = None,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
+        self.slots: dict[str, Slot[U]] = {}  # by session
+        self.written = 0  # tokens of texts
+        self.kv_admission = kv_admission
+        self._name = name
+        self._level = level
+        self._limits = limits
+        self._profile = profile
+        self._send_up = send_up
+        self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
+        self._drafters = drafters
+        self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
+
+    def change(self, policy: Policy) -> None:
+        """Start passes by ``policy`` from now on; from any thread."""
+        self._limits = replace(self._limits, policy=policy)
+
+    # take
+
+    def take(self, message: Message, up: U | None, now: float) -> None:
+        """A message from above or below; an Open comes with the one who takes its session's proposals."""
+        if isinstance(message, Open):
+            assert up is not None
+            self._open(message, up, now)
+        elif isinstance(message, Proposal | Failed):
+            self._hear(message, now)
+        elif message.session not in self.slots:
+            return  # it has failed meanwhile
+        elif isinstance(message, Close):
+            self._leave(self.slots[message.session])
+        else:
+            self._obey(self.slots[message.session], message, now)
+
+    def drop(self, up: U) -> None:
+        """Whoever opened sessions as ``up`` is gone: close them all."""
+        for slot in [slot for slot in self.slots.values() if slot.up is up]:
+            self._leave(slot)
+
+    def fail_all(self, reason: str) -> None:
+        """End all sessions."""
+        for slot in list(self.slots.values()):
+            self._fail(slot, reason)
+
+    def _open(self, opening: Open, up: U, now: float) -> None:
+        last = [slot for slot in self.slots.values() if slot.session.opening.makes_way]
+        problem = MAKES_WAY if opening.makes_way and len(last) < len(self.slots) else self._problem(opening)
+        if problem:
+            self._send_up(up, Failed(opening.session, problem, self._name))
+            return
+        # an audit agrees for hours, and what is learnt of that would have the next one offer no runner-up
+        learnt = None if opening.makes_way else self._drafting.calibrations.of("", opening.params.temperature)
+        session = Session(opening, self._name, self._level, self._limits.vocab_size, learnt)
+        try:
+            state = self._state(session)
+        except InvalidRequest as error:
+            self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
+            return
+        for slot in () if opening.makes_way else last:
+            self._fail(slot, MAKES_WAY)
+        slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
+        self.slots[opening.session] = slot
+        self._drafting.begin(slot, len(self.slots), now)
+
+    def _guessers(self, opening: Open) -> tuple[tuple[str, Calibration, Guesser], ...]:
+        """Drafters inside the tier that take part: those that the request allows. In rounds none: their drafts are windows."""
+        if opening.lockstep and opening.chain:
+            return ()
+        learnt, temperature = self._drafting.calibrations, opening.params.temperature
+        chosen = (drafter for drafter in self._drafters if drafter.name in opening.drafters)
+        return tuple((one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)
+
+    def _problem(self, opening: Open) -> str | None:
+        """Why a session cannot be served here."""
+        name, limits = self._name, self._limits
+        end = opening.prompt_len + opening.params.max_tokens
+        if end > limits.context_len:
+            return f"tier {name} takes {limits.context_len} tokens, the request may need {end}"
+        if not all(0 <= token < limits.vocab_size for token in opening.tokens):
+            return f"tier {name} has {limits.vocab_size} token ids and the text has others"
+        if lack := self.kv_admission.problem(end):
+            return f"tier {name} cannot hold the session: {lack}"
+        return f"session {opening.session} is open already" if opening.session in self.slots else None
+
+    def _state(self, session: Session) -> RowState | None:
+        """What the session's sampling parameters need to know of its text."""
+        if not session.opening.params.shaped:
+            return None
+        if self._limits.new_state is None:
+            raise InvalidRequest(f"tier {self._name} honours temperature and the filters of likely tokens alone")
+        return self._limits.new_state(session.opening, session.text)
+
+    def _obey(self, slot: Slot[U], commit: Commit, now: float) -> None:
+        stalled = slot.session.stalled
+        try:
+            change = slot.session.commit(commit.start, commit.tokens)
+        except ProtocolError as error:
+            self._fail(slot, str(error))
+            return
+        took = slot.session.taken is not None
+        self.kv_admission.settle(slot)
+        if change is not None:
+            self._drafting.tell(slot, change)
+            for _, _, guesser in slot.guessers:
+                guesser.cut()
+            self._hint(slot)
+        if took:  # what it has written there may be news
+            self._propose(slot)
+        if change is not None or stalled:
+            slot.since = now
+
+    def _hear(self, message: Proposal | Failed, now: float) -> None:
+        """A message from below."""
+        lost = self._drafting.hear(message, now)
+        if lost is not None:
+            log.info("Tier %s goes on without %s: %s", self._name, *lost)
+        elif (slot := self._drafting.slot(message.session)) is not None and slot.session.opening.watch:
+            self._untold[message.session] = slot
+
+    # schedule
+
+    def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
+        """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
+        self._tell(now)
+        wake_at: float | None = None
+        if self._makes_way:  # short passes: a request may come any time
+            max_tokens = stretch(self._profile, max_tokens)
+        for slot in self.slots.values():
+            if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
+                wake_at = earlier(wake_at, self._drafting.draft(slot, now))
+        able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
+        batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
+        batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]
+        for slot, work in batch:
+            if work.num_own and work.branch is None:
+                slot.session.totals.waited(now - slot.since)
+        return batch, earlier(earlier(wake_at, start_at), retry_at)
+
+    @property
+    def _makes_way(self) -> bool:
+        """There is nothing else to do."""
+        return any(slot.session.opening.makes_way for slot in islice(self.slots.values(), 1))
+
+    def _fork(self, slot: Slot[U], work: Work) -> bool:
+        """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""
+        session, branch = slot.session, work.branch
+        assert branch is not None
+        assert session.branches is not None
+        self.kv_admission.settle(slot)
+        if branch in session.branches.held and branch not in slot.forks:
+            text = [*session.text[: branch.start], *branch.tokens]
+            state = self._limits.new_state(session.opening, text) if slot.state is not None and self._limits.new_state else None
+            if not self.kv_admission.fork(slot, branch, text, state):
+                session.branches.held.remove(branch)
+        return branch in slot.forks
+
+    def _tell(self, now: float) -> None:
+        """Send the guesses of watched sessions up, before the pass that judges them."""
+        for name, slot in [(name, slot) for name, slot in self._untold.items() if now - slot.told > TELL_S]:
+            del self._untold[name]
+            if self._drafting.slot(name) is slot:
+                slot.told = now
+                self._propose(slot)
+
+    # advance
+
+    def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
+        """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
+        rows: list[Progress[U]] = []
+        for (slot, work), result in zip(batch, results, strict=True):
+            if work.branch is not None:
+                self._extend(slot, work, result)
+                continue
+            if not isinstance(result, Scored):
+                reason = f"a pass of tier {self._name} failed" if result is None else str(result)
+                self._fail(slot, reason, fault=result is not None)
+                continue
+            seconds, slot.since = now - slot.since, now
+            commit = slot.session.advance(work, result)
+            self.kv_admission.scored(slot)
+            if commit is not None:
+                for _, _, guesser in slot.guessers:
+                    guesser.saw(work.tokens[-1], work.draft, result)
+                self._hint(slot)
+                self.written += len(commit.tokens)
+                rows.append(Progress(slot, work, len(commit.tokens), seconds))
+                self._drafting.tell(slot, commit)
+        for slot in {id(slot): slot for slot, _ in batch}.values():
+            if self.slots.get(slot.session.opening.session) is slot:
+                self._propose(slot)
+        self._drafting.passed(self.slots.values(), rows, self._profile, sum(work.num_read for _, work in batch), now)
+
+    def _hint(self, slot: Slot[U]) -> None:
+        """Let drafters inside the tier guess behind a text that is another one now."""
+        session = slot.session
+        if slot.guessers and not session.stalled:
+            text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)
+            session.hint([Hint(name, learnt, one.guess(text, since, most)) for name, learnt, one in slot.guessers])
+
+    def _extend(self, slot: Slot[U], work: Work, result: Result) -> None:
+        """A branch takes its own token; one that could not be scored is given up, and harms nobody."""
+        branch, branches = work.branch, slot.session.branches
+        assert branch is not None
+        assert branches is not None
+        if branch not in slot.forks:
+            return  # the session has failed
+        if isinstance(result, Scored):
+            slot.session.advance(work, result)
+            slot.forks[branch].text.append(branch.tokens[-1])
+        else:
+            branches.held.remove(branch)
+            self.kv_admission.settle(slot)
+
+    def _propose(self, slot: Slot[U]) -> None:
+        proposal, state = slot.session.proposal(), slot.state
+        if proposal is None:
+            return
+        if state is not None and slot.session.opening.params.logprobs is not None:
+            proposal = replace(proposal, logprobs=state.logprobs(proposal.start, len(proposal.draft)))
+        if state is not None and proposal.start == state.prompt_len:
+            proposal = replace(proposal, prompt_logprobs=state.prompt_logprobs)
+        self._send_up(slot.up, proposal)
+
+    def _leave(self, slot: Slot[U], *, spoilt: bool = False) -> None:
+        """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
+        self._untold.pop(slot.session.drafter_session, None)
+        self._drafting.leave(slot)
+        for _, _, guesser in slot.guessers:
+            guesser.close(slot.session.text)
+        del self.slots[slot.session.opening.session]
+        self.kv_admission.leave(slot, spoilt=spoilt)
+
+    def _fail(self, slot: Slot[U], reason: str, *, fault: bool = False) -> None:
+        self._leave(slot, spoilt=True)
+        self._send_up(slot.up, Failed(slot.session.opening.session, reason, self._name, fault))
+
+
+def earlier(first: float | None, second: float | None) -> float | None:
+    """The earlier of two times; None is never."""
+    return min((time for time in (first, second) if time is not None), default=None)

@@ -1,0 +1,156 @@
+"""Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rule.
+
+A pass has a budget of tokens. Sessions that write come before those that read, each in its turn; a long text is read in chunks
+beside them, of a size that stretches the pass only so far. What is scored beyond the texts, `cascade.planner.choice` says.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from cascade.planner.choice import Policy, affordable
+from cascade.planner.cost import CHUNK, Profile
+from cascade.session.branches import Branch
+from cascade.session.work import Work
+from cascade.tier.slot import Slot, U
+
+PRIORITY_S = 10.0  # a session goes before others that came so much earlier, for each step of priority: so nobody starves
+SHARE = 4  # readers get at least this part of a pass, one over it
+STRETCH = 3.0  # reading beside sessions that write may take so many times their pass
+CERTAIN = 1e6  # more than any chance: of what is scored whatever it costs
+LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
+LEAST = 0.05  # chance to be of use for which a pass may start that scores nothing but branches
+
+
+Batch: TypeAlias = list[tuple[Slot[U], Work]]
+Ways: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # branches of sessions, by the identity of their slots
+
+
+def rank(slot: Slot[Any]) -> float:
+    """Lower ones have the older right: as if each had come earlier or later by its priority."""
+    return slot.opened + PRIORITY_S * slot.session.opening.priority
+
+
+def schedule(
+    slots: Sequence[Slot[U]], policy: Policy, profile: Profile, max_tokens: int, now: float
+) -> tuple[Batch[U], float | None]:
+    """The rows of the next pass, and when to look again if there are none; None: not before something happens.
+
+    Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
+    those that would still wait: it costs them less than the next. It scores at most ``max_tokens``.
+    """
+    ways = {id(slot): found for slot in slots if (found := slot.session.ways())}
+    ready = [
+        (_start_at(slot, policy, profile), slot)
+        for slot in slots
+        if not slot.session.stalled or any(chance >= LEAST for chance, _ in ways.get(id(slot), ()))
+    ]
+    first = min((start_at for start_at, _ in ready), default=None)
+    if first is None or first > now:
+        return [], first
+    joining = [slot for start_at, slot in ready if start_at <= now or not slot.session.opening.lockstep]
+    readers = [slot for slot in joining if slot.session.num_pending >= CHUNK]
+    writers = [slot for slot in joining if slot.session.num_pending < CHUNK]
+    reading = _reading_budget(readers, writers, profile, max_tokens)
+    batch = _write(writers, ways, max_tokens - reading, policy.max_guesses, profile)
+    scored = sum(len(work) for _, work in batch)
+    left = min(max_tokens - scored, stretch(profile, max_tokens) if batch else max_tokens)
+    return batch + _read(readers, left, policy.max_guesses), None
+
+
+def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
+    """When a session should be scored with what it has; a time that has passed means now."""
+    session, since = slot.session, slot.since
+    if not session.drafter or session.prefilling or not session.room:
+        return since
+    if session.opening.lockstep:
+        return since if session.window_full else since + LOCKSTEP_PATIENCE_S
+    stats = session.guessed.stats
+    if stats.interrupted and session.usable < policy.waits_for(stats, session.room):
+        return since + policy.patience * profile.pass_s
+    return since
+
+
+def _reading_budget(readers: Sequence[Slot[U]], writers: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
+    """Tokens of a pass that those who write have to leave."""
+    if not readers or not writers:
+        return max_tokens if readers else 0
+    turn = min(map(_turn, readers)) < min(map(_turn, writers))  # where a pass is too short to be shared
+    share = max_tokens // SHARE or int(turn)
+    return min(share, stretch(profile, max_tokens), sum(slot.session.num_pending for slot in readers))
+
+
+def stretch(profile: Profile, max_tokens: int) -> int:
+    """Tokens that may be read beside sessions that write."""
+    return max(CHUNK, min(max_tokens, int(STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
+
+
+def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, profile: Profile) -> Batch[U]:
+    """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
+    texts: list[Slot[U]] = []
+    own, left = 0.0, budget
+    for slot in sorted(slots, key=_turn):
+        if not slot.session.stalled and left > 0:
+            texts.append(slot)
+            own += slot.session.chance
+            left -= slot.session.num_pending
+    found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
+    sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in found]
+    certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
+    context = sum(slot.session.kv_len for slot in texts)
+    cost = partial(profile.turn, context=context)
+    size = max(affordable(sizes, own, budget - left, budget, cost), min(certain, left))
+    nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
+    branches: Batch[U] = []
+    for _, slot, candidate in found[:size]:
+        if isinstance(candidate, Branch):
+            branches.append((slot, slot.session.branch_work(candidate)))
+        else:
+            nodes[id(slot)].append(candidate)
+    rows: Batch[U] = []
+    for slot in texts:
+        rows.append((slot, slot.session.work(budget, sorted(nodes[id(slot)]))))
+        budget -= slot.session.num_pending
+    return rows + branches
+
+
+def _candidates(
+    texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], ways: Ways, max_guesses: int
+) -> list[tuple[float, Slot[U], int | Branch]]:
+    """Guesses behind the texts and branches beside them, each with the chance to be of use."""
+    found: list[tuple[float, Slot[U], int | Branch]] = []
+    for slot in texts:
+        session = slot.session
+        certain = session.opening.lockstep  # whose rounds are whole
+        guesses = session.guesses()[: max_guesses + (session.opening.draft_branches if certain else 0)]
+        found += [(CERTAIN if certain else session.chance * chance, slot, node) for chance, node in guesses]
+    for slot in slots:
+        found += [(chance, slot, branch) for chance, branch in ways.get(id(slot), ())]
+    return found
+
+
+def _falling(candidate: tuple[float, Slot[Any], int | Branch]) -> float:
+    return -candidate[0]
+
+
+def _read(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:
+    """Half of the budget for the first to come, the rest for the shortest texts: neither waits for all of the other."""
+    if not slots or budget <= 0:
+        return []
+    eldest = min(slots, key=rank)
+    others = sorted((slot for slot in slots if slot is not eldest), key=lambda slot: (slot.session.num_pending, rank(slot)))
+    rest = sum(slot.session.num_pending for slot in others)
+    first = max(budget - rest, -(-budget // 2))
+    rows: Batch[U] = []
+    for slot in (eldest, *others):
+        work = slot.session.work(min(first if slot is eldest else budget, slot.session.num_pending + max_guesses))
+        budget -= len(work)
+        rows.append((slot, work))
+        if budget <= 0:
+            break
+    return rows
+
+
+def _turn(slot: Slot[Any]) -> float:
+    """Lower ones have waited longer since their last pass; a step of priority is worth a while of waiting."""
+    return slot.since + PRIORITY_S * slot.session.opening.priority

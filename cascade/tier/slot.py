@@ -1,0 +1,63 @@
+"""What a session occupies at a tier, and what the tier knows of its drafters."""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from cascade.planner.acceptance import Calibration
+from cascade.planner.chains import ALONE, Chain
+from cascade.scorer import UNREAD, Guesser, RowState, Store
+from cascade.session.branches import Branch
+from cascade.session.session import Session
+from cascade.tier.block_manager import Allocation
+
+U = TypeVar("U")
+
+
+@dataclass(slots=True)
+class Fork:
+    """What a branch occupies beside its session."""
+
+    store: Any  # of its keys and values, see `cascade.scorer.Store.fork`
+    blocks: int  # lent for it
+    text: list[int]  # that of the session up to the branch, and the branch
+    state: RowState | None = None  # of that text, if sampling parameters ask for it
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Generic[U]):
+    """A session's place at a tier; ``up`` is where its proposals go."""
+
+    session: Session
+    up: U
+    since: float  # when it became idle, seconds
+    opened: float
+    allocation: Allocation | None = None  # its keys and values, if it has a place in memory
+    state: RowState | None = None  # of its text, if sampling parameters ask for it
+    allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
+    chain: Chain = ALONE  # those that shall draft for it now
+    using: Chain = ALONE  # those that do
+    settling: int = 0  # passes to come that say nothing about them yet
+    forks: dict[Branch, Fork] = field(default_factory=dict)
+    guessers: tuple[tuple[str, Calibration, Guesser], ...] = ()  # of drafters inside the tier, by name
+    told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
+
+    @property
+    def cache(self) -> Store:
+        """Of a session that has a place in memory."""
+        assert self.allocation is not None
+        return self.allocation.store
+
+    @property
+    def planned(self) -> bool:
+        """The planner chooses who drafts for it, not its request."""
+        return self.session.opening.adaptive and self.allowed != ALONE
+
+    @property
+    def sampled(self) -> bool:
+        """Its text is no greedy one."""
+        return self.session.opening.params.temperature > 0
+
+    @property
+    def guesses(self) -> int:
+        """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
+        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))

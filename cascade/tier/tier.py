@@ -1,0 +1,218 @@
+"""A tier: one model, many sessions, one loop in a thread of its own with three verbs: schedule, run, advance.
+
+Prefill chunks, verification of guesses and plain decoding are the same thing here: "score these tokens from this position".
+The loop never waits for a link: messages come in through `Tier.post` and go out through `Link.send`, neither of which blocks.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cascade.messages import Failed, Link, Message, Open, mint
+from cascade.planner.chains import Chain, Planner
+from cascade.planner.choice import Policy
+from cascade.planner.cost import Profile
+from cascade.scorer import Drafter, Scorer
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.loop import Limits, Loop, NewState
+from cascade.tier.runner import Runner, TierStats
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 0.5  # between two looks at a loop that is to end
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a tier has to do, and what its planner has measured."""
+
+    sessions: int
+    waiting: int  # of them, without a place in memory
+    written: int  # tokens of texts since the tier started
+    kv_use: float  # share of the memory for keys and values that sessions hold
+    speeds: Mapping[Chain, float]  # own tokens of a session in a second with as many sessions as now, by who drafts
+
+
+class Tier:
+    """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
+
+    ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
+    sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
+    default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``new_state`` makes
+    what sampling parameters need beside the logits of a pass; without it requests with such parameters fail. ``planner``
+    chooses the tiers below that draft. ``drafters`` guess here, beside the tiers below.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        model: Scorer,
+        *,
+        below: Link | None = None,
+        policy: Policy = Policy(),
+        planner: Planner | None = None,
+        max_pass_tokens: int = 512,
+        cache_tokens: int | None = None,
+        profile: Profile | None = None,
+        new_state: NewState | None = None,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
+        self.name = name
+        self.level = level
+        self.below = below
+        self.planner = planner or Planner()
+        self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
+        profile = profile or Profile()
+        self._runner = Runner(name, model, max_pass_tokens, profile)
+        self.stats = self._runner.stats
+        self._loop: Loop[Link] = Loop(
+            name,
+            level,
+            Limits(model.vocab_size, model.context_len, policy, new_state),
+            self.kv_admission,
+            profile,
+            send_up=lambda link, message: self._out[link].append(message),
+            send_down=self._send_down,
+            mint=mint,
+            planner=self.planner,
+            drafters=drafters,
+        )
+        self._inbox: queue.SimpleQueue[tuple[Sequence[Message], Link | None] | Link | None] = queue.SimpleQueue()
+        self._out: dict[Link, list[Message]] = defaultdict(list)
+        self._thread = threading.Thread(target=self._serve, name=f"tier-{name}", daemon=True)
+        self._stopped = False
+
+    # from any thread
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
+        """Hand over messages; Opens come with the link that takes their session's proposals."""
+        self._inbox.put((messages, up))
+        if self._stopped:
+            self._refuse()
+
+    def change(self, policy: Policy) -> None:
+        """Start passes by ``policy`` from now on."""
+        self._loop.change(policy)
+
+    def drop(self, up: Link) -> None:
+        """The link ``up`` is broken: close all its sessions."""
+        self._inbox.put(up)
+
+    def close(self) -> None:
+        """Stop, close all sessions here and below, free everything. Sessions opened later fail at once.
+
+        A loop that hangs is left behind.
+        """
+        self._inbox.put(None)
+        if self._thread is threading.current_thread():
+            return
+        while self._thread.is_alive() and not self.hangs:
+            self._thread.join(JOIN_S)
+
+    @property
+    def healthy(self) -> bool:
+        """The loop runs and its model works."""
+        return self._thread.is_alive() and self._runner.healthy and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """The loop has been in one step, such as a pass, for far longer than that takes."""
+        return self._runner.watchdog.hangs
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._loop.slots)
+
+    def snapshot(self) -> TierStats:
+        """A copy of the totals."""
+        admission, blocks = self.kv_admission, self.kv_admission.block_manager
+        return replace(self.stats, asked=blocks.asked, reused=blocks.reused, preempted=admission.preempted)
+
+    def load(self) -> Load:
+        """What there is to do now."""
+        slots = list(self._loop.slots.values())
+        waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
+        return Load(
+            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.usage, self.planner.rates(len(slots))
+        )
+
+    # the loop
+
+    def _serve(self) -> None:
+        loop, runner, watchdog = self._loop, self._runner, self._runner.watchdog
+        try:
+            wake_at: float | None = None
+            while self._receive(wake_at):
+                watchdog.begin()
+                batch, wake_at = loop.schedule(runner.max_tokens, time.monotonic())
+                self._flush()
+                if batch:
+                    results = runner.run(batch)
+                    watchdog.begin()
+                    loop.advance(batch, results, time.monotonic())
+                    self._flush()
+                    wake_at = 0.0
+                else:
+                    runner.rest()
+                watchdog.rest()
+        finally:
+            watchdog.rest()
+            loop.fail_all(f"tier {self.name} stopped")
+            self.kv_admission.block_manager.clear()
+            self._flush()
+            self._stopped = True
+            self._refuse()
+
+    def _receive(self, wake_at: float | None) -> bool:
+        """Take in all messages, waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
+        try:
+            item = self._inbox.get(timeout=None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+            while item is not None:
+                self._take(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _take(self, item: tuple[Sequence[Message], Link | None] | Link) -> None:
+        if not isinstance(item, tuple):
+            self._loop.drop(item)
+            return
+        messages, up = item
+        now = time.monotonic()
+        for message in messages:
+            if isinstance(message, Open) and self.below is None:
+                message = replace(message, chain=())
+            self._loop.take(message, up, now)
+
+    def _refuse(self) -> None:
+        """Answer the Opens that came too late."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, tuple) and (up := item[1]) is not None:
+                    late = [m.session for m in item[0] if isinstance(m, Open)]
+                    up.send([Failed(session, f"tier {self.name} stopped", self.name) for session in late])
+
+    def _send_down(self, tier: str, message: Message) -> None:
+        assert self.below is not None, f"tier {self.name} has nobody below, not {tier}"
+        self._out[self.below].append(message)
+
+    def _flush(self) -> None:
+        while self._out:
+            link, messages = self._out.popitem()
+            try:
+                link.send(messages)
+            except Exception:  # a broken link must not harm the sessions of others
+                log.exception("A link of tier %s broke", self.name)
+                self._loop.drop(link)

@@ -1,0 +1,159 @@
+"""The cost of a tier's pass: timed at start, kept current, and what the simulator lives from."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cascade.engine.model import Model
+from cascade.messages import Link, Message, Open, Proposal
+from cascade.params import SamplingParams
+from cascade.planner.cost import CHUNK, CONTEXT, GRID, Profile, measure
+from cascade.scorer import Row, Scored
+from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import ToyModel
+from cascade.tier.tier import Tier
+from tests.architectures import build
+
+POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))
+
+
+def test_costs_of_a_known_model_are_found() -> None:
+    """Guards the profile against timing something else than the pass: a model that sleeps says what it costs."""
+    profile = measure(ToyModel(pass_s=0.004, token_s=0.0005), max_tokens=16)
+    for tokens in (1, 4, 16):
+        assert profile.predict(tokens) >= 0.004 + 0.0005 * tokens
+    assert profile.predict(16) > profile.predict(1)
+    assert [tokens for tokens, _ in profile.points] == [tokens for tokens in sorted(GRID) if tokens <= 16]
+
+
+def test_a_slow_model_is_timed_at_few_sizes() -> None:
+    """Guards the start of large models: the budget ends the timing, and what a token more costs is known by then.
+
+    Timed at 1 to 4 tokens alone, guesses beside eight sessions looked free.
+    """
+    model = ToyModel(pass_s=0.02, token_s=0.002)
+    profile = measure(model, budget_s=0.05)
+    assert 2 <= len(profile.points) < 6
+    assert model.passes < 16
+    assert profile.predict(16) > 0.02 + 16 * 0.002
+    assert profile.predict(512) > 0
+
+
+@pytest.mark.parametrize("context_len", [2, 16, 700])
+def test_short_contexts_are_respected(context_len: int) -> None:
+    """Guards models of short context against being timed where they have no positions: `ToyModel` asserts it."""
+    profile = measure(ToyModel(context_len=context_len))
+    assert profile.points[-1][0] + min(CONTEXT, (context_len - 1) // 2) < max(context_len, 3)
+
+
+def test_network_is_timed_and_left_clean() -> None:
+    """Guards the real path, and the memory of the caches that were used."""
+    profile = measure(Model(build("llama")))
+    assert profile.points[0][0] == 1
+    assert all(seconds > 0 for _, seconds in profile.points)
+    assert profile.context_s >= 0
+
+
+@given(tokens=st.integers(1, 200), context=st.integers(0, 1000), factor=st.floats(0.6, 1.9))
+def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) -> None:
+    """Guards currency: when passes become slower or faster, the profile follows, for sizes that are not run as well.
+
+    Where only one number of tokens grew dearer with the load, more guesses looked cheap until they were tried; where only one
+    grew cheaper, as after a start beside others, guesses looked dear for ever.
+    """
+    profile = Profile(POINTS, context_s=1e-6)
+    seconds = profile.predict(tokens, context) * factor
+    for _ in range(400):
+        record(profile, seconds, tokens, context)
+    assert profile.predict(tokens, context) == pytest.approx(seconds, rel=0.02)
+    if tokens == 1:
+        for (_, after), (_, before) in zip(profile.points[1:], POINTS[1:], strict=True):
+            assert after / before == pytest.approx(profile.points[0][1] / POINTS[0][1], rel=0.1)
+
+
+def test_sizes_that_are_run_keep_prices_of_their_own() -> None:
+    """Guards prices of guesses: where passes of 8 and of 12 tokens take turns, one does not move the other."""
+    profile = Profile([(1, 0.01), (8, 0.01), (12, 0.01), (64, 0.05)])
+    for _ in range(100):
+        record(profile, 0.02, 8)
+        record(profile, 0.03, 12)
+    assert profile.predict(8) == pytest.approx(0.02, rel=0.1)
+    assert profile.predict(12) == pytest.approx(0.03, rel=0.1)
+
+
+def record(profile: Profile, seconds: float, tokens: int = 1, context: int = 0) -> None:
+    """A pass that only goes on with texts."""
+    profile.record(tokens, 0, context, seconds)
+
+
+def test_passes_are_timed_as_they_follow_each_other() -> None:
+    """Guards prices against the first pass behind a long one, with cold caches: positions looked six times dearer."""
+
+    class Cold(ToyModel):
+        read = 0
+
+        def run(self, rows: Sequence[Row]) -> list[Scored]:
+            tokens = sum(len(row.fed) for row in rows)
+            time.sleep(0.02 if self.read > CHUNK else 0.0)
+            self.read = tokens
+            return super().run(rows)
+
+    assert measure(Cold(), max_tokens=4).context_s < 0.01 / CONTEXT
+
+
+def test_what_lies_between_passes_is_known() -> None:
+    """Guards choices of guesses against passes that seem to cost nothing but themselves, and against a pause."""
+    profile = Profile(POINTS)
+    for _ in range(100):
+        profile.rested(0.002)
+    profile.rested(5.0)
+    assert profile.turn(8) == pytest.approx(0.014 + 0.002, rel=0.02)
+
+
+def test_a_tier_that_never_waits_knows_what_lies_between_its_passes() -> None:
+    """Guards the measure through a tier: what lies between passes is measured, a wait for requests is not."""
+    profile, heard = Profile(), threading.Semaphore(0)
+    tier = Tier("alone", 0, ToyModel(context_len=128), profile=profile)
+    tier.start()
+    for session in ("a", "b"):
+        time.sleep(0.2)
+        tier.post([Open(session, (1,), 1, SamplingParams(max_tokens=64, temperature=0, seed=0), window=128)], Heard(heard))
+        assert heard.acquire(timeout=30)
+    tier.close()
+    assert 0 < profile.between_s < 0.1
+
+
+class Heard(Link):
+    """Says when a text is at its end."""
+
+    def __init__(self, heard: threading.Semaphore) -> None:
+        self._heard = heard
+
+    def send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            assert isinstance(message, Proposal)
+            if message.start + len(message.draft) == 1 + 64:
+                self._heard.release()
+
+
+def test_one_pause_is_no_measure() -> None:
+    """Guards against a single pass that the machine stopped in: it would turn every plan upside down."""
+    profile = Profile(POINTS)
+    record(profile, 30.0)
+    assert profile.predict(1) < 0.011
+    record(profile, 0.0)
+    assert profile.predict(1) > 0.009
+
+
+def test_simulator_takes_the_profile() -> None:
+    """Guards the seam to the simulator: virtual time is what the profile says."""
+    profile = Profile(POINTS, context_s=1e-5)
+    request = Request(prompt=(0,))
+    tier = SimTier("full", ToyModel(), profile.cost(context=100))
+    outcome = simulate(Scenario((tier,), (request,)))
+    assert outcome.elapsed_s == pytest.approx(outcome.usage[-1].passes * (0.010 + 100 * 1e-5))

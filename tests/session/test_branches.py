@@ -1,0 +1,168 @@
+"""Branches, what is known of their chances, and how much of them a pass takes: the laws of the parts, each by itself."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cascade.draft import Draft
+from cascade.messages import MAX_RANKS
+from cascade.planner.acceptance import Calibration, Calibrations
+from cascade.planner.choice import DEARER, affordable
+from cascade.planner.cost import PassCost
+from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
+from cascade.session.branches import LEAST_OFFERED, Beside, Branches
+from cascade.session.session import Session
+from cascade.simulation.toy import ToyCache
+from cascade.tier.block_manager import BlockManager
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.slot import Slot
+from tests.session.test_session import VOCAB, opening
+
+gaps = st.floats(0, 20)
+chances = st.lists(st.floats(0, 1), max_size=12).map(lambda values: sorted(values, reverse=True))
+
+
+@given(
+    chances,
+    st.floats(0, 4),
+    st.integers(0, 40),
+    st.floats(0.001, 0.1),
+    st.floats(0, 0.05),
+    st.integers(1, 16),
+    st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    st.integers(0, 30),
+)
+def test_no_other_pass_gives_more_in_a_second(
+    likely: list[float], own: float, tokens: int, base_s: float, token_s: float, knee: int, sizes: list[int], room: int
+) -> None:
+    """Guards the one rule, held against all other numbers: passes with steps in their costs have several local bests."""
+    cost = PassCost(base_s, token_s, knee)
+    candidates, most = list(zip(likely, sizes, strict=False)), tokens + room
+
+    def rate(count: int) -> float:
+        alone_s = cost(tokens)
+        return (own + sum(likely[:count])) / (alone_s + DEARER * (cost(tokens + sum(sizes[:count])) - alone_s))
+
+    fitting = [count for count in range(0 if tokens else 1, len(likely) + 1) if sum(sizes[:count]) <= room]
+    count = affordable(candidates, own, tokens, most, cost)
+    assert sum(sizes[:count]) <= room, "a pass takes no more than it may"
+    if fitting:
+        assert rate(count) >= max(map(rate, fitting)) * (1 - 1e-9)
+    assert affordable(candidates, 1.0, 1, 100, PassCost(base_s)) == len(likely), "what costs nothing is taken"
+
+
+@given(gap=gaps, rank=st.integers(0, 4), first=st.booleans(), share=st.floats(0, 1))
+def test_a_chance_becomes_the_share_that_was_right(gap: float, rank: int, first: bool, share: float) -> None:
+    """Guards calibration: whatever it believes to begin with, verdicts correct it, and others of its kind alone."""
+    calibration, lots, byte = Calibration(), random.Random(0), gap_byte(gap)
+    before = calibration.chance(rank, byte, first=not first)
+    for _ in range(2000):
+        calibration.judged(rank, byte, first=first, right=lots.random() < share)
+    assert abs(calibration.chance(rank, byte, first=first) - share) < 0.12
+    assert calibration.chance(rank, byte, first=not first) == before
+
+
+@given(gaps, gaps, st.booleans())
+def test_close_tokens_are_less_certain(one: float, other: float, first: bool) -> None:
+    """Guards the beginning, before any verdict: a larger gap is never less certain, and its runner-ups never likelier."""
+    near, far = sorted((gap_byte(one), gap_byte(other)))
+    calibration = Calibration()
+    for rank in range(MAX_RANKS):
+        chance = calibration.chance(rank, near, first=first), calibration.chance(rank, far, first=first)
+        assert chance == tuple(sorted(chance, reverse=bool(rank)))
+        assert all(0 <= one <= 1 for one in chance)
+    assert 0 < near <= far < 256
+
+
+def test_drafters_and_temperatures_are_told_apart() -> None:
+    """Guards sessions of one drafter from what was learnt of another, or where noise makes every gap larger."""
+    known = Calibrations()
+    assert known.of("tiny", 0.7) is known.of("tiny", 0.7)
+    assert len({id(known.of(*key)) for key in (("tiny", 0.0), ("tiny", 0.7), ("medium", 0.7), ("", 0.7))}) == 4
+
+
+def close(*tokens: int) -> Beside:
+    return Beside.of([RunnerUp(token, 0.1 + place) for place, token in enumerate(tokens)])
+
+
+def branches(most: int = 4) -> Branches:
+    """A text 5, 6, 7 behind 3 committed tokens, with close tokens beside its first two."""
+    found = Branches(most, 3)
+    for beside in (close(1, 2), close(8), Beside.of([])):
+        found.wrote(beside)
+    return found
+
+
+def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
+    """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails behind their heads."""
+    found = branches()
+    likeliest = max(found.worth(100), key=lambda way: way[0])[1]
+    assert (likeliest.start, likeliest.tokens) == (3, [1])
+    found.hold(likeliest)
+    likeliest.tokens.append(9)
+    likeliest.beside.append(close(4))
+    draft = found.draft([5, 6, 7], bytes(3), 1)
+    assert draft.trunk.tokens == (5, 6, 7)
+    assert [len(draft.find(path)) for path in ([1, 9], [2], [5, 8])] == [2, 1, 2]
+    assert [draft.ranks[node] for node in (*draft.find([1, 9]), *draft.find([2]))] == [1, 0, 2]
+    assert branches(most=1).draft([5, 6, 7], bytes(3), 1).tokens == (5, 6, 7, 1)
+    assert Branches(4, 3).draft([], b"", 0) == Draft()
+
+
+def test_a_correction_takes_its_branch_and_leaves_no_other() -> None:
+    """Guards against branches of a text that is gone: they would be scored behind tokens of another one."""
+    found = branches()
+    for _, branch in found.worth(100):
+        found.hold(branch)
+    assert len(found.held) == 3
+    found.kept(1)
+    assert [branch.start for branch in found.held] == [4]
+    taken = found.corrected(0, (8,))
+    assert taken is not None
+    assert (taken.start, taken.tokens, found.held, found.committed) == (4, [8], [], 5)
+    assert found.corrected(0, (8,)) is None
+
+
+def test_unlikely_branches_make_room() -> None:
+    """Guards memory: no more branches than a request allows, and those stay that are likeliest to be taken."""
+    found = branches(most=1)
+    for _, branch in found.worth(100):
+        found.hold(branch)
+    assert len(found.held) == 1
+    assert all(chance >= LEAST_OFFERED for chance, _ in branches().worth(100))
+    assert branches().worth(4) == [], "a branch has room behind its first token"
+
+
+def test_forks_are_lent_and_given_back() -> None:
+    """Guards the books: what branches take is counted, a branch that is taken hands over, and preemption takes all."""
+    admission = KVAdmission(ToyCache, 1024)
+    session = Session(opening(branches=4, window=20), "tiny", 0, VOCAB)
+    slot = Slot(session, "up", 0.0, 0.0)
+    assert admission.admit([slot], 16, 0.0)[0] == [slot]
+    slot.cache.write(0, session.text)
+    session.advance(session.work(10), Scored([4], runner_ups=[(RunnerUp(5, 0.1), RunnerUp(6, 0.2))]))
+    for _, branch in session.ways():
+        work = session.branch_work(branch)
+        assert admission.fork(slot, branch, [*session.text[: branch.start], *branch.tokens], None)
+        slot.forks[branch].store.write(work.start, work.tokens)
+        session.advance(work, Scored([7], runner_ups=[()]))
+    admission.check([slot])
+    assert len(slot.forks) == 2
+    assert session.commit(3, (5,)) is not None
+    admission.settle(slot)
+    assert session.text[3:] == [5, 7]
+    assert session.kv_len == 4
+    assert slot.cache.tokens[:4] == [1, 2, 3, 5]
+    assert not slot.forks
+    admission.leave(slot)
+    admission.check()
+    assert admission.block_manager.lent == 0
+
+
+def test_a_fork_that_finds_no_memory_is_none() -> None:
+    """Guards full memory: a branch never takes the place of a text."""
+    pool = BlockManager(ToyCache, 64)
+    assert pool.open([1] * 10, "", 40) is not None
+    assert pool.lend(MAX_FORKED) is None
+    pool.check()

@@ -1,0 +1,242 @@
+"""Memory in blocks: the books balance, nothing is shared that should not be, and what is shared is right."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cascade.scorer import BLOCK, room
+from cascade.simulation.toy import ToyCache
+from cascade.tier.block_manager import Allocation, BlockManager, block_keys
+
+BLOCKS = 12
+
+
+class Text:
+    """A session: its text, of which the first ``known`` positions are in its allocation."""
+
+    def __init__(self, tokens: list[int], salt: str, allocation: Allocation, known: int) -> None:
+        self.tokens, self.salt, self.allocation, self.known = tokens, salt, allocation, known
+
+    @property
+    def held(self) -> list[int]:
+        tokens: list[int] = self.allocation.store.tokens[: self.known]  # type: ignore[attr-defined]
+        return tokens
+
+
+class Books(RuleBasedStateMachine):
+    """Sessions come, write, roll back and go, in less memory than they want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stores: list[Any] = []
+        self.block_manager = BlockManager(self.store, BLOCKS * BLOCK + 5)
+        self.texts: list[Text] = []
+
+    def store(self) -> Any:
+        self.stores.append(ToyCache())
+        return self.stores[-1]
+
+    @rule(seed=st.integers(0, 3), length=st.integers(1, 100), salt=st.sampled_from(["", "a"]))
+    def open(self, seed: int, length: int, salt: str) -> None:
+        tokens = random.Random(seed).choices(range(9), k=length // 2) + random.Random(length % 5).choices(range(9), k=length)
+        found = self.block_manager.open(tokens, salt, len(tokens) + 1)
+        if found is not None:
+            assert found[1] < len(tokens)
+            self.texts.append(Text(tokens, salt, *found))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), more=st.integers(0, 40), back=st.integers(0, 5))
+    def write(self, data: st.DataObject, more: int, back: int) -> None:
+        """Score what is not known yet and some tokens more, after rolling back a little."""
+        text = data.draw(st.sampled_from(self.texts))
+        fixed = len(text.allocation.tokens)
+        text.known = max(fixed, text.known - back)
+        del text.tokens[max(text.known, len(text.tokens) - back, 1) :]
+        text.tokens += [(more + i) % 9 for i in range(more)]
+        if self.block_manager.reserve(text.allocation, len(text.tokens)):
+            text.allocation.store.write(text.known, text.tokens[text.known :])  # type: ignore[attr-defined]
+            text.known = len(text.tokens)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        text = data.draw(st.sampled_from(self.texts))
+        self.block_manager.share(text.allocation, text.tokens[: text.known], text.salt)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), spoilt=st.booleans())
+    def leave(self, data: st.DataObject, spoilt: bool) -> None:
+        text = data.draw(st.sampled_from(self.texts))
+        self.texts.remove(text)
+        if spoilt:
+            self.block_manager.drop(text.allocation)
+        else:
+            self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.block_manager.check()
+        for text in self.texts:
+            assert text.held == text.tokens[: text.known], "a session reads what another wrote"
+
+    def teardown(self) -> None:
+        for text in self.texts:
+            self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
+        self.block_manager.check()
+        self.block_manager.clear()
+        self.block_manager.check()
+        assert self.block_manager.free == self.block_manager.total
+        assert all(store.freed for store in self.stores)
+
+
+Books.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=40)
+TestBooks = Books.TestCase
+
+
+def leave(pool: BlockManager, tokens: list[int], salt: str = "") -> Allocation:
+    """A session that scored ``tokens`` and is over; its allocation."""
+    found = pool.open(tokens, salt, len(tokens))
+    assert found is not None
+    allocation, known = found
+    allocation.store.write(known, tokens[known:])  # type: ignore[attr-defined]
+    pool.close(allocation, tokens, salt)
+    return allocation
+
+
+def known(pool: BlockManager, tokens: list[int], salt: str = "") -> int:
+    """How many tokens a new session would not have to score."""
+    found = pool.open(tokens, salt, len(tokens))
+    assert found is not None
+    pool.drop(found[0])
+    return found[1]
+
+
+def test_reuse_goes_to_the_last_common_token() -> None:
+    """Guards what reuse is worth: all that texts have in common, all but the last token of the same text, not less."""
+    text = list(range(100))
+    for other, expected in (
+        (text, 99),
+        ([*text, 7], 100),
+        ([*text[:50], 500, 501], 50),
+        (text[:40], 39),
+        (text[:17], 16),
+        (text[:16], 0),  # its first block ends with the token that must be scored
+        ([500, *text], 0),
+        (text[1:], 0),
+    ):
+        pool = BlockManager(ToyCache, 1000)
+        leave(pool, text)
+        assert known(pool, other) == expected
+        pool.check()
+
+
+def test_salts_keep_tenants_apart() -> None:
+    """Guards tenants: what one has asked must not be found out by another from how fast an answer comes."""
+    pool = BlockManager(ToyCache, 1000)
+    leave(pool, [1] * 64, "mine")
+    assert known(pool, [1] * 64) == 0
+    assert known(pool, [1] * 64, "yours") == 0
+    assert known(pool, [1] * 64, "mine") == 63
+    assert set(block_keys([1] * 64, "mine")).isdisjoint(block_keys([1] * 64, "yours"))
+
+
+def test_colliding_hashes_share_nothing() -> None:
+    """Guards texts against each other: a hash only says where to look."""
+    pool = BlockManager(ToyCache, 1000)
+    allocation = leave(pool, [1] * 64)
+    for key in block_keys([2] * 64, ""):
+        pool._index[key][allocation] = None
+    assert pool._find([2] * 64, "") == (None, 0)
+
+
+def test_least_recently_used_goes_first() -> None:
+    """Guards what is kept: the prefix that everybody uses, not the one that came last."""
+    pool = BlockManager(ToyCache, 10 * BLOCK)
+    leave(pool, [1] * 48)
+    leave(pool, [2] * 48)
+    assert known(pool, [1] * 20 + [5]) == 20
+    leave(pool, [3] * 100)  # 7 blocks: one of the others has to go
+    assert known(pool, [1] * 48) == 47
+    assert known(pool, [2] * 48) == 0
+
+
+def test_nothing_is_kept_twice() -> None:
+    """Guards memory against ten thousand copies of the same prompt, and of every turn of a conversation."""
+    pool = BlockManager(ToyCache, 1000)
+    for turn in range(1, 6):
+        for _ in range(3):
+            leave(pool, list(range(40 * turn)))
+            assert len(pool._kept) == 1
+    live = pool.open(list(range(100)), "", 100)
+    assert live is not None
+    pool.close(live[0], list(range(100)), "")
+    assert len(pool._kept) == 1
+
+
+def test_prefix_outlives_the_tail_of_its_text() -> None:
+    """Guards a long conversation: a short request that begins like it must copy, not take its memory over."""
+    pool = BlockManager(ToyCache, 1000)
+    text = list(range(200))
+    leave(pool, text)
+    leave(pool, [*text[:64], *range(300, 350)])
+    assert known(pool, [*text, 1]) == 200
+
+
+def test_a_prefix_is_no_reason_not_to_fit() -> None:
+    """Guards against waiting for ever: a kept one as large as the memory must not keep out the session that reuses it."""
+    pool = BlockManager(ToyCache, 10 * BLOCK)
+    text = list(range(9 * BLOCK))
+    leave(pool, text)
+    found = pool.open([*text[: 4 * BLOCK], *range(500, 500 + 6 * BLOCK)], "", 10 * BLOCK)
+    assert found is not None
+    assert found[1] == 4 * BLOCK
+    pool.check()
+
+
+def test_nothing_changes_when_memory_is_short() -> None:
+    """Guards waiting sessions: an attempt that fails leaves the books, and what is kept, as they were."""
+    pool = BlockManager(ToyCache, 10 * BLOCK)
+    held = pool.open([7], "", 5 * BLOCK)
+    leave(pool, [1] * 64)
+    assert held is not None
+    assert pool.open([2], "", 6 * BLOCK) is None
+    assert not pool.reserve(held[0], 11 * BLOCK)
+    pool.check()
+    assert known(pool, [1] * 64) == 63
+
+
+@pytest.mark.parametrize("length", [100, 1000, 30_000])
+def test_growing_holds_little_in_vain(length: int) -> None:
+    """Guards memory and time: a growing session holds hardly more than it uses, and copies itself only so often."""
+    capacity = copied = 0
+    for position in range(1, length + 1):
+        if position > capacity:
+            copied += capacity
+            capacity = room(position, capacity)
+        assert capacity <= position * 17 / 16 + BLOCK
+    assert copied < 17 * length
+
+
+def test_check_shows_its_arithmetic() -> None:
+    """Guards the check itself: it must fail on a lost block, and say what it counted."""
+    pool = BlockManager(ToyCache, 10 * BLOCK)
+    leave(pool, [1] * 40)
+    pool.open([2], "", 20)
+    pool.free -= 1
+    with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held \+ 0 lent blocks are 9 of 10"):
+        pool.check()
+
+
+def test_many_short_sessions_leave_no_growth() -> None:
+    """Guards a server that runs for months: what is kept, and the index of it, is bounded by the memory there is."""
+    pool = BlockManager(ToyCache, 50 * BLOCK)
+    rng = random.Random(0)
+    for _ in range(10_000):
+        leave(pool, rng.choices(range(50), k=rng.randint(1, 60)))
+    pool.check()
+    assert len(pool._allocations) == len(pool._kept) <= 50
+    assert len(pool._index) <= 50

@@ -1,0 +1,285 @@
+"""Tiers that have less memory than their sessions want, and sessions that begin where others have been."""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cascade.answer import Answer
+from cascade.engine import budget
+from cascade.engine.attention import Attention, Contiguous
+from cascade.engine.model import Model
+from cascade.engine.sequence_state import state_maker
+from cascade.errors import ModelError
+from cascade.messages import Failed, Message, Open, Proposal
+from cascade.params import SamplingParams
+from cascade.scorer import BLOCK, TILE, Row
+from cascade.simulation.toy import ToyModel, full_text
+from cascade.tier.block_manager import BlockManager
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
+from tests.architectures import SERVED, build
+from tests.tier.test_tier import PROMPT, Inbox, Silent, finish, opening, settle, text_of
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+CPU = torch.device("cpu")
+LONG = tuple(7 * i % 32 for i in range(100))
+
+
+def prompted(tokens: tuple[int, ...], **options: object) -> Open:
+    return replace(opening(3, 0.0, 10, chain=()), tokens=tokens, prompt_len=len(tokens), **options)  # type: ignore[arg-type]
+
+
+def written(tier: Tier, request: Open) -> list[int]:
+    """Prompt and output."""
+    return [*request.tokens, *text_of(tier, request)[1]._tokens]
+
+
+@pytest.mark.parametrize("blocks", [4, 7, 60])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: bool) -> None:
+    """Guards requests against each other: when only one or two fit at a time, all finish, with the text they have alone."""
+    models = [ToyModel(agreement=0.6), ToyModel(agreement=0.8), ToyModel()]
+    tiers = [Tier(str(level), level, model, cache_tokens=blocks * BLOCK) for level, model in enumerate(models)]
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    asked = [opening(s, 0.8, 5 + 3 * s, chain=(("1", "0"), ("0",), ())[s % 3], lockstep=lockstep) for s in range(14)]
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in asked}
+    done = dict(answers)
+    tiers[-1].post(asked, inbox)
+    finish(tiers[-1], inbox, answers)
+    for request in asked:
+        assert [*PROMPT, *done[request.session]._tokens] == full_text(ToyModel(), request)
+    settle(tiers)
+    for tier in tiers:
+        tier.kv_admission.check()
+        tier.close()
+        assert tier.kv_admission.block_manager.free == blocks
+    assert (tiers[-1].kv_admission.preempted > 0) == (blocks < 60)
+
+
+def test_impossible_session_is_refused_with_numbers() -> None:
+    """Guards against a session that waits for ever for memory that its tier does not have."""
+    tier = Tier("full", 0, ToyModel(), cache_tokens=100)
+    tier.start()
+    inbox = Inbox()
+    tier.post([prompted((1,) * 90)], inbox)
+    message = inbox.messages.get(timeout=10)
+    assert isinstance(message, Failed)
+    assert "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7" in message.reason
+    assert text_of(tier, prompted((1,) * 86))[1].finished
+    tier.close()
+
+
+def resumed(tier: Tier, inbox: Inbox, idler: Open, said: Message) -> Answer:
+    """The answer to ``idler``, which goes on when what it ``said`` first is acknowledged."""
+    answer = Answer(idler, Silent())
+    assert isinstance(said, Proposal)
+    _, commit = answer.take(said)
+    assert commit is not None
+    tier.post([commit])
+    finish(tier, inbox, {idler.session: answer})
+    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    return answer
+
+
+def test_client_that_does_not_read_gives_its_place_away() -> None:
+    """Guards readers against a session that has filled its window, holds all memory, and is never acknowledged."""
+    tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK)
+    tier.start()
+    inbox, idler = Inbox(), replace(prompted(LONG), window=4)
+    tier.post([idler], inbox)
+    said = inbox.messages.get(timeout=10)
+    time.sleep(0.01)
+    reader = prompted(LONG[::-1])
+    assert written(tier, reader) == full_text(ToyModel(), reader)
+    assert tier.kv_admission.preempted == 1
+    resumed(tier, inbox, idler, said)
+    tier.close()
+
+
+def test_prompts_are_recited_in_any_order_of_events() -> None:
+    """Guards log-probabilities of prompts: one session loses its place and comes back, another finds its prompt scored."""
+    params = SamplingParams(max_tokens=20, temperature=0, seed=3, prompt_logprobs=1)
+    tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK, new_state=state_maker())
+    tier.start()
+    inbox, idler = Inbox(), replace(prompted(LONG), params=params, window=4)
+    tier.post([idler], inbox)
+    said = inbox.messages.get(timeout=10)
+    time.sleep(0.01)
+    assert written(tier, prompted(LONG[::-1]))
+    assert tier.kv_admission.preempted == 1
+    answer = resumed(tier, inbox, idler, said)
+    again = text_of(tier, replace(prompted(LONG), params=params))[1]
+    assert again._prompt == answer._prompt
+    assert [token.id for token in again._prompt] == list(LONG)
+    assert len({token.logprob for token in again._prompt}) > 5
+    settle([tier])
+    tier.kv_admission.check()
+    tier.close()
+
+
+def test_second_session_begins_where_the_first_has_been() -> None:
+    """Guards reuse in the tier: of a session that is over and of one that is not, of the same salt, and never of drafts."""
+    model = ToyModel()
+    tier = Tier("full", 0, model)
+    tier.start()
+    first = prompted(LONG, cache_salt="mine")
+    text = written(tier, first)
+    settle([tier])
+    for salt, scored in (("mine", 10), ("yours", 109)):
+        before = model.tokens
+        again = prompted(LONG, cache_salt=salt)
+        assert written(tier, again) == text == full_text(ToyModel(), first)
+        settle([tier])
+        assert model.tokens - before == scored
+    assert tier.kv_admission.block_manager.reused == 99
+    longer = prompted((*text, 1, 2), cache_salt="mine")
+    before = model.tokens
+    assert written(tier, longer) == full_text(ToyModel(), longer)
+    assert model.tokens - before <= 3 + 9
+    settle([tier])
+    tier.kv_admission.check()
+    tier.close()
+
+
+def test_reuse_from_a_session_that_is_still_writing() -> None:
+    """Guards reuse among requests at the same time, and the writing one against those that copy from it."""
+    model = ToyModel(pass_s=0.001)
+    tier = Tier("full", 0, model)
+    tier.start()
+    inbox = Inbox()
+    long = replace(prompted(LONG), params=SamplingParams(max_tokens=400, temperature=0, seed=3))
+    answer = Answer(long, Silent())
+    tier.post([long], inbox)
+    answer.take(inbox.messages.get(timeout=10))  # type: ignore[arg-type]
+    other = prompted((*LONG[:80], 5, 6))
+    assert written(tier, other) == full_text(ToyModel(), other)
+    assert tier.kv_admission.block_manager.reused == 80
+    finish(tier, inbox, {long.session: answer})
+    assert [*LONG, *answer._tokens] == full_text(ToyModel(), long)
+    tier.close()
+
+
+def test_spoilt_sessions_leave_nothing() -> None:
+    """Guards others against keys and values from a pass that failed."""
+    tier = Tier("full", 0, ToyModel())
+    tier.start()
+    inbox, request = Inbox(), opening(1, 0.0, 2000, chain=())
+    tier.post([request], inbox)
+    inbox.messages.get(timeout=10)
+    slot = tier._loop.slots[request.session]
+    tier.close()
+    assert slot.allocation is None
+    assert tier.kv_admission.block_manager.free == tier.kv_admission.block_manager.total
+
+
+# real models
+
+
+def _score(model: Model, pool: BlockManager, tokens: Sequence[int], num_own: int) -> tuple[torch.Tensor, int]:
+    """Logits of the last tokens of a session that begins with what the pool has, and then is over."""
+    found = pool.open(tokens, "", len(tokens))
+    assert found is not None
+    allocation, known = found
+    logits = model.logits([Row(allocation.store, known, tokens[known:], num_own, GREEDY)])
+    pool.close(allocation, tokens, "")
+    return logits, known
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product([name for name in SERVED if name != "phi3-longrope"], [Contiguous]),
+    ],
+)
+def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Callable[[], Attention]) -> None:
+    """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
+    model = Model(build(name), attention=attention(), cache_tokens=2048)
+    rng = random.Random(name)
+    text = rng.choices(range(96), k=70)
+    pool = BlockManager(model.new_cache, 1024)
+    _score(model, pool, text[:50], 1)
+    for tokens, expected_known in ((text, 50), ([*text[:37], *text[50:]], 37)):
+        logits, known = _score(model, pool, tokens, 5)
+        assert known == expected_known
+        fresh = model.new_cache()
+        model.logits([Row(fresh, 0, text[:50], 1, GREEDY)])  # in the same pieces: the same sums in the same order
+        again = model.logits([Row(fresh, known, tokens[known:], 5, GREEDY)])
+        assert torch.equal(logits, again)
+        whole = model.logits([Row(model.new_cache(), 0, tokens, 5, GREEDY)])
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits.argmax(-1), whole.argmax(-1))
+
+
+def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the budget: weights and others' memory are not given to the cache, and numbers are in the refusal."""
+    monkeypatch.setattr(budget, "host_memory", lambda: 8 * 10**6)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**6, 100 * 10**6))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert budget.cache_tokens(cpu, 1000, 0.9) == 1000
+    assert budget.cache_tokens(gpu, 1000, 0.9) == 50_000
+    for device, bytes_per_token in ((cpu, 10**6), (gpu, 10**7)):
+        with pytest.raises(ModelError, match=f"{device} has memory for [15] tokens of {bytes_per_token} bytes"):
+            budget.cache_tokens(device, bytes_per_token, 0.9)
+    monkeypatch.undo()
+    assert 10**8 < budget.host_memory() < 10**14
+    assert Model(build("llama"), cache_tokens=77).cache_tokens == 77
+
+
+def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tiers that share a GPU: the second found nothing left, and what PyTorch keeps for itself counted as taken."""
+    gpu, held, own = torch.device("cuda"), 0, 5 * 10**6
+
+    def start(kept: int = 0) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 10**6 - held - own - kept, 100 * 10**6))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own + kept)
+        return budget.cache_tokens(gpu, 1000, 0.3)
+
+    for _ in range(3):  # the weights of each take 5, and its cache the rest of its share
+        assert start() == start(kept=20 * 10**6) == 25_000
+        held += 30 * 10**6
+    with pytest.raises(ModelError, match=r"0\.00 GiB free of 0\.09, 0\.00 its own, at gpu_memory_utilization 0\.3"):
+        start()
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Contiguous]),
+    ],
+)
+def test_texts_of_real_models_do_not_depend_on_memory(name: str, attention: Callable[[], Attention]) -> None:
+    """Guards the promise where it counts: reused, preempted and recomputed, a text is that of a session alone."""
+    model = Model(build(name), attention=attention(), cache_tokens=3 * TILE if attention is Contiguous else 9 * BLOCK)
+    rng = random.Random(name)
+    common = rng.choices(range(96), k=40)
+    asked = []
+    for seed in range(8):
+        tokens = tuple(common[: rng.choice([20, 33, 40])] + rng.choices(range(96), k=rng.randint(1, 9)))
+        params = SamplingParams(max_tokens=40, temperature=(0.0, 0.8)[seed % 2], seed=seed)
+        asked.append(Open(f"s{seed}", tokens, len(tokens), params, window=100))
+    tier = Tier("full", 0, model, max_pass_tokens=24)
+    tier.start()
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in asked}
+    done = dict(answers)
+    tier.post(asked, inbox)
+    finish(tier, inbox, answers)
+    settle([tier])
+    tier.kv_admission.check()
+    assert tier.kv_admission.preempted
+    assert tier.kv_admission.block_manager.reused
+    tier.close()
+    alone = Model(build(name))
+    for request in asked:
+        text, store = list(request.tokens), alone.new_cache()
+        while len(text) < request.prompt_len + 40:
+            known = len(text) - 1 if len(text) > request.prompt_len else 0
+            text += alone.run([Row(store, known, text[known:], 1, request.params)])[0].own
+        assert [*request.tokens, *done[request.session]._tokens] == text

@@ -1,0 +1,173 @@
+"""What goes into a pass: budget, order and shares, without threads, models or clocks."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cascade.draft import Draft
+from cascade.errors import InvalidRequest
+from cascade.messages import Open
+from cascade.params import Handling, SamplingParams
+from cascade.planner.choice import Policy
+from cascade.planner.cost import CHUNK, Profile
+from cascade.scorer import Scored
+from cascade.session.session import Session
+from cascade.tier.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
+from cascade.tier.slot import Slot
+
+GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=100_000)
+POLICY = Policy()
+
+
+def profile(pass_s: float = 0.01, token_s: float = 0.0) -> Profile:
+    """What passes took lately."""
+    made = Profile([(1, pass_s)])
+    made.token_s = token_s
+    return made
+
+
+def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 0.0, priority: int = 0) -> Slot[None]:
+    """A session with so many positions to catch up with, and so many guesses behind them."""
+    opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
+    session = Session(opening, "full", 1, 32)
+    session.guessed.draft = Draft((1,) * guesses, bytes(guesses))
+    return Slot(session, None, since, opened)
+
+
+def sizes(batch: Batch[None]) -> dict[int, int]:
+    return {id(slot): len(work) for slot, work in batch}
+
+
+def picked(slots: list[Slot[None]], max_tokens: int = 512, costs: Profile | None = None, now: float = 1.0) -> list[int]:
+    """Tokens of each slot in the next pass."""
+    batch, again_at = schedule(slots, POLICY, costs or profile(), max_tokens, now)
+    assert again_at is None
+    found = sizes(batch)
+    return [found.get(id(slot), 0) for slot in slots]
+
+
+slots = st.lists(
+    st.builds(
+        slot,
+        st.one_of(st.integers(1, 10), st.integers(30, 3000)),
+        st.integers(0, 30),
+        since=st.floats(0, 5),
+        opened=st.floats(0, 5),
+        priority=st.integers(-3, 3),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(slots=slots, max_tokens=st.integers(1, 700), token_s=st.sampled_from([0.0, 0.0001, 0.01]))
+def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token_s: float) -> None:
+    """Guards the bound on a pass, and the pass against being empty or holding a session twice."""
+    batch, again_at = schedule(slots, POLICY, profile(token_s=token_s), max_tokens, 10.0)
+    assert again_at is None
+    total = sum(len(work) for _, work in batch)
+    assert 0 < total <= max_tokens
+    assert len(sizes(batch)) == len(batch)
+    assert all(work.tokens and len(work.draft) <= POLICY.max_guesses for _, work in batch)
+    writers = [s for s in slots if s.session.num_pending < CHUNK]
+    if not writers:
+        everything = sum(s.session.num_pending + min(s.session.usable, POLICY.max_guesses) for s in slots)
+        assert total >= min(max_tokens, everything) - POLICY.max_guesses * len(slots)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(slots=slots, max_tokens=st.integers(1, 600))
+def test_nobody_starves(slots: list[Slot[None]], max_tokens: int) -> None:
+    """Guards every session, of whatever length and priority: it gets on while others go on for ever."""
+    now, costs = 5.0, profile(token_s=0.001)
+    begun = {id(s): s.session.kv_len for s in slots}
+    for _ in range(20_000):
+        batch, _ = schedule(slots, POLICY, costs, max_tokens, now)
+        now += 1.0
+        for one, work in batch:
+            one.since = now
+            one.session.advance(work, Scored([0] * work.num_scored))
+        waiting = [s for s in slots if s.session.kv_len == begun[id(s)]]
+        if not waiting:
+            break
+    assert not waiting
+
+
+def test_writers_come_before_readers() -> None:
+    """Guards those who wait for the next token: a long prompt that came first takes what they leave, and no more."""
+    reader, writers = slot(30_000), [slot(1, 4, opened=1.0, since=0.9) for _ in range(10)]
+    assert picked([reader, *writers]) == [512 - 50] + [5] * 10
+    slow = profile(token_s=0.0005)  # 60 tokens cost as much as three passes
+    assert picked([reader, *writers], costs=slow) == [STRETCH * 20] + [5] * 10
+    assert picked([reader], costs=slow) == [512]
+    crowd = [slot(1, 16, opened=1.0) for _ in range(200)]
+    found = picked([reader, *crowd])
+    assert found[0] == 128  # a quarter is the reader's
+    assert set(found[1:]) <= {1, 2}  # and everybody's text comes before anybody's guesses
+
+
+def test_a_stretched_pass_is_what_was_promised() -> None:
+    """Guards the arithmetic between measured costs and the share of readers."""
+    costs = profile()
+    for _ in range(100):
+        costs.record(201, 200, 0, 0.010 + 200 * 0.0003)
+        costs.record(1, 0, 0, 0.010)
+    assert costs.token_s == pytest.approx(0.0003)
+    [read, _] = picked([slot(30_000), slot(1)], costs=costs)
+    assert read * costs.token_s == pytest.approx(STRETCH * costs.pass_s, rel=0.02)
+
+
+def test_short_prompts_pass_long_ones_and_the_first_goes_on() -> None:
+    """Guards time to first token both ways: short prompts need not wait for a long one, nor it for all that come after."""
+    long, later, short = slot(30_000), slot(20_000, opened=0.1), slot(100, opened=0.2)
+    assert picked([long, later, short]) == [256, 156, 100]
+    assert picked([long, short]) == [412, 100]
+    assert picked([slot(1000, opened=0.1), slot(900)]) == [256, 256]
+
+
+def test_those_who_waited_longest_come_first() -> None:
+    """Guards sessions that did not fit into the last pass."""
+    recent, old = slot(1, since=0.9), slot(1, since=0.1)
+    assert picked([recent, old], max_tokens=1) == [0, 1]
+    assert picked([recent, old, slot(500)], max_tokens=1) == [0, 0, 1]
+
+
+def test_rounds_are_whole_whatever_they_cost() -> None:
+    """Guards lockstep, and texts of rules that are judged in rounds, against passes that were slow once."""
+    dear = Profile([(1, 0.01), (2, 0.02), (3, 10.0), (600, 1000.0)])
+    plain, waiting = slot(1, 8), slot(1, 8)
+    waiting.session.opening = replace(waiting.session.opening, lockstep=True)
+    assert picked([plain], costs=dear) < [9]
+    assert picked([waiting], costs=dear) == [9]
+    assert picked([waiting], 5, costs=dear) == [5]
+
+
+def test_guesses_are_judged_by_all_that_a_pass_takes() -> None:
+    """Guards choices of guesses: where most of a pass is positions held, or what lies between passes, guesses are cheap."""
+    costs = ((1, 0.001), (9, 0.009))
+    writing, held = slot(1, 4), slot(1000, 4)
+    held.session.kv_len = 999
+    assert picked([writing], costs=Profile(costs, context_s=1e-5)) == [1]
+    assert picked([held], costs=Profile(costs, context_s=1e-5)) == [5]
+    slowed = Profile(costs)
+    slowed.rested(0.01)
+    assert picked([writing], costs=slowed) == [5]
+
+
+def test_priority_is_a_head_start() -> None:
+    """Guards priorities: lower goes first, and is no licence to starve others."""
+    plain, urgent = slot(1, since=0.1), slot(1, since=0.9, priority=-1)
+    assert picked([plain, urgent], max_tokens=1) == [0, 1]
+    urgent.since = 0.2 + PRIORITY_S
+    assert picked([plain, urgent], max_tokens=1, now=20.0) == [1, 0]
+    assert rank(slot(1, opened=3.0, priority=2)) == 3.0 + 2 * PRIORITY_S
+
+
+@pytest.mark.parametrize("fields", [{"priority": 1001}, {"priority": True}, {"priority": "1"}, {"cache_salt": "x" * 257}])
+def test_wrong_handling_is_named(fields: dict[str, object]) -> None:
+    """Guards the message: field, value and rule."""
+    with pytest.raises(InvalidRequest, match=f"^{next(iter(fields))} is .+: it must be"):
+        Handling(**fields)  # type: ignore[arg-type]

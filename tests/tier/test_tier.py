@@ -1,0 +1,359 @@
+"""The tier loop in real threads with toy models: same text whatever happens, and nothing left behind."""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cascade.answer import Answer
+from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
+from cascade.params import SamplingParams
+from cascade.planner.choice import Policy
+from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyCache, ToyModel, full_text
+from cascade.tier.local_links import join
+from cascade.tier.tier import Tier
+
+NAMES = ("tiny", "medium", "full")
+PROMPT = (1, 2, 3, 4, 5)
+
+
+class Silent:
+    """A decoder for texts that nobody reads."""
+
+    def step(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Inbox(Link):
+    """The router's end of a link."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.failures: list[Failed] = []
+
+    def send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.messages.put(message)
+            if isinstance(message, Failed):
+                self.failures.append(message)
+
+
+class CountingModel(ToyModel):
+    """Knows its caches, and fails on demand."""
+
+    def __init__(self, **options: float) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.caches: list[ToyCache] = []
+        self.poison: int | None = None  # passes with a row whose text has this token fail
+        self.room: int | None = None  # tokens of a pass that there is memory for
+
+    def new_cache(self) -> ToyCache:
+        self.caches.append(super().new_cache())
+        return self.caches[-1]
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        if any(self.poison in row.tokens for row in rows):  # among guesses it may be in anyone's row
+            raise RuntimeError("poison")
+        if self.room is not None and sum(len(row.fed) for row in rows) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().run(rows)
+
+    @property
+    def leaks(self) -> int:
+        return sum(not cache.freed for cache in self.caches)
+
+
+@pytest.fixture
+def models() -> list[CountingModel]:
+    return [
+        CountingModel(agreement=0.6, pass_s=0.0002),
+        CountingModel(agreement=0.8, pass_s=0.001),
+        CountingModel(pass_s=0.004),
+    ]
+
+
+def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
+    """Tiers that are joined and run; behind it nothing is left in them."""
+    join(tiers)
+    for tier in tiers:
+        tier.start()
+    yield tiers
+    settle(tiers)
+    for tier in tiers:
+        tier.kv_admission.check()
+    for tier in reversed(tiers):
+        tier.close()
+
+
+@pytest.fixture
+def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
+    tiers = [Tier(name, level, model) for level, (name, model) in enumerate(zip(NAMES, models, strict=True))]
+    yield from running(tiers)
+    assert [model.leaks for model in models] == [0, 0, 0]
+    assert not [t for t in threading.enumerate() if t.name.startswith("tier-")]
+
+
+def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **options: object) -> Open:
+    params = SamplingParams(seed=seed, temperature=temperature, max_tokens=max_tokens)
+    fields: dict[str, object] = {"chain": ("medium", "tiny"), "window": 4096, "draft_window": 8, **options}
+    return Open(mint(), PROMPT, len(PROMPT), params, **fields)  # type: ignore[arg-type]
+
+
+def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
+    """Take proposals until all answers are complete, replaying those whose session fails."""
+    while answers:
+        message = inbox.messages.get(timeout=20)
+        answer = answers.get(message.session)
+        if answer is None:
+            continue
+        if isinstance(message, Failed):
+            del answers[message.session]
+            again = answer.replay(mint())
+            answers[again.session] = answer
+            tier.post([again], inbox)
+            continue
+        assert isinstance(message, Proposal)
+        _, commit = answer.take(message)
+        if answer.finished:
+            del answers[message.session]
+            tier.post([Close(message.session)])
+        elif commit is not None:
+            tier.post([commit])
+
+
+def text_of(tier: Tier, request: Open) -> tuple[list[int], Answer]:
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tier.post([request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    return [*PROMPT, *answer._tokens], answer
+
+
+def settle(tiers: Sequence[Tier]) -> None:
+    """Wait until Closes have reached the bottom."""
+    deadline = time.monotonic() + 10
+    while any(tier.num_sessions for tier in tiers):
+        assert time.monotonic() < deadline, f"sessions left: {[tier.num_sessions for tier in tiers]}"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("chain", [(), ("tiny",), ("medium",), ("medium", "tiny")])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_text_is_the_full_models(
+    tiers: list[Tier], models: list[CountingModel], temperature: float, chain: tuple[str, ...], lockstep: bool
+) -> None:
+    """Guards losslessness over real threads and timings, for every subset of tiers, and lockstep against deadlock."""
+    request = opening(3, temperature, chain=chain, lockstep=lockstep, draft_window=random.Random(str(chain)).randint(1, 12))
+    text, answer = text_of(tiers[-1], request)
+    assert text == full_text(ToyModel(), request)
+    settle(tiers)
+    drafters = {edge.drafter for edge in answer._edges if edge.verifier == "full"} - {""}
+    assert drafters <= set(chain[:1])
+
+
+def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel]) -> None:
+    """Guards sessions against each other: many at once give the texts they give alone, and passes are batched."""
+    requests = [opening(seed, 0.8, 30, chain=(("medium", "tiny"), ("tiny",), ())[seed % 3]) for seed in range(24)]
+    inbox = Inbox()
+    answers = {request.session: Answer(request, Silent()) for request in requests}
+    done = dict(answers)
+    before = models[-1].passes
+    tiers[-1].post(requests, inbox)
+    finish(tiers[-1], inbox, answers)
+    for request in requests:
+        assert [*PROMPT, *done[request.session]._tokens] == full_text(ToyModel(), request)
+    assert models[-1].passes - before < 24 * 30 / 4
+    settle(tiers)
+
+
+def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[CountingModel]) -> None:
+    """Guards against a hang or another text when a drafter dies in the middle of a request."""
+    request = opening(5, 0.5, 120)
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tiers[-1].post([request], inbox)
+    time.sleep(0.05)
+    tiers[1].close()
+    finish(tiers[-1], inbox, {request.session: answer})
+    assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), request)
+    assert {edge.drafter for edge in answer._edges if edge.verifier == "full"} >= {"medium", "tiny"}
+    settle(tiers)
+
+
+def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingModel]) -> None:
+    """Guards the way back: a session that lost its drafter for a moment drafts with the full chain again."""
+    request = opening(6, 0.5, 400)
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tiers[-1].post([request], inbox)
+    time.sleep(0.05)
+    [drafting] = tiers[-1]._loop._drafting._slots
+    tiers[-1].post([Failed(drafting, "pulled the plug")])
+    finish(tiers[-1], inbox, {request.session: answer})
+    full_edges = {edge.drafter: edge for edge in answer._edges if edge.verifier == "full"}
+    assert full_edges["tiny"].passes > 0
+    assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), request)
+    settle(tiers)
+
+
+def test_dropped_uplink_frees_every_tier(tiers: list[Tier]) -> None:
+    """Guards against sessions that outlive the process that asked for them."""
+    inbox = Inbox()
+    tiers[-1].post([opening(7, 1.0, 2000), opening(8, 1.0, 2000)], inbox)
+    time.sleep(0.05)
+    tiers[-1].drop(inbox)
+    settle(tiers)
+
+
+def test_close_in_the_middle_frees_every_tier(tiers: list[Tier]) -> None:
+    """Guards against work that goes on after a client has left."""
+    request, inbox = opening(9, 1.0, 2000), Inbox()
+    tiers[-1].post([request], inbox)
+    time.sleep(0.03)
+    tiers[-1].post([Close(request.session)])
+    settle(tiers)
+
+
+def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[CountingModel]) -> None:
+    """Guards companions of a request whose row breaks the pass."""
+    good = opening(1, 0.0, 20)
+    good_text = full_text(ToyModel(), good)
+    poison = next(token for token in range(32) if token not in good_text)
+    bad = replace(opening(2, 0.0, 20), tokens=(1, poison), prompt_len=2)
+    models[-1].poison = poison
+    inbox = Inbox()
+    tiers[-1].post([good, bad], inbox)
+    failed, answer = None, Answer(good, Silent())
+    while not (failed and answer.finished):
+        message = inbox.messages.get(timeout=20)
+        if isinstance(message, Failed):
+            failed = message
+        elif isinstance(message, Proposal) and message.session == good.session:
+            answer.take(message)
+    assert failed.session == bad.session
+    assert [*PROMPT, *answer._tokens] == good_text
+    tiers[-1].drop(inbox)
+    settle(tiers)
+    assert tiers[-1].healthy
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "words"),
+    [
+        ({"tokens": (1, 99)}, "32 token ids"),
+        ({"tokens": (1,) * 5000, "prompt_len": 5000}, "4096 tokens"),
+        ({"params": SamplingParams(presence_penalty=1.0, seed=0)}, "honours temperature and the filters"),
+    ],
+)
+def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields: dict[str, object], words: str) -> None:
+    """Guards the model against rows that would break it, and the caller against silence, and replicas against a tenth try."""
+    request = replace(opening(), **{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
+    inbox = Inbox()
+    tiers[-1].post([request], inbox)
+    message = inbox.messages.get(timeout=10)
+    assert isinstance(message, Failed)
+    assert words in message.reason
+    assert message.fault == ("params" in request_fields)  # parameters fail on every replica
+
+
+def test_stopped_tier_answers(models: list[CountingModel]) -> None:
+    """Guards against an Open that waits for ever because its tier has stopped."""
+    tier = Tier("full", 2, models[-1])
+    tier.start()
+    tier.close()
+    inbox = Inbox()
+    tier.post([opening()], inbox)
+    assert isinstance(inbox.messages.get(timeout=10), Failed)
+    assert not tier.healthy
+
+
+def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
+    """Guards chunked prefill: the bound on tokens of a pass holds, and the text is the same."""
+    model = models[-1]
+    tier = Tier("full", 0, model, max_pass_tokens=64, policy=Policy())
+    tier.start()
+    request = replace(opening(3, 0.0, 10, chain=()), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000)
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tier.post([request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    assert [*request.tokens, *answer._tokens] == full_text(ToyModel(), request)
+    assert model.tokens == 1000 + 9
+    assert model.passes >= 1000 // 64
+    tier.close()
+
+
+def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None:
+    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas."""
+    model = models[-1]
+    tier = Tier("full", 0, model)
+    tier.start()
+    for token, healthy in ((7, True), (0, False)):
+        model.poison = token  # 0 is in the canary's row
+        inbox = Inbox()
+        for _ in range(5):
+            tier.post([replace(opening(), tokens=(1, token), prompt_len=2, chain=())], inbox)
+            assert isinstance(inbox.messages.get(timeout=10), Failed)
+        assert tier.healthy == healthy
+    tier.close()
+    assert model.leaks == 0
+
+
+@pytest.mark.parametrize("room", [17, 40, 100])
+def test_long_row_is_read_in_smaller_pieces(models: list[CountingModel], room: int) -> None:
+    """Guards a long prompt against a device without memory for a whole pass: it is read smaller, and so are the next ones."""
+    model = models[-1]
+    model.room = room
+    tier = Tier("full", 0, model, max_pass_tokens=256)
+    tier.start()
+    prompt = tuple(random.Random(1).choices(range(16), k=400))
+    request = replace(opening(max_tokens=30, chain=()), tokens=prompt, prompt_len=len(prompt))
+    inbox, answer = Inbox(), Answer(request, Silent())
+    tier.post([request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    assert [*prompt, *answer._tokens] == full_text(ToyModel(), request)
+    assert inbox.failures == []
+    assert 0 < tier.stats.failures < tier.stats.passes
+    assert tier.healthy
+    settle([tier])
+    tier.close()
+
+
+def test_many_rows_are_scored_in_smaller_passes(models: list[CountingModel]) -> None:
+    """Guards a crowd against a device without memory for all of its rows: nobody fails, and few passes do."""
+    model = models[-1]
+    model.room = 20
+    tier = Tier("full", 0, model, max_pass_tokens=256)
+    tier.start()
+    requests = [opening(seed, max_tokens=30, chain=()) for seed in range(12)]
+    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in requests}
+    kept = dict(answers)
+    tier.post(requests, inbox)
+    finish(tier, inbox, answers)
+    for request in requests:
+        assert [*PROMPT, *kept[request.session]._tokens] == full_text(ToyModel(), request)
+    assert inbox.failures == []
+    assert 0 < tier.stats.failures < 10
+    assert tier.healthy
+    settle([tier])
+    tier.close()
+
+
+def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None:
+    """Guards the loop against a link that breaks its word: it must neither end nor lose the sessions of others."""
+
+    class Broken(Link):
+        def send(self, messages: Sequence[Message]) -> None:
+            raise RuntimeError("the event loop is closed")
+
+    tiers[-1].post([opening(1, 1.0, 2000)], Broken())
+    request = opening(2, 0.5, 60)
+    assert text_of(tiers[-1], request)[0] == full_text(ToyModel(), request)
+    settle(tiers)
+    assert tiers[-1].healthy

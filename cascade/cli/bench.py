@@ -20,7 +20,7 @@ from cascade.bench import report
 from cascade.bench.load import AsyncStream, Cell, Workload, joined, load, same_text
 from cascade.bench.measure import EdgeTotals, Mode
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
-from cascade.cli.connection import Here, Served, api_key, asking, loaded
+from cascade.cli.connection import Here, Served, asking, loaded
 from cascade.cli.screen import acceptance, console
 from cascade.params import MAX_BRANCHES, Handling, SamplingParams, Speculation
 
@@ -72,7 +72,7 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--raw", is_flag=True, help="Go on with prompts as they are, also if the model has a chat template.")
 @click.option("--category", "only", multiple=True, help="Only prompts of this category. May be repeated.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Output tokens at most.")
-@click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy, as runs that compare are; 1 elsewhere.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Times each prompt is sent in each mode.")
 @click.option("--pairs", is_flag=True, help="Also measure each lower tier alone below the full one.")
 @click.option("--branches", type=click.IntRange(0, MAX_BRANCHES), help="Ways beside its text that a tier may prepare; 0: none.")
@@ -218,13 +218,13 @@ async def _connected(address: str | None, models: tuple[str, ...], raw: bool) ->
         return
     from cascade.client import AsyncClient, Client
 
-    with Client(address, api_key=api_key()) as client:
+    with Client(address) as client:
         served = Served(client)
         chat = not raw and served.has_template()
     full = served.info.tiers[-1]
     near = address.rpartition("/")[2].startswith(("127.0.0.1:", "localhost:", "[::1]:"))
     about = {"address": address, "model": full.model, "processor": _processor() if near else full.device, "chat": chat}
-    async with AsyncClient(address, api_key=api_key()) as talking:
+    async with AsyncClient(address) as talking:
 
         async def say(
             prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling

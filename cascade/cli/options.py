@@ -11,7 +11,7 @@ from cascade.params import RULES, STRUCTURED_KINDS, SamplingParams, Speculation,
 RULED = ("rule", "draft_top_k")
 OPTIONS = (
     click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
-    click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--temperature", "-t", default=SamplingParams().temperature, show_default=True, help="0 is greedy."),
     click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
     click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
     click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),

@@ -30,12 +30,13 @@ class Client(Connection):
     """Talks to the server at ``address``, or in turn to those at several; ``application`` names the Serve application if
     there are several.
 
-    ``api_key`` is for servers that ask for one, ``timeout_s`` the deadline of each request. A request whose server is gone is
-    sent again, also to another one, and a stream goes on where it broke off, with the same text, until no server has sent
-    anything for ``patience_s`` (0: never again). An address that begins with
-    ``grpcs://`` is one of TLS; ``authority`` is then a file of certificates (PEM) to trust instead of the public ones, or of
-    those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names. Arguments that cannot be used raise `ConfigError`; what a server
-    refuses, or cannot finish, raises the other errors of `cascade.errors`.
+    ``api_key`` is for servers that ask for one; if ``None`` it is that of the environment variable ``CASCADE_API_KEY``, and ""
+    sends none. ``timeout_s`` is the deadline of each request, in seconds. A request whose server is gone is sent again, also to
+    another one, and a stream goes on where it broke off, with the same text, until no server has sent anything for
+    ``patience_s`` (0: never again). An address that begins with ``grpcs://`` is one of TLS; ``authority`` is then a file of
+    certificates (PEM) to trust instead of the public ones, or of those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names.
+    Arguments that cannot be used raise `ConfigError`; what a server refuses, or cannot finish, raises the other errors of
+    `cascade.errors`.
     """
 
     _channels: ClassVar[Any] = grpc

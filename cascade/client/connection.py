@@ -29,6 +29,7 @@ from cascade.v1 import serving_pb2_grpc
 
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
+API_KEY = "CASCADE_API_KEY"  # environment variable
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
@@ -96,7 +97,7 @@ class Connection:
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses:
             raise ConfigError("address is an empty list: give HOST:PORT of at least one server's gRPC door")
-        self._metadata = _metadata(application, api_key)
+        self._metadata = _metadata(application, os.environ.get(API_KEY) if api_key is None else api_key)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._doors = [self._open(one, authority) for one in addresses]

@@ -96,7 +96,7 @@ def test_generate_prints_the_text(small_demo: None) -> None:
     with small.cascade() as cascade:
         expected = cascade.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0)).text
     for arguments, given in (([PROMPT], None), (["-"], PROMPT)):
-        code, output = run("generate", "--plain", "--max-tokens", "20", *arguments, input=given)
+        code, output = run("generate", "--plain", "-t", "0", "--max-tokens", "20", *arguments, input=given)
         assert code == 0
         assert output.rstrip("\n") == expected.rstrip("\n")
 
@@ -122,7 +122,7 @@ def test_options_say_everything(tmp_path: Path) -> None:
     assert speculation == Speculation(tiers=("tiny",), rule="block", draft_top_k=9)
     assert [params] == [
         SamplingParams(
-            temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,
+            presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, min_tokens=3, logprobs=2,
             stop_token_ids=(4,), logit_bias={7: -1.5, 8: 2.0}, structured=Structured(json_schema='{"type": "integer"}'),
         )
     ]  # fmt: skip

@@ -86,6 +86,18 @@ async def test_overload_says_when_to_come_again(client: Client, async_client: As
     assert caught.value.retry_after_s == 7
 
 
+async def test_keys_come_from_the_environment(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards scripts that name no key, and servers that must not get it: the variable is sent unless a key is given."""
+    monkeypatch.setenv("CASCADE_API_KEY", "of-the-environment")
+    for given, sent in ((None, "Bearer of-the-environment"), ("mine-0123456789", "Bearer mine-0123456789"), ("", None)):
+        with Client(server.address, api_key=given) as client:
+            client.generate("p")
+        assert server.metadata.get("authorization") == sent
+        async with AsyncClient(server.address, api_key=given) as async_client:
+            await async_client.generate("p")
+        assert server.metadata.get("authorization") == sent
+
+
 @pytest.mark.parametrize("key", ["schlüssel-0123456789", "two\nlines-0123456789"])
 def test_keys_that_no_call_can_carry_are_refused(key: str) -> None:
     """Guards users against gRPC's words for a header that it cannot send."""

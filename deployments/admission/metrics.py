@@ -116,13 +116,14 @@ class RouterMetrics:
         self._reused = page.gauge("kv_reused_tokens")
         self.audit = AuditMetrics(page)
         self._drafted: bool | None = None  # as the log says; nothing yet
+        self._guesses = Edge("", self._full)  # of all answers
         page.gauge("num_requests_running").set_function(lambda: places.num_running)
         page.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
         page.gauge("tiers").set(len(names))
 
     def text(self) -> bytes:
         """In Prometheus' text form."""
-        return self._page.text()
+        return self._page.text() + spec_decode(self._guesses).encode()
 
     def readings(self) -> Iterator[Reading]:
         """What there is to be told to Ray: see `Page.readings`."""
@@ -160,6 +161,7 @@ class RouterMetrics:
         self._output_len(stats.completion_tokens)
         if stats.first_token_s is not None and stats.completion_tokens > 1:
             self._per_token(max(0.0, seconds - stats.first_token_s) / (stats.completion_tokens - 1))
+        self._guesses += stats.drafted
         for edge in stats.edges:
             self._count(edge)
             if edge.drafter:
@@ -230,6 +232,25 @@ class RouterMetrics:
         elif active and self._drafted is False:
             log.info("Speculation is active again")
         self._drafted = active
+
+
+def spec_decode(drafted: Edge) -> str:
+    """What all drafters did for the full tier under vLLM's names, in Prometheus' text form: `vllm bench serve` reads these.
+
+    Written out, for it adds up every line that begins so, also the times of creation that Prometheus' library would add.
+    """
+    positions = {f'{{position="{position}"}}': count for position, count in enumerate(drafted.accepted_by_position)}
+    counts = {
+        "num_drafts": {"": drafted.passes},
+        "num_draft_tokens": {"": drafted.proposed},
+        "num_accepted_tokens": {"": drafted.accepted},
+        "num_accepted_tokens_per_pos": positions,
+    }
+    lines = []
+    for name, samples in counts.items():
+        whole = f"vllm:spec_decode_{name}_total"
+        lines += [f"# TYPE {whole} counter", *(f"{whole}{labels} {float(count)}" for labels, count in samples.items())]
+    return "\n".join(lines) + "\n"
 
 
 def judged(edge: Edge) -> tuple[int, int]:

@@ -5,15 +5,17 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from cascade import SamplingParams
+from cascade import Completion, SamplingParams, Speculation, Stats
 from cascade.bench.scrape import Scrape, scrape
 from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile
 from deployments.admission.metrics import RouterMetrics, judged
+from deployments.admission.page import joined
 from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM
 from deployments.metrics.page import Page
@@ -137,6 +139,46 @@ def test_bare_passes_and_agreement_of_an_answer(served: House) -> None:
 def test_what_drafters_are_judged_by(edge: Edge, expected: tuple[int, int]) -> None:
     """Guards the alarm against windows and load, which change how many guesses are scored, not how good they are."""
     assert judged(edge) == expected
+
+
+def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
+    """Guards the series that `vllm bench serve` reads: they add up to the answers' edges, whatever else begins like them."""
+
+    def counted() -> dict[str, float]:
+        with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("vllm:spec_decode"))}
+
+    before = counted()
+    with Client(served.grpc) as client:
+        asked = [replace(PARAMS, seed=seed) for seed in range(3)]
+        answers = [client.generate("def read(path):\n", one, Speculation(schedule="lockstep")).stats.drafted for one in asked]
+    served.settle()
+    drafted = sum(answers[1:], answers[0])
+    assert drafted.accepted > 0
+    expected = {
+        "num_drafts_total": drafted.passes,
+        "num_draft_tokens_total": drafted.proposed,
+        "num_accepted_tokens_total": drafted.accepted,
+    }
+    for position, count in enumerate(drafted.accepted_by_position):
+        expected[f'num_accepted_tokens_per_pos_total{{position="{position}"}}'] = count
+    grown = {name: value - before.get(name, 0) for name, value in counted().items()}
+    assert {name: count for name, count in grown.items() if count} == {
+        f"vllm:spec_decode_{name}": count for name, count in expected.items() if count
+    }
+
+
+def test_vllms_series_of_several_routers_are_joined() -> None:
+    """Guards the page of several routers: theirs are on it, and add up."""
+    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
+    edges = (Edge("tiny", "full", passes=5, bare=1, proposed=9, accepted=6, accepted_by_position=(4, 2)), Edge("", "full", 3))
+    metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, edges)), 1.0, sampled=True)
+    page = metrics.text().decode()
+    both = Scrape.parse(joined({"one": page, "two": page}).decode())
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    assert [both.total(f"vllm:spec_decode_{name}_total") for name in names] == [8, 18, 12, 12]
+    assert {reading.name for reading in metrics.readings()} <= set(SERIES)
 
 
 def test_drift_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

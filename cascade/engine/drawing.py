@@ -59,7 +59,7 @@ def judged(rule: Rule, p: Tensor, q: Tensor, x: Tensor, keys: Tensor) -> Tensor:
 def _choices(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Tensor]:
     """Token ids ``[n, k]`` that own tokens are among, and their scores."""
     vocab_size = logits.shape[-1]
-    scores = adjust(logits, row.params)
+    scores = adjust(logits, [row.params] * len(logits))
     if draw.likeliest is not None and 0 < draw.likeliest < vocab_size:
         best, ids = scores.topk(draw.likeliest, dim=-1)
         return ids, best

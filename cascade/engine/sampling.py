@@ -27,7 +27,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
-Noisy: TypeAlias = tuple[slice, SamplingParams, int]
 
 
 def own_tokens(logits: Tensor, rows: Sequence[Asked]) -> Tensor:
@@ -41,32 +40,42 @@ def own_tokens(logits: Tensor, rows: Sequence[Asked]) -> Tensor:
 
 def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> Tensor:
     """`own_tokens`, and ``number`` runner-ups of each: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`."""
-    noisy = list(sampled(rows))
-    if not noisy or logits.device.type != "cpu" or number >= min(ROOM, logits.shape[-1]):
-        return by_tensors(logits, noisy, number)
-    scores = adjusted(logits, noisy)
-    noises = [(position + place, mixed(_seed(params))) for part, params, position in noisy for place in range(_len(part))]
-    said = _by_bounds(scores, noises, number)
-    if len(noises) == len(logits):
+    noisy = list(_noisy(rows))
+    if not noisy:
+        return _best(logits, number)
+    places, params, noises = zip(*noisy, strict=True)
+    every, (size, device) = len(noisy) == len(logits), (logits.shape[-1], logits.device)
+    scores = adjust(logits if every else logits[list(places)], params)
+    if device.type == "cpu" and number < min(ROOM, size):
+        said = _best_by_bounds(scores, noises, number)
+    else:
+        positions, seeds = torch.tensor(noises).T.to(device, non_blocking=True)
+        said = _best(scores + _gumbel(_noise_bits(seeds, positions, size)), number)
+    if every:
         return said
-    whole = by_tensors(logits, (), number)
-    whole[:, [place for part, _, _ in noisy for place in range(part.start, part.stop)]] = said
+    whole = _best(logits, number)
+    whole[:, list(places)] = said
     return whole
 
 
-def by_tensors(logits: Tensor, noisy: Sequence[Noisy], number: int) -> Tensor:
-    """`own_tokens_and_next`, computed for the whole vocabulary by PyTorch, on any device, without a host read."""
-    own = logits.argmax(-1)
-    scores = logits.to(torch.float32, copy=True) if number else logits
-    for part, params, position in noisy:
-        perturbed = _perturbed(logits[part], params, position)
-        own[part] = perturbed.argmax(-1)
-        if number:
-            scores[part] = perturbed
-    return with_runner_ups(own, scores, number) if number else own[None]
+def _noisy(rows: Sequence[Asked]) -> Iterator[tuple[int, SamplingParams, tuple[int, int]]]:
+    """Logits whose own tokens are sampled: their places, parameters, and of their noise the position and the mixed seed."""
+    begin = 0
+    for params, position, n in rows:
+        if params.temperature > 0:
+            assert params.seed is not None
+            seed = mixed(params.seed)
+            yield from ((begin + place, params, (position + place, seed)) for place in range(n))
+        begin += n
 
 
-def _by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> Tensor:
+def _best(scores: Tensor, number: int) -> Tensor:
+    """`own_tokens_and_next` of scores ``[n, V]`` with their noise, if they have any."""
+    own = scores.argmax(-1)
+    return with_runner_ups(own, scores.float(), number) if number else own[None]
+
+
+def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> Tensor:
     """`own_tokens_and_next` of adjusted ``scores`` ``[n, V]`` with noise of positions and mixed seeds, of those that can win.
 
     To the bit what the whole vocabulary says: operations on numbers one by one do not depend on how many there are.
@@ -83,67 +92,11 @@ def _by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -
     else:
         said = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
     for row, count in enumerate(counts):
-        if not 0 < count <= tokens.shape[1]:
-            said[:, row] = _row(scores[row : row + 1], *noises[row], number)
+        if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
+            position, seed = noises[row]
+            noise = _gumbel(_noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
+            said[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
     return said
-
-
-def _row(scores: Tensor, position: int, seed: int, number: int) -> Tensor:
-    """The same ``[1 + 2 * number]`` of one row ``[1, V]`` of which too many are close, or that has no numbers: of all of it."""
-    perturbed = scores + _gumbel(_noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
-    own = perturbed.argmax(-1)
-    return with_runner_ups(own, perturbed, number)[:, 0] if number else own
-
-
-def sampled(rows: Sequence[Asked]) -> Iterator[Noisy]:
-    """Where the logits of rows with noise lie, their parameters, and their first position."""
-    begin = 0
-    for params, position, n in rows:
-        if params.temperature > 0:
-            yield slice(begin, begin + n), params, position
-        begin += n
-
-
-def _len(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _seed(params: SamplingParams) -> int:
-    assert params.seed is not None
-    return params.seed
-
-
-def adjusted(logits: Tensor, noisy: Sequence[Noisy]) -> Tensor:
-    """`adjust` of all rows with noise, those alone: ``[n, V]`` float32 without gaps, on a CPU."""
-    rows = [(place, params) for part, params, _ in noisy for place in range(part.start, part.stop)]
-    out = torch.empty(len(rows), logits.shape[-1])
-    together = max(1, TOGETHER // logits.shape[-1])
-    for begin in range(0, len(rows), together):
-        places, some = zip(*rows[begin : begin + together], strict=True)
-        out[begin : begin + together] = _adjusted(logits[list(places)].float(), some)
-    return out
-
-
-def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """`adjust` of ``[n, V]`` float32, which may be overwritten, by the parameters of each row."""
-    scores -= scores.amax(-1, keepdim=True)
-    scores /= _column([params.temperature for params in rows])
-    if places := [place for place, params in enumerate(rows) if params.top_k or params.top_p < 1]:
-        scores[places] = filtered(scores[places], [rows[place] for place in places])
-    if any(params.min_p > 0 for params in rows):
-        least = _column([_log(params.min_p) if params.min_p > 0 else -math.inf for params in rows])
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    return scores
-
-
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)[:, None]
-
-
-def _perturbed(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
-    """``logits' + G`` ``[n, V]`` float32, for ``position, position + 1, ...``."""
-    positions = torch.arange(position, position + len(logits), device=logits.device)
-    return adjust(logits, params) + gumbel(_seed(params), positions, logits.shape[-1])
 
 
 def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
@@ -180,25 +133,41 @@ def _float(bits: int) -> float:
     return number
 
 
-def adjust(logits: Tensor, params: SamplingParams) -> Tensor:
+def adjust(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     """Logits ``[n, V]`` after temperature, top-k, top-p and min-p, in that order; float32, removed tokens are -inf.
 
-    The likeliest token always stays. Requires a temperature above 0.
+    ``rows`` are parameters of each, with temperatures above 0. The likeliest token always stays.
     """
-    scores = logits.float()
-    scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
-    scores = _filtered(scores, params)
-    if params.min_p > 0:
+    out = torch.empty(logits.shape, device=logits.device)
+    together = max(1, TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    for begin in range(0, len(rows), together):
+        part = slice(begin, begin + together)
+        out[part] = _adjusted(logits[part].float(), rows[part])
+    return out
+
+
+def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    device = scores.device
+    scores = scores - scores.amax(-1, keepdim=True)
+    scores /= _column([params.temperature for params in rows], device)
+    if places := [place for place, params in enumerate(rows) if params.top_k or params.top_p < 1]:
+        some = [rows[place] for place in places]
+        scores[places] = (filtered if device.type == "cpu" else ordered)(scores[places], some)
+    if any(params.min_p > 0 for params in rows):
         # scores are relative to the likeliest token's, so p(x) < min_p * p(max) reads
-        scores = scores.masked_fill(scores < _log(params.min_p), -torch.inf)
+        least = _column([_log(params.min_p) if params.min_p > 0 else -math.inf for params in rows], device)
+        scores = scores.masked_fill(scores < least, -torch.inf)
     return scores
 
 
-def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """Top-k and top-p of `adjust` of ``[n, V]`` on a CPU, to the bit, without ordering the whole vocabulary.
+def _column(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)[:, None].to(device, non_blocking=True)
 
-    Scores are relative to the likeliest token's. Where a token is so near to the border that rounding could decide, its row is
-    ordered.
+
+def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary.
+
+    Where a token is so near to the border that rounding could decide, its row is ordered.
     """
     size = scores.shape[-1]
     numbers = torch.tensor([params.top_k if 0 < params.top_k < size else 0 for params in rows])
@@ -218,26 +187,25 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     out.scatter_(1, found.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
     out = out[:, :size]
     for place in (unsure.any(-1) | (torch.tensor(found.counts) > found.tokens.shape[1])).nonzero().flatten().tolist():
-        out[place] = _filtered(scores[place : place + 1], rows[place])[0]
+        out[place] = ordered(scores[place : place + 1], rows[place : place + 1])[0]
     return out
 
 
-def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
-    """The same by what top-k and top-p are, on any device."""
-    if 0 < params.top_k < scores.shape[-1]:
-        least = scores.topk(params.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    return _nucleus(scores, params.top_p) if params.top_p < 1 else scores
+def ordered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """Scores ``[n, V]``, relative to the likeliest token's, after top-k and top-p of each row, on any device.
 
-
-def _nucleus(scores: Tensor, top_p: float | Tensor) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches ``top_p`` (Holtzman et al., arXiv 1904.09751)."""
-    ordered, order = scores.sort(-1, descending=True)
-    exact = torch.float64 if scores.device.type == "cpu" else torch.float32  # there a token more or less costs little
-    probabilities = ordered.softmax(-1, dtype=exact)
+    Top-p keeps the smallest set of likeliest tokens whose probability reaches it (Holtzman et al., arXiv 1904.09751).
+    """
+    size, device = scores.shape[-1], scores.device
+    exact = torch.float64 if device.type == "cpu" else torch.float32  # there a token more or less costs little
+    numbers = _column([min(params.top_k or size, size) for params in rows], device, torch.int64)
+    limits = _column([params.top_p for params in rows], device, exact)
+    values, order = scores.sort(-1, descending=True)
+    least = values.gather(1, numbers - 1)
+    probabilities = values.masked_fill(values < least, -torch.inf).softmax(-1, dtype=exact)
     before = probabilities.cumsum(-1) - probabilities
-    beyond = before >= top_p  # never the likeliest, before which there is nothing
-    return scores.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    beyond = (before >= limits) & (limits < 1)  # never the likeliest, before which there is nothing
+    return scores.masked_fill((scores < least) | torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
 
 
 def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:

@@ -221,7 +221,7 @@ def test_distribution_of_texts_is_exact() -> None:
             yield output, 1.0
             return
         logits = torch.tensor(model.logits((*opening.tokens, *output)[-model.order :]))
-        scores = adjust(reference(logits, params, opening.tokens, output, {0})[None], params)[0]
+        scores = adjust(reference(logits, params, opening.tokens, output, {0})[None], [params])[0]
         for token, chance in enumerate(scores.softmax(-1).tolist()):
             if chance:
                 yield from ((text, chance * rest) for text, rest in chances((*output, token)))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,18 +12,19 @@ from hypothesis import strategies as st
 from cascade.engine.sampling import (
     Asked,
     adjust,
-    by_tensors,
     gumbel,
     noise_bits,
+    ordered,
     own_tokens,
     own_tokens_and_next,
     runner_ups,
-    sampled,
+    with_runner_ups,
 )
 from cascade.params import SamplingParams
 
 ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
 SAMPLES = 200_000
+KNOWN = [444, 266, 179, 325, 397, 34]  # own tokens of `test_own_tokens_of_a_seed_stay_the_same`
 LOGITS = torch.tensor([2.0, 0.3, -1.0, 1.1, 0.0, -4.0])
 
 
@@ -89,7 +91,7 @@ def test_noise_is_gumbel() -> None:
 def test_own_tokens_follow_the_distribution(params: SamplingParams) -> None:
     """Guards the law of the output: a bias in noise or filters shows in the counts of 2e5 tokens."""
     own = own_tokens(LOGITS.expand(SAMPLES, -1), [(params, 9, SAMPLES)])
-    expected = adjust(LOGITS[None], params)[0].softmax(-1) * SAMPLES
+    expected = adjust(LOGITS[None], [params])[0].softmax(-1) * SAMPLES
     assert p_value(torch.bincount(own, minlength=len(LOGITS)).float(), expected) > ALPHA
 
 
@@ -120,7 +122,7 @@ def test_filters_keep_what_they_say() -> None:
     logits = probabilities.log()
 
     def kept(**options: float) -> list[int]:
-        return adjust(logits, SamplingParams(**options))[0].isfinite().nonzero().flatten().tolist()  # type: ignore[arg-type]
+        return adjust(logits, [SamplingParams(**options)])[0].isfinite().nonzero().flatten().tolist()  # type: ignore[arg-type]
 
     assert kept(top_k=2) == [0, 1]
     assert kept(top_p=0.01) == [0]
@@ -184,7 +186,7 @@ def test_runner_ups_are_the_next_of_a_sort(params: list[SamplingParams], seed: i
         scores = logits[place].float()
         if one.temperature:
             assert one.seed is not None
-            scores = (adjust(logits[place : place + 1], one) + gumbel(one.seed, torch.tensor([position]), 12))[0]
+            scores = (adjust(logits[place : place + 1], [one]) + gumbel(one.seed, torch.tensor([position]), 12))[0]
         ordered = sorted((-score, token) for token, score in enumerate(scores.tolist()) if score > -torch.inf)
         assert said[0, place] == ordered[0][1]
         assert [up.token for up in found[place]] == [token for _, token in ordered[1:3]]
@@ -216,6 +218,30 @@ ANY_PARAMS = st.builds(
 WARM_PARAMS = st.builds(SamplingParams, temperature=st.sampled_from([0.3, 0.7, 1.7]), seed=st.integers(0, 2**63 - 1))
 
 
+def of_the_whole_vocabulary(logits: torch.Tensor, rows: list[Asked], number: int) -> torch.Tensor:
+    """Own tokens and runner-ups by their definition, row by row."""
+    found = []
+    every = [(params, position + at) for params, position, n in rows for at in range(n)]
+    for row, (params, position) in zip(logits.split(1), every, strict=True):
+        scores = row.float()
+        if params.temperature:
+            assert params.seed is not None
+            scores = adjust(row, [replace(params, top_k=0, top_p=1.0, min_p=0.0)])
+            gone = ordered(scores, [params]).isneginf() | adjust(row, [replace(params, top_k=0, top_p=1.0)]).isneginf()
+            scores = scores.masked_fill(gone, -torch.inf) + gumbel(params.seed, torch.tensor([position]), row.shape[-1])
+        own = scores.argmax(-1)
+        found.append(with_runner_ups(own, scores, number) if number else own[None])
+    return torch.cat(found, 1)
+
+
+def test_own_tokens_of_a_seed_stay_the_same() -> None:
+    """Guards texts that clients have: an own token of a seed is the same in every version and on every machine."""
+    logits = torch.tensor([[((7919 * token + 31 * row) % 1009) / 250 for token in range(500)] for row in range(6)])
+    rows = [(SamplingParams(seed=11), 3, 2), (SamplingParams(seed=2**62, temperature=0.7, top_p=0.9), 700, 2)]
+    rows += [(SamplingParams(seed=5, temperature=1.3, top_k=40, min_p=0.1), 2**33, 2)]
+    assert own_tokens(logits, rows).tolist() == KNOWN
+
+
 @settings(deadline=None, derandomize=True, max_examples=120)
 @given(
     rows=st.lists(st.tuples(ANY_PARAMS, st.integers(0, 2**40), st.integers(1, 3)), min_size=1, max_size=3)
@@ -241,7 +267,7 @@ def test_bounds_change_no_bit(
     drawn = torch.randn(sum(n for *_, n in rows), size, generator=torch.Generator().manual_seed(seed)) * spread
     logits = SHAPES[shape](drawn).to(dtype)
     found = own_tokens_and_next(logits, rows, number)
-    assert torch.equal(found, by_tensors(logits, list(sampled(rows)), number))
+    assert torch.equal(found, of_the_whole_vocabulary(logits, rows, number))
     assert torch.equal(found[0], own_tokens(logits, rows))
 
 

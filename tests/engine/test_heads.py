@@ -27,7 +27,7 @@ from cascade.planner.cost import Profile
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
 from tests import small
 from tests.architectures import CONTEXT, SERVED, VOCAB, build
-from tests.cases import rare
+from tests.cases import crossed, rare
 from tests.forks import Piece, check_forks, tokens
 from tests.heads import Made, Paper, make, medusa
 from tests.mtp import MODELS, mtp, network_of
@@ -50,17 +50,14 @@ EAGLES = ("eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", "peagle",
 STYLES = ("medusa", "medusa-vllm", *EAGLES, *BLOCKS)
 MTP = tuple(MODELS)  # whose models are their own
 EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark")
+IN_WAYS = crossed({style: style for style in EACH}, {way: way for way in WAYS})
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def attention(way: str) -> Attention | None:
-    ways: dict[str, Attention | None] = {
-        "native": None,
-        "contiguous": Contiguous(),
-    }
-    return ways[way]
+    return Contiguous() if way == "contiguous" else None
 
 
 @cache
@@ -156,9 +153,9 @@ class Session:
             assert list(scored.draft.trunk.tokens) == self.paper.guesses(self.text, number, self.params)
 
 
-CASES = [(style, "native") for style in (*STYLES, *MTP)]
-CASES += [(style, way) for style in ("eagle3", "dflash-sliding") for way in WAYS[1:]]
-CASES += [rare(style, way) for style in ("medusa", "mtp-glm", "dflash", "dflash-swa", "dspark") for way in WAYS[1:]]
+CASES = [(style, "native") for style in (*EACH, "dflash-swa")]  # formulas of the others are held below
+CASES += [(style, "contiguous") for style in ("eagle3", "dflash-sliding")]
+CASES += [rare(style, way) for style in (*STYLES, *MTP) for way in WAYS if (style, way) not in CASES]
 
 
 @pytest.mark.parametrize(("style", "way"), CASES)
@@ -179,8 +176,10 @@ def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: st
             session.store.free()
 
 
-FORMULAS = [(style, name) for style in STYLES for name in ("llama", "qwen3")] + [(style, style) for style in MTP]
-FORMULAS += [rare(style, name) for style in STYLES for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3")]
+FORMULAS = (
+    [(style, "llama") for style in STYLES] + [(style, style) for style in MTP] + [("eagle3", "qwen3"), ("dflash", "qwen3")]
+)
+FORMULAS += [rare(style, name) for style in STYLES for name in ("gemma2", "gpt2", "mixtral", "opt", "phi3", "qwen3")]
 
 
 @pytest.mark.parametrize(("style", "name"), FORMULAS)
@@ -205,8 +204,7 @@ def test_logits_are_those_of_the_paper(base: Path, style: str, name: str, monkey
     store.free()
 
 
-@pytest.mark.parametrize("style", EACH)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("style", "way"), IN_WAYS)
 def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str) -> None:
     """Guards reuse: what a head keeps of a prefix is taken with its keys and values, and is not written for the other one."""
     model, paper = served(base, style, way)
@@ -227,8 +225,7 @@ def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str)
     one.store.free()
 
 
-@pytest.mark.parametrize("style", EACH)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("style", "way"), IN_WAYS)
 def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) -> None:
     """Guards branches that were written for a while: all that a head keeps of them comes along, but for the one entry before
     the fork, which is another text's where that went on otherwise."""
@@ -241,7 +238,7 @@ def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) ->
         written = list(branch)
         model.run([Row(fork, len(text), written[:1], 0, GREEDY)])  # a chunk
         [scored] = model.run([Row(fork, len(text), written, 1, GREEDY, guesses=4)])
-        assert scored.draft == NO_DRAFT or way in WAYS[2:]  # where forks are stores like others
+        assert scored.draft == NO_DRAFT
         written += scored.own
         [scored] = model.run([Row(fork, len(text) + 2, written[2:], 1, GREEDY)])
         store.join(fork)
@@ -254,7 +251,7 @@ def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) ->
         store.free()
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
     """Guards states in stores under any schedule of forks and joins, as keys and values are guarded."""
     sizes = {"head_dim": 32, "intermediate_size": 64}  # of which PyTorch's functions leave no rests, which they round otherwise
@@ -273,8 +270,7 @@ def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
         check_forks(random.Random(seed), model.new_cache, score, 90)
 
 
-@pytest.mark.parametrize("style", EACH)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("style", "way"), IN_WAYS)
 def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) -> None:
     """Guards memory: guesses at the end of a store take a fork for a moment, or there are fewer of them, or no block."""
     _, source = folder_of(base, style)
@@ -312,7 +308,7 @@ def test_own_tokens_are_those_without_a_head(base: Path) -> None:
         assert (said[0].own, said[0].runner_ups) == (said[1].own, said[1].runner_ups)
 
 
-@pytest.mark.parametrize("style", [*EACH, "mtp-deepseek"])
+@pytest.mark.parametrize("style", ["medusa", "eagle3", "dspark", "mtp-deepseek"])
 def test_sixteen_bits(base: Path, style: str) -> None:
     """Guards other dtypes: a head is as wide as its model."""
     _, source = folder_of(base, style)

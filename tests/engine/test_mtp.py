@@ -25,6 +25,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests import small
 from tests.architectures import VOCAB, build
+from tests.cases import crossed
 from tests.heads import Made, Paper, Weights
 from tests.mtp import LAYERS, MODELS, NAMES, mtp, network_of
 
@@ -54,8 +55,7 @@ def guesses(model: Model, number: int) -> tuple[list[int], list[int]]:
     return [*TEXT, *scored.own], list(scored.draft.trunk.tokens)
 
 
-@pytest.mark.parametrize("style", MODELS)
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("style", "beside"), crossed({style: style for style in MODELS}, {"within": False, "beside": True}))
 def test_layers_lie_in_the_checkpoint_of_the_model(tmp_path: Path, style: str, beside: bool) -> None:
     """Guards loading without a source: the model loads as ever, and its layer is found whatever file it is in."""
     made = whole(tmp_path, style, beside=beside)

@@ -56,12 +56,12 @@ def test_another_architecture_is_refused() -> None:
         cut(other, whole(), IDS)
 
 
-@pytest.mark.parametrize("kept", range(1, 31))
-def test_kept_layers_are_different_ones(kept: int) -> None:
-    layers = spread(30, kept)
-    assert len({*layers}) == kept
-    assert layers[0] == 0
-    assert kept == 1 or layers[-1] == 29
+def test_kept_layers_are_different_ones() -> None:
+    for kept in range(1, 31):
+        layers = spread(30, kept)
+        assert len({*layers}) == kept
+        assert layers[0] == 0
+        assert kept == 1 or layers[-1] == 29
 
 
 def test_result_has_the_teachers_tokens() -> None:

@@ -33,7 +33,7 @@ class Load:
 
     prefixes: int = 12
     prefix_len: int = 480  # tokens
-    own_len: int = 32  # tokens of a prompt behind its prefix
+    own_len: int = 32  # tokens of a prompt after its prefix
     requests: int = 10  # for each prefix
     at_once: int = 4
     cache_tokens: int = 4096  # of each replica: seven or eight of the prefixes

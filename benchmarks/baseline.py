@@ -33,7 +33,7 @@ def hold(source: str, dtype: str) -> None:
 
 
 def generate(prompts: Sequence[Sequence[int]], n: int) -> tuple[float, list[list[int]]]:
-    """Seconds of greedy ``generate`` of exactly ``n`` tokens behind prompts padded to the longest, and these tokens."""
+    """Seconds of greedy ``generate`` of exactly ``n`` tokens after prompts padded to the longest, and these tokens."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -44,7 +44,7 @@ def generate(prompts: Sequence[Sequence[int]], n: int) -> tuple[float, list[list
 
 
 def generate_batch(requests: Sequence[tuple[Sequence[int], int]]) -> float:
-    """Seconds of prompts and numbers of tokens by the manager behind ``generate_batch``, started before the clock is."""
+    """Seconds of prompts and numbers of tokens by the manager after ``generate_batch``, started before the clock is."""
     network = _held[0]
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
     before = network.config._attn_implementation

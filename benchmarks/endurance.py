@@ -4,7 +4,7 @@
     python -m benchmarks.endurance --minutes 10 --kills  # a process of each kind in turn, again and again
 
 The demonstration family with two full replicas and two routers. Each client streams, asks for whole answers, or leaves in
-mid-answer; every text is held against what the full model writes alone. Behind the last answer no tier may have a session or a
+mid-answer; every text is held against what the full model writes alone. After the last answer no tier may have a session or a
 lease left. The last line is one JSON document.
 """
 
@@ -48,7 +48,7 @@ LEAVING = 0.15  # share of streams that are left in the middle
 PAUSE_S = 5.0  # between a process that is back and the next kill
 BACK_S = 120.0  # to come back
 WINDOW_S = 60.0  # of which one line is shown
-SETTLE_S = 60.0  # behind the last answer, for what it holds
+SETTLE_S = 60.0  # after the last answer, for what it holds
 ANSWER_S = 180.0  # that a client gives an answer
 console = Console(stderr=True, highlight=False)
 
@@ -263,7 +263,7 @@ def held() -> Iterator[str]:
 
 
 def report(course: Course, left: Sequence[str]) -> dict[str, Any]:
-    """All of it, and the last third beside the first, of whole windows: the last two hold what ended behind the time."""
+    """All of it, and the last third beside the first, of whole windows: the last two hold what ended after the time."""
     windows = [window for window in course.windows[:-2] if window.token_s]
     third = max(1, len(windows) // 3)
     first, last = (_together(some) for some in (windows[:third], windows[-third:]))

@@ -4,9 +4,9 @@
 
 SmolLM2-135M-Instruct in float32 and, where the processor has instructions for it, in bfloat16: one request against
 ``generate``; passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching
-and against a padded ``generate``; the time to the first token behind a prefix that is known. What is compared takes turns, and
+and against a padded ``generate``; the time to the first token after a prefix that is known. What is compared takes turns, and
 of each the best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave
-behind. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+after. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ def decoding(rival: Executor, cascade: Cascade) -> dict[str, Any]:
 
 
 def passes(model: Model) -> dict[str, Any]:
-    """Milliseconds of a pass behind 150 tokens, every position scored."""
+    """Milliseconds of a pass after 150 tokens, every position scored."""
     cache = model.new_cache()
     model.run([Row(cache, 0, tokens(150, 1), 1, reference.GREEDY)])
     rows = {n: Row(cache, 150, tokens(n, 2), n, reference.GREEDY) for n in PASS_SIZES}

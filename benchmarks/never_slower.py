@@ -4,7 +4,7 @@
 
 Alone and auto take turns through a server as `cascade serve` starts it. The first round of each load does not count: there the
 planner finds out what pays. As many clients as there are requests at once ask again as soon as they are answered, until the
-round ends: the load is level all the time. What counts is what came while it lasted; an answer that went on behind its end
+round ends: the load is level all the time. What counts is what came while it lasted; an answer that went on after its end
 counts by the share of its time before it. All texts must be the same in both modes, else the run fails. The last line is one
 JSON document.
 """
@@ -42,7 +42,7 @@ class Size:
     """How much is asked."""
 
     tokens: int = 64  # of an answer
-    rounds: int = 4  # of each mode, behind one that does not count
+    rounds: int = 4  # of each mode, after one that does not count
     round_s: float = 6.0
     loads: tuple[int, ...] = (1, 8, 32)  # requests at once
     temperatures: tuple[float, ...] = (0.0, 0.7)

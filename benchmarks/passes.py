@@ -41,7 +41,7 @@ SWEEP = 64 * 2**20  # numbers of the large tensor
 ROUNDS = 7
 PASSES = 30
 PASSES_OF_A_TIER = 2000
-PREFIX = 150  # positions behind which passes are timed
+PREFIX = 150  # positions after which passes are timed
 
 Way: TypeAlias = Callable[[Tensor], Tensor]
 console = Console(stderr=True)

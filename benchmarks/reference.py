@@ -64,7 +64,7 @@ def written(source: str, dtype: str) -> Store:
 
 
 def one_pass(source: str, dtype: str, num_tokens: int) -> float:
-    """A pass behind `CONTEXT` positions; seconds of the processor."""
+    """A pass after `CONTEXT` positions; seconds of the processor."""
     row = Row(written(source, dtype), CONTEXT, [7] * num_tokens, num_tokens, GREEDY)
     begin = time.thread_time()
     scorer(source, dtype).run([row])

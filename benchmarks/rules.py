@@ -93,7 +93,7 @@ def figures(answers: Answers) -> dict[str, float]:
 def tokens_per_round(temperature: float, asked: Sequence[Question], tokens: int) -> dict[str, float]:
     """Tokens that a round of medium's guesses gives, by formula: the mean over lines that are the same for all.
 
-    Lines are drawn behind what the full model writes, every `STRIDE` tokens. It depends on luck far less than answers do.
+    Lines are drawn after what the full model writes, every `STRIDE` tokens. It depends on luck far less than answers do.
     """
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1)
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", drafter=None) as alone:
@@ -114,7 +114,7 @@ def tokens_per_round(temperature: float, asked: Sequence[Question], tokens: int)
 
 
 def drawn(model: Model, store: Store, text: list[int], known: int, params: SamplingParams, number: random.Random) -> Draft:
-    """A line behind ``text``, of which ``store`` holds the first ``known`` tokens, with what each guess was drawn from."""
+    """A line after ``text``, of which ``store`` holds the first ``known`` tokens, with what each guess was drawn from."""
     line = Draft()
     for size in range(LOCKSTEP_WINDOW):
         begin, new = (len(text) + size - 1, line.tokens[-1:]) if size else (known, text[known:])

@@ -105,7 +105,7 @@ async def level_load(
 ) -> tuple[float, dict[int, Completion]]:
     """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
 
-    An answer that goes on behind the end counts by the share of its time before it: the load is level as long as it counts.
+    An answer that goes on after the end counts by the share of its time before it: the load is level as long as it counts.
     """
     numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
     end = time.perf_counter() + seconds

@@ -113,7 +113,7 @@ def two(model: VllmModel, other: VllmModel) -> dict[str, Any]:
 
 
 def passes(model: VllmModel) -> dict[str, Any]:
-    """Milliseconds of a pass of one row behind 200 positions, by its tokens; and of rows of one token, by their number."""
+    """Milliseconds of a pass of one row after 200 positions, by its tokens; and of rows of one token, by their number."""
     stores = [model.new_cache() for _ in range(32)]
     for store in stores:
         store.reserve(272)

@@ -98,7 +98,7 @@ class Chunk:
 class Answer:
     """The text of one request as it grows; ``opening`` is what the full tier was first asked.
 
-    Output that the opening has is known to the client, whose stream broke off there: only what comes behind it is handed out,
+    Output that the opening has is known to the client, whose stream broke off there: only what comes after it is handed out,
     and the completion has the text, ids, origins and log-probabilities of that alone.
     """
 
@@ -122,7 +122,7 @@ class Answer:
     _spared: str = ""  # why the full tier leaves out those below, if it does
 
     def __post_init__(self) -> None:
-        """Take up the text behind the tokens that the client has: as it would stand, had they been written here."""
+        """Take up the text after the tokens that the client has: as it would stand, had they been written here."""
         known = self.opening.tokens[self.opening.prompt_len :]
         self._extend(known, bytes(len(known)))
         self._num_known = self._num_sent_tokens = len(self._tokens)

@@ -25,7 +25,7 @@ class Capabilities:
     max_tokens: int | None = None  # of an answer
 
     def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
-        """Raise `InvalidRequest` if a parameter cannot be honoured, behind the tokens of the answer that the client has.
+        """Raise `InvalidRequest` if a parameter cannot be honoured, after the tokens of the answer that the client has.
 
         A grammar that is new is compiled for that.
         """
@@ -45,7 +45,7 @@ class Capabilities:
         handling: Handling,
         known: Sequence[int] = (),
     ) -> Open:
-        """What the full tier is asked to write behind the prompt ``ids``, under a new session name and with a seed.
+        """What the full tier is asked to write after the prompt ``ids``, under a new session name and with a seed.
 
         ``known`` are tokens of the answer that the client has, whose stream broke off there. Raises `InvalidRequest` if the
         prompt cannot be served, or any parameter not be honoured.

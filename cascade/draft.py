@@ -1,4 +1,4 @@
-"""What is guessed behind a text: the currency between tiers, and between a tier and its drafters."""
+"""What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class Dist:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is guessed behind a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
+    """What is guessed after a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
 
-    Nodes stand behind their parents, so that the first of them are a draft, too, and likelier children of a node before others:
+    Nodes stand after their parents, so that the first of them are a draft, too, and likelier children of a node before others:
     the own token of the one who guesses, then its runner-ups.
     """
 
@@ -62,7 +62,7 @@ class Draft:
         return self.parents[node] if self.parents else node - 1
 
     def children(self, node: int) -> Iterable[int]:
-        """Nodes right behind ``node``, -1 for the text."""
+        """Nodes right after ``node``, -1 for the text."""
         if not self.parents:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
         return (child for child in range(node + 1, len(self.parents)) if self.parents[child] == node)
@@ -97,8 +97,8 @@ class Draft:
     def walk(self, own: Sequence[int], ends: Collection[int] = ()) -> tuple[list[int], list[int]]:
         """The way that own tokens take through the tree: new tokens of the text, and the nodes that say the same.
 
-        ``own[0]`` is the own token behind the text and ``own[1 + node]`` the one behind a node, as far as nodes are scored. The
-        last new token may be in the tree or not: then there is a node less. Behind the first of ``ends`` there is none.
+        ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
+        last new token may be in the tree or not: then there is a node less. After the first of ``ends`` there is none.
         """
         new: list[int] = []
         path: list[int] = []
@@ -124,7 +124,7 @@ class Draft:
         return way[::-1]
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Nodes that say these tokens behind the text, as far as there are any."""
+        """Nodes that say these tokens after the text, as far as there are any."""
         path: list[int] = []
         for token in tokens:
             found = self._child(path[-1] if path else -1, token)
@@ -135,7 +135,7 @@ class Draft:
 
     @property
     def trunk(self) -> "Draft":
-        """The line that it begins with: its first nodes, as far as each stands behind the one before."""
+        """The line that it begins with: its first nodes, as far as each stands after the one before."""
         return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
 
     def first(self, size: int) -> "Draft":
@@ -162,7 +162,7 @@ class Draft:
         )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
-        """Of its first ``size`` nodes those that are token ids, no deeper than ``depth``, behind others that are kept."""
+        """Of its first ``size`` nodes those that are token ids, no deeper than ``depth``, after others that are kept."""
         if self.is_line:
             tokens = self.tokens[:depth]
             return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
@@ -173,7 +173,7 @@ class Draft:
         return self.pick(sorted(kept)[1:])
 
     def below(self, node: int) -> "Draft":
-        """What is guessed behind ``node``, -1 for the text."""
+        """What is guessed after ``node``, -1 for the text."""
         if node < 0:
             return self
         if not self.parents:

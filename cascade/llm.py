@@ -20,7 +20,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages as in OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one prompt was, and what was written behind it."""
+    """What one prompt was, and what was written after it."""
 
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
@@ -40,7 +40,7 @@ class LLM:
         self.cascade = Cascade.from_pretrained([*reversed(draft_models), model], **options)
 
     def generate(self, prompts: Prompt | Batch, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
-        """The texts behind ``prompts``, in their order: a string or a list of token ids, or a list of either.
+        """The texts after ``prompts``, in their order: a string or a list of token ids, or a list of either.
 
         Raises `InvalidRequest`, or `Unavailable` if the full model fails.
         """
@@ -55,7 +55,7 @@ class LLM:
     def chat(
         self, messages: Conversation | Sequence[Conversation], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
-        """The assistant's next turns behind ``messages``: one conversation, or a list of them. The model's chat template
+        """The assistant's next turns after ``messages``: one conversation, or a list of them. The model's chat template
         writes the prompts.
 
         Raises `InvalidRequest`, also if there is no template or it does not take these messages, or `Unavailable`.

@@ -188,7 +188,7 @@ class Cascade:
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion | list[Completion]:
-        """The whole text behind ``prompt``: a string or a list of token ids; a list of either gives a list.
+        """The whole text after ``prompt``: a string or a list of token ids; a list of either gives a list.
 
         Raises `InvalidRequest`, or `Unavailable` if the full tier fails.
         """

@@ -36,7 +36,7 @@ class Edge:
     accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
     proposed_by_rank: tuple[int, ...] = ()
     corrected: int = 0  # times that the verifier said another token than the drafter's own
-    prepared: int = 0  # of these, times that the drafter had written behind that token before it heard of it
+    prepared: int = 0  # of these, times that the drafter had written after that token before it heard of it
     waiting: int = 0  # tokens that it had written there, together
     bare: int = 0  # passes that scored no guess
     agreed: int = 0  # own tokens of the drafter that the verifier said too, whether they came in time to be scored or not
@@ -101,7 +101,7 @@ class Lane:
     parents: tuple[int, ...] = ()  # as those of a `Draft`
 
     def behind(self, text: Sequence[int]) -> "Lane":
-        """What it says behind ``text``; nothing if the text says something else from ``start`` on."""
+        """What it says after ``text``; nothing if the text says something else from ``start`` on."""
         known, draft = text[self.start :], Draft(self.tokens, bytes(len(self.tokens)), parents=self.parents)
         path = draft.find(known)
         rest = draft.below(path[-1] if path else -1) if len(path) == len(known) else NO_DRAFT
@@ -137,7 +137,7 @@ COUPLED = Rules()
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Begin a session: the text goes on behind ``tokens``, the first ``prompt_len`` of which are the prompt."""
+    """Begin a session: the text goes on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
     session: str  # unique; minted by the side that opens
     tokens: tuple[int, ...]
@@ -178,7 +178,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """From position ``start`` the text is ``tokens``; whatever the session had there and behind is void if it differs."""
+    """From position ``start`` the text is ``tokens``; whatever the session had there and after is void if it differs."""
 
     session: str
     start: int

@@ -131,7 +131,7 @@ class SamplingParams:
     seed: int | None = None  # of the shared noise; drawn at random if None, and reported
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
-    ignore_eos: bool = False  # continue behind the model's end-of-text token
+    ignore_eos: bool = False  # continue after the model's end-of-text token
     adapter: str = ""  # LoRA adapter of the full tier, by its name in the configuration; "" is the model itself
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has
     frequency_penalty: float = 0.0  # likewise, once for each time that the output has them

@@ -48,7 +48,7 @@ class Store(Protocol):
     def fork(self, position: int) -> Any:
         """A store that goes on otherwise from ``position`` on, empty there; what is before it is this one's.
 
-        Rows over a fork start at ``position`` or behind, and end no further behind it than `MAX_FORKED`. It is void once this
+        Rows over a fork start at ``position`` or after, and end no further after it than `MAX_FORKED`. It is void once this
         store is written before ``position``, but what is written here from there on, even in the same pass, leaves it as it
         is; and the other way round.
         """
@@ -96,7 +96,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses behind them.
+    """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses after them.
 
     What the store held from ``start`` on is void. Where the draft is a tree, each node's own token is that of the text with
     the node's path, and nothing else; afterwards the store holds the path that own tokens take, see `Draft.walk`.
@@ -105,12 +105,12 @@ class Row:
     cache: Any  # a Store of the model that runs the pass, or a fork of one: then the draft is a line
     start: int  # absolute position of tokens[0]; all positions before are in the store
     tokens: Sequence[int]
-    num_own: int  # own tokens wanted, behind the last so many of tokens; 0 for a prefill chunk that does not end the text
+    num_own: int  # own tokens wanted, after the last so many of tokens; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
-    draft: Draft = NO_DRAFT  # behind tokens; the own token behind each of its nodes is wanted, too
+    draft: Draft = NO_DRAFT  # after tokens; the own token after each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
-    guesses: int = 0  # that a drafter which reads the model may make behind the text, along the likeliest line, or `UNREAD`
+    guesses: int = 0  # that a drafter which reads the model may make after the text, along the likeliest line, or `UNREAD`
     draw: Draw | None = None  # instead of shared noise; the draft is a line then
     fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
@@ -127,8 +127,8 @@ class Row:
 class Scored:
     """What a pass says of a row."""
 
-    own: Sequence[int] = ()  # behind the last `Row.num_own` tokens, then behind each node of its draft, as far as is known
-    draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses behind these, if `Row.guesses` asked for any
+    own: Sequence[int] = ()  # after the last `Row.num_own` tokens, then after each node of its draft, as far as is known
+    draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses after these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
     dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.likeliest` asked for it
 
@@ -164,13 +164,13 @@ class Guesser(Protocol):
         """Guesses that the next pass shall make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
-        """A pass said something of the text, whose last token then was ``last``, and of a draft behind it."""
+        """A pass said something of the text, whose last token then was ``last``, and of a draft after it."""
 
     def cut(self) -> None:
         """The tier above says that the text goes on otherwise."""
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """What may come behind a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.
+        """What may come after a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.
 
         Confidences are kinds of the drafter's own: bytes that are learnt to stand for chances.
         """
@@ -180,7 +180,7 @@ class Guesser(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses behind the texts of one tier, without a tier below. All its calls come from that tier's thread."""
+    """Guesses after the texts of one tier, without a tier below. All its calls come from that tier's thread."""
 
     name: str
     level: int  # among drafters and tiers, bottom to top

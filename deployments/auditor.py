@@ -20,19 +20,19 @@ from deployments.links.leases import Lessor
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5  # before an audit that has made way, or failed, is tried again
-MOST_GAP = 255  # as a byte: the next token is so far behind, or further, or there is none
+MOST_GAP = 255  # as a byte: the next token is so far after, or further, or there is none
 
 
 @dataclass(slots=True)
 class Audit:
     """An answer that a client got, and what the full tier says of it. It stands above the full tier, as a tier would: what was
-    sent are its own tokens. So each token is judged behind those that were sent, whatever stands there."""
+    sent are its own tokens. So each token is judged after those that were sent, whatever stands there."""
 
     opening: Open  # that was answered
     text: tuple[int, ...]  # prompt and answer
     judged: int = 0  # tokens of the text
     divergences: list[Divergence] = field(default_factory=list)
-    _corrected: int = 0  # behind the latest divergence: what was proposed earlier follows upon another token
+    _corrected: int = 0  # after the latest divergence: what was proposed earlier follows upon another token
 
     def __post_init__(self) -> None:
         self.judged = len(self.opening.tokens)
@@ -44,12 +44,12 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """All is judged. Behind a token that a grammar may not allow it says nothing."""
+        """All is judged. After a token that a grammar may not allow it says nothing."""
         structured = self.opening.params.structured is not None
         return self.judged == len(self.text) or (structured and bool(self.divergences))
 
     def ask(self) -> Open:
-        """A session of the full tier alone that goes on behind what is judged, one token ahead of it, and makes way."""
+        """A session of the full tier alone that goes on after what is judged, one token ahead of it, and makes way."""
         return replace(
             self.opening,
             session=mint(),
@@ -111,7 +111,7 @@ class Auditor:
         return self._task is not None
 
     def offer(self, opening: Open, tokens: Sequence[int]) -> None:
-        """An answer is complete, whose tokens were sent behind those of its opening: audit it if it is one of the share."""
+        """An answer is complete, whose tokens were sent after those of its opening: audit it if it is one of the share."""
         if random.random() >= self._config.share:
             return
         if not tokens or self._closed:

@@ -69,7 +69,7 @@ async def next_proposal(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudg
         raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
     while isinstance(message, Proposal) and not inbox.empty():
         newer = inbox.get_nowait()
-        if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes behind it
+        if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes after it
             inbox.put_nowait(newer)
             break
         message = newer
@@ -118,7 +118,7 @@ class FullTier:
                     chunk, commit = answer.take(await next_proposal(inbox, retry_budget, request.lifetime))
                     if chunk is not None:
                         yield chunk
-                    if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
+                    if commit is not None:  # after the yield: a client that does not read stalls the full tier at its window
                         self.downlink.put([commit])
                     retry_budget.progressed(answer.num_tokens)
             except SessionFailed as failure:

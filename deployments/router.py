@@ -334,7 +334,7 @@ class Router:
         return known
 
     async def _answer(self, opening: Open, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
-        """An answer that begins, behind what the client has of it."""
+        """An answer that begins, after what the client has of it."""
         decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
         if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
             return Answer(opening, decoder, index, elapsed)

@@ -123,7 +123,7 @@ def guesses(
     pick: Pick,
     sure: list[float],
 ) -> list[int]:
-    """Behind ``text``, whose last token the verifier has not read; ``sure`` gets -log of the chances to be wrong, if told."""
+    """After ``text``, whose last token the verifier has not read; ``sure`` gets -log of the chances to be wrong, if told."""
     style, w = made
     kind, _, variant = style.partition("-")
     ids, found = torch.tensor([text[-1], *[MASK] * (BLOCK - 1)]), []

@@ -44,7 +44,7 @@ class Branch:
     end: int = 0  # of what it holds and is right
 
     def piece(self, rng: random.Random, sizes: Sequence[int], least: int, most: int) -> tuple[Piece, Tensor] | None:
-        """Its next row, from ``least`` on or behind all, with a wrong end, and what has to be said; it ends before ``most``."""
+        """Its next row, from ``least`` on or after all, with a wrong end, and what has to be said; it ends before ``most``."""
         start = self.end if rng.random() < 0.7 else rng.randint(min(least, self.end), self.end)
         size = min(rng.choice(sizes), most - start)
         if size < 1:
@@ -98,7 +98,7 @@ class Session:
         self.forks.append(self._branch(self.base.store.fork(position), picks, position))
 
     def join(self) -> None:
-        """Let the base go on with a fork: those behind its position are void."""
+        """Let the base go on with a fork: those after its position are void."""
         written = [fork for fork in self.forks if fork.end > fork.position]
         if not written:
             return

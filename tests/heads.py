@@ -39,7 +39,7 @@ class Made:
 
     @property
     def most(self) -> int:
-        """Guesses behind a text."""
+        """Guesses after a text."""
         return {"medusa": 3, "dflash": block_heads.BLOCK - 1, "dspark": block_heads.BLOCK, "peagle": PARALLEL}.get(
             self.kind, 99
         )
@@ -156,7 +156,7 @@ def _layer(noise: torch.Generator, name: str, inputs: int) -> Weights:
 
 @dataclass
 class Paper:
-    """What a head guesses behind a text, computed anew for each guess by the formulas of its paper."""
+    """What a head guesses after a text, computed anew for each guess by the formulas of its paper."""
 
     made: Made
     verifier: PreTrainedModel  # with Transformers' own attention
@@ -168,7 +168,7 @@ class Paper:
 
     @torch.no_grad()
     def guesses(self, text: Sequence[int], number: int, params: SamplingParams) -> list[int]:
-        """Tokens behind ``text``, the last token of which the verifier has not read."""
+        """Tokens after ``text``, the last token of which the verifier has not read."""
         out = self.verifier(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
         hidden = [state[0] for state in out.hidden_states]
         ways = {"medusa": self._medusa, "eagle": self._eagle, "eagle3": self._eagle3, "peagle": self._peagle, "mtp": self._mtp}

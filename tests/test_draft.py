@@ -47,7 +47,7 @@ def said_behind(text: Path, path: Path) -> int:
 
 @given(trees(), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 10))
 def test_a_walk_goes_as_far_as_both_agree(draft: Draft, text: list[int], size: int) -> None:
-    """Guards acceptance: what is new is the verifier's own text, one token behind the last node that was scored and right."""
+    """Guards acceptance: what is new is the verifier's own text, one token after the last node that was scored and right."""
     size = min(size, len(draft))
     new, path = draft.walk(own_of(draft, tuple(text), size))
     right = 0
@@ -60,7 +60,7 @@ def test_a_walk_goes_as_far_as_both_agree(draft: Draft, text: list[int], size: i
 
 @given(trees(), st.integers(-1, 9))
 def test_below_is_what_goes_on_from_there(draft: Draft, node: int) -> None:
-    """Guards what is kept behind an accepted guess: all that was guessed behind it, and nothing beside it."""
+    """Guards what is kept after an accepted guess: all that was guessed after it, and nothing beside it."""
     node = min(node, len(draft) - 1)
     begin = path_of(draft, node)
     assert paths(draft.below(node)) == {p[len(begin) :] for p in paths(draft) if p[: len(begin)] == begin} - {()}

@@ -11,7 +11,7 @@ from cascade.drafters.matching import Matcher
 from cascade.scorer import Scored
 
 CONTEXT = 8192  # tokens of the text
-TOKENS = 2000  # that are guessed behind it, one after another
+TOKENS = 2000  # that are guessed after it, one after another
 MOST = 16  # of a guess
 WORDS = 500  # of the vocabulary: few, so that there is much to find
 KINDS = ("lookup", "suffix", "recycling", "lookahead")

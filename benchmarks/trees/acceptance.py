@@ -1,6 +1,6 @@
 """How often the verifier's own token is the drafter's, and how often it is at least one of the drafter's runner-ups.
 
-Every figure is a share of positions of what the full model writes behind built-in prompts, in float32, with the noise that a
+Every figure is a share of positions of what the full model writes after built-in prompts, in float32, with the noise that a
 served request has.
 """
 

@@ -74,7 +74,7 @@ def branches(edge: Edge) -> dict[str, Any]:
         "corrected": edge.corrected,
         "prepared": edge.prepared,
         "prepared_share": round(edge.prepared / edge.corrected, 3) if edge.corrected else None,
-        "mean_waiting": round(edge.waiting / edge.prepared, 2) if edge.prepared else None,  # tokens behind the corrected one
+        "mean_waiting": round(edge.waiting / edge.prepared, 2) if edge.prepared else None,  # tokens after the corrected one
         "accepted_by_rank": edge.accepted_by_rank,
         "proposed_by_rank": edge.proposed_by_rank,
     }

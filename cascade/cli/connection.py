@@ -50,7 +50,7 @@ class Here:
     def stream_chat(
         self, messages: Messages, params: SamplingParams, speculation: Speculation, handling: Handling
     ) -> Generator[Said, None, None]:
-        """The assistant's turn behind ``messages``; raises `InvalidRequest`."""
+        """The assistant's turn after ``messages``; raises `InvalidRequest`."""
         ids = self.encode(messages)
         for chunk in self._cascade.stream(ids, params, speculation, handling):
             yield Said(chunk, self._message(ids, chunk.completion.text) if chunk.completion is not None else None)
@@ -86,7 +86,7 @@ class Served:
     def stream_chat(
         self, messages: Messages, params: SamplingParams, speculation: Speculation, handling: Handling
     ) -> Generator[Said, None, None]:
-        """The assistant's turn behind ``messages``; raises `InvalidRequest`."""
+        """The assistant's turn after ``messages``; raises `InvalidRequest`."""
         for piece in self._client.stream_chat(messages, params, speculation, handling):
             yield Said(piece.chunk, piece.turn.message if piece.turn is not None else None)
 

@@ -50,7 +50,7 @@ def coloured(chunk: Chunk) -> Text:
 
 
 def show(chunk: Chunk, *, plain: bool = False) -> None:
-    """Print the next piece of an answer behind those before it, as `coloured` unless it is to be ``plain``."""
+    """Print the next piece of an answer after those before it, as `coloured` unless it is to be ``plain``."""
     console.print(Text(chunk.text) if plain else coloured(chunk), end="", soft_wrap=True)
 
 
@@ -91,7 +91,7 @@ def speeds(cells: Sequence[Cell]) -> Table:
 
 def acceptance(edges: Iterable[Edge]) -> Table:
     """What happened on each edge: of the guesses that were scored, and the runner-ups among them, how many were right;
-    of the corrections how many were prepared, and how many tokens waited behind one of these."""
+    of the corrections how many were prepared, and how many tokens waited after one of these."""
     columns = ("edge", "passes", "accepted", "beside", "prepared", "a pass", "wait, s")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:

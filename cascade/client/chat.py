@@ -95,7 +95,7 @@ class TurnBuilder:
         return self._completion.complete
 
     def resume(self, request: pb.ChatRequest) -> bool:
-        """Let ``request`` go on behind what came; False if the server did not say by which seed."""
+        """Let ``request`` go on after what came; False if the server did not say by which seed."""
         return self._completion.resume(request)
 
     def take(self, response: pb.ChatResponse) -> TurnPiece:

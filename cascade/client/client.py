@@ -48,7 +48,7 @@ class Client(Connection):
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion:
-        """The whole text behind ``prompt``, a string or token ids."""
+        """The whole text after ``prompt``, a string or token ids."""
         return self._whole(text_exchange(prompt, params, speculation, handling))
 
     def stream(
@@ -69,7 +69,7 @@ class Client(Connection):
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
     ) -> Turn:
-        """The assistant's whole next turn behind ``messages``, which are as OpenAI's clients have them.
+        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
 
         Without ``params`` it may be as long as the context has room for.
         """
@@ -149,7 +149,7 @@ class AsyncClient(Connection):
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion:
-        """The whole text behind ``prompt``, a string or token ids."""
+        """The whole text after ``prompt``, a string or token ids."""
         return await self._whole(text_exchange(prompt, params, speculation, handling))
 
     def stream(
@@ -170,7 +170,7 @@ class AsyncClient(Connection):
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
     ) -> Turn:
-        """The assistant's whole next turn behind ``messages``, which are as OpenAI's clients have them.
+        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
 
         Without ``params`` it may be as long as the context has room for.
         """

@@ -33,7 +33,7 @@ class Builder(Protocol[Piece_co]):
         """The whole answer has come."""
 
     def resume(self, request: Any) -> bool:
-        """Let the request go on behind what came; False if that cannot be."""
+        """Let the request go on after what came; False if that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class CompletionBuilder:
             raise Unavailable("The server ended the stream before the text was complete")
 
     def resume(self, request: pb.GenerateRequest | pb.ChatRequest) -> bool:
-        """Let ``request`` go on behind the tokens that came; False if the server did not say by which seed."""
+        """Let ``request`` go on after the tokens that came; False if the server did not say by which seed."""
         if self._seed is not None:
             request.sampling.seed = self._seed
         if not self._tokens:

@@ -205,7 +205,7 @@ def _weigh(given: int, span: int, head: int, rows: int, begin: int, length: int,
 
 @inlined
 def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
-    """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries behind each other."""
+    """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries one after another."""
     group, key_size, value_size = integer(given, 10), integer(given, 11), integer(given, 12)
     window, start = integer(given, 14), integer(span, 2)
     nearest, farthest = start + row // group, start + (row + rows - 1) // group
@@ -313,7 +313,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) 
     """Write keys and values and attend: ``[total_tokens, heads * value_size]`` float32.
 
     ``query`` ``[heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[kv_heads, total_tokens, ...]`` float32, each token's
-    numbers of a head behind each other, whatever the strides of the rest.
+    numbers of a head one after another, whatever the strides of the rest.
     """
     heads, tokens, key_size = query.shape
     kv_heads, _, value_size = value.shape

@@ -121,7 +121,7 @@ class BlockedFork:
 
     def __init__(self, base: BlockedCache, position: int) -> None:
         self.base = base
-        self.position = self.end = position  # of its first, and one behind its last
+        self.position = self.end = position  # of its first, and one after its last
         self.origin = position // LANES * LANES  # of its first block
         self.capacity = 0  # positions from there on
         self._memory = torch.zeros(0)  # of all layers: forks come and go with every pass

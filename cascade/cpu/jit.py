@@ -160,7 +160,7 @@ def _pointer_to(kind: ir.Type) -> Any:
 
 @intrinsic
 def integer(_: Any, address: Any, place: Any) -> Any:
-    """The 64-bit integer at a place behind an address."""
+    """The 64-bit integer at a place after an address."""
 
     def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
         return b.load(b.gep(b.inttoptr(given[0], _pointer_to(I64)), [given[1]]))

@@ -12,7 +12,7 @@ from cascade.cpu.jit import Step, bits, floats, inlined, integer, kernel, num_th
 
 
 class Rows(NamedTuple):
-    """Where rows of float32 are, each with its numbers behind each other."""
+    """Where rows of float32 are, each with its numbers one after another."""
 
     address: int
     stride: int  # numbers from one row to the next
@@ -130,7 +130,7 @@ def _add(given: int) -> None:
 
 
 def add_step(first: int, second: Rows, to: int, shape: Sequence[int]) -> Step:
-    """The sum of ``[tokens, size]``, whose rows lie behind each other, and as many; ``to`` may be the first."""
+    """The sum of ``[tokens, size]``, whose rows lie one after another, and as many; ``to`` may be the first."""
     return Step(_add, (*shape, first, second.address, second.stride, to))
 
 

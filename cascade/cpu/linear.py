@@ -38,7 +38,7 @@ class Linear:
         return self.matrix.blocks.numel()
 
     def steps(self, x: Rows, room: Rows, rows: int, out: Rows) -> Iterator[Step]:
-        """The product of rows that lie behind each other; ``room`` is for as many, put into the order of the product."""
+        """The product of rows that lie one after another; ``room`` is for as many, put into the order of the product."""
         yield from self.matrix.steps(x.address, room.address, rows, out.address)
         if self.bias is not None:
             yield shift_step(out, rows, self.bias)

@@ -109,7 +109,7 @@ class Matches:
             self._size = start
 
     def extend(self, tokens: "list[int] | Ints") -> None:
-        """Hold more tokens, behind the others."""
+        """Hold more tokens, after the others."""
         if len(tokens) > self._limit // 2:
             tokens = tokens[-(self._limit // 2) :]
         if self._size + len(tokens) > self._limit:
@@ -125,9 +125,9 @@ class Matches:
         _learn.brief(arguments(*self._addresses, start, self._size))
 
     def find(self, query: Ints) -> tuple[int, int, int, int]:
-        """Where a query's end stood before, with something behind it: the place of its last token and how many are the same.
+        """Where a query's end stood before, with something after it: the place of its last token and how many are the same.
 
-        Of the latest `TRIES` places that which has most, and that which has most of those behind which another token came: the
+        Of the latest `TRIES` places that which has most, and that which has most of those after which another token came: the
         place is -1 where there is none. At most `LONGEST` tokens are compared, and `GRAM` must be the same.
         """
         query = query[-LONGEST:]

@@ -142,7 +142,7 @@ def _tiles(rows: int, blocks: int) -> Any:
 four_blocks = _tiles(1, 4)
 """``four_blocks(x, w, out, stride, depth)``: up to sixteen rows ``[rows, depth]`` at ``x`` times four blocks at ``w``.
 
-Rows and blocks, ``[depth / 2, 16, 2]`` each, are bfloat16, and lie behind each other; ``depth`` is a multiple of `STEP`. What
+Rows and blocks, ``[depth / 2, 16, 2]`` each, are bfloat16, and lie one after another; ``depth`` is a multiple of `STEP`. What
 comes to ``out`` is float32, rows ``stride`` numbers apart.
 """
 one_block = _tiles(1, 1)

@@ -94,6 +94,6 @@ class Pairs:
         return 2 * int(self.blocks.shape[1])
 
     def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
-        """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for rounded rows."""
+        """The product of rows that lie one after another, to ``[rows, width]`` at ``out``; ``room`` is for rounded rows."""
         yield Step(_round, (rows, self.in_features, x, self.in_features, room, self.depth))
         yield Step(_multiply, (room, self.blocks.data_ptr(), out, rows, self.depth, self.width, len(self.blocks)))

@@ -60,7 +60,7 @@ class Blocks:
         return int(self.blocks.shape[0]) * LANES
 
     def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
-        """The product of rows that lie behind each other, to ``[rows, width]`` at ``out``; ``room`` is for as many rows."""
+        """The product of rows that lie one after another, to ``[rows, width]`` at ``out``; ``room`` is for as many rows."""
         count, depth, _ = self.blocks.shape
         group = group_of(rows)
         if rows > 1:
@@ -76,7 +76,7 @@ def group_of(rows: int) -> int:
 
 @kernel
 def _interleave(given: int) -> None:
-    """Groups of rows behind each other, ``[depth, rows]`` each."""
+    """Groups of rows one after another, ``[depth, rows]`` each."""
     numbers, to = floats(integer(given, 0)), floats(integer(given, 1))
     rows, depth, group = integer(given, 2), integer(given, 3), integer(given, 4)
     here, threads = thread_num(), num_threads()

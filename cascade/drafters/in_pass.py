@@ -57,7 +57,7 @@ class Asker:
         return UNREAD if self._gave_up else max(1, paying_steps(self._rate, drafter.cost, most))
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
-        """A pass guessed behind what it said itself."""
+        """A pass guessed after what it said itself."""
         if self._said:
             new = draft.walk(scored.own)[0]
             right = min(len(self._said.find(new)), len(draft.find(new)))

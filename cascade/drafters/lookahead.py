@@ -1,7 +1,7 @@
 """A window of guesses that each pass makes better, and n-grams of what it said there: lookahead decoding (arXiv 2402.02057).
 
-The window is a line behind the text. Own tokens behind its nodes, be these right or wrong, take the place of its guesses in the
-next pass (Jacobi iteration, arXiv 2305.10427). A chain of tokens each of which a pass has said behind the one before is an
+The window is a line after the text. Own tokens after its nodes, be these right or wrong, take the place of its guesses in the
+next pass (Jacobi iteration, arXiv 2305.10427). A chain of tokens each of which a pass has said after the one before is an
 n-gram; it is a guess wherever its first token comes again. N-grams of the text itself are kept, too.
 
 Nodes of the window are seldom right, and count for what they are: their chances are learnt by how far they are settled, so
@@ -33,7 +33,7 @@ Gram = tuple[int, ...]
 class Guess(NamedTuple):
     """At one position of a window."""
 
-    chain: Gram  # tokens that passes said behind each other, the guess being the last one; at most `GRAM`
+    chain: Gram  # tokens that passes said one after another, the guess being the last one; at most `GRAM`
     kind: int
 
 
@@ -51,7 +51,7 @@ class Lookahead:
 
 
 class Grams:
-    """What came behind the first token of n-grams and how often, the latest first."""
+    """What came after the first token of n-grams and how often, the latest first."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[tuple[Gram, int], ...]] = OrderedDict()
@@ -94,7 +94,7 @@ class Looker:
         return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
-        """Own tokens behind the window are its next guesses, each a position further."""
+        """Own tokens after the window are its next guesses, each a position further."""
         if self._once:
             self._grams_once.told(any(token in draft.tokens for token in self._once))
             self._once = []
@@ -140,14 +140,14 @@ class Looker:
         return tree.draft()
 
     def cut(self) -> None:
-        """What was guessed was guessed behind another text."""
+        """What was guessed was guessed after another text."""
         self._window, self._once, self._offered = [], [], False
 
     def close(self, text: Sequence[int]) -> None:
         """All that it knows is its tenant's."""
 
     def _move(self, text: Sequence[int]) -> None:
-        """Let the window begin behind the text. Guesses that are missing are any of its tokens, to begin with."""
+        """Let the window begin after the text. Guesses that are missing are any of its tokens, to begin with."""
         end = len(text)
         gone = end - self._start
         window = self._window[gone:] if 0 <= gone <= len(self._window) else []
@@ -175,7 +175,7 @@ class Rest:
 
 
 class Tree:
-    """Lines behind a text, as one draft: what two of them begin with stands there once, as the first one says it."""
+    """Lines after a text, as one draft: what two of them begin with stands there once, as the first one says it."""
 
     def __init__(self, origin: bytes) -> None:
         self._origin = origin

@@ -1,4 +1,4 @@
-"""Texts repeat what they have said, and what others have: they may go on as it did behind the same few tokens before.
+"""Texts repeat what they have said, and what others have: they may go on as it did after the same few tokens before.
 
 ``lookup`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
 drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it in the last texts of the same tenant, too
@@ -93,7 +93,7 @@ class Matcher:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
     def _found(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
-        """Lengths of matches, and what came behind them."""
+        """Lengths of matches, and what came after them."""
         place, same, other, other_same = texts.find_end(self.own)
         found = []
         if place >= 0:

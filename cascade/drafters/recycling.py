@@ -1,6 +1,6 @@
-"""What came behind a token before may come behind it again: token recycling (Luo et al., arXiv 2408.08696).
+"""What came after a token before may come after it again: token recycling (Luo et al., arXiv 2408.08696).
 
-Own tokens behind guesses that were wrong are kept, too: a pass has computed them, and nothing else is done with them.
+Own tokens after guesses that were wrong are kept, too: a pass has computed them, and nothing else is done with them.
 """
 
 from collections import OrderedDict
@@ -10,15 +10,15 @@ from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
 from cascade.scorer import UNREAD, Scored
 
-NEXT = 3  # tokens that are known behind each
-MAX_KNOWN = 2**15  # tokens of a tenant behind which some are known
+NEXT = 3  # tokens that are known after each
+MAX_KNOWN = 2**15  # tokens of a tenant after which some are known
 DEPTH = 5  # of a guess
 BROAD = 2  # levels of the tree on which runner-ups are offered
 MOST_SEEN = 127
 
 
 class Recycling:
-    """Tokens behind tokens, by tenant."""
+    """Tokens after tokens, by tenant."""
 
     name = "recycling"
 
@@ -31,7 +31,7 @@ class Recycling:
 
 
 class Followers:
-    """The last tokens behind each token, the latest first, and how often that one came in a row."""
+    """The last tokens after each token, the latest first, and how often that one came in a row."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[int, tuple[int, ...]]] = OrderedDict()
@@ -40,7 +40,7 @@ class Followers:
         return len(self._known)
 
     def saw(self, token: int, next_: int) -> None:
-        """``next_`` came behind ``token``."""
+        """``next_`` came after ``token``."""
         times, others = self._known.pop(token, (0, ()))
         if others and others[0] == next_:
             times = min(MOST_SEEN, times + 1)
@@ -70,7 +70,7 @@ class Recycler:
             self._followers.saw(token, own)
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """A tree behind the last token: first a line of the latest followers, then others beside its first tokens."""
+        """A tree after the last token: first a line of the latest followers, then others beside its first tokens."""
         line: list[tuple[int, int, int]] = []  # token, confidence, parent
         others: list[tuple[int, int, int]] = []
         token = text[-1]

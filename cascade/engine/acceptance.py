@@ -1,11 +1,11 @@
 """Rules by which a verifier accepts a line of guesses, as definitions of its own tokens.
 
-    p  [n + 1, V]  what the verifier gives tokens behind the text, and behind each of n guesses
+    p  [n + 1, V]  what the verifier gives tokens after the text, and after each of n guesses
     q  [n, V]      what each guess was drawn from
     x  [n]         the guesses, token ids
     u  [n]         uniform noise from 0 to 1, independent of the guesses and of what they were drawn with
 
-The own token behind an accepted guess is the next guess, if that is accepted, too, and else a sample of the *rest*, which never
+The own token after an accepted guess is the next guess, if that is accepted, too, and else a sample of the *rest*, which never
 is that guess. So whoever compares guesses with own tokens finds those right that the rule accepts, and nothing else changes.
 
     ratio    accepts x_i with probability min(1, p(x_i) / q(x_i)), if the guesses before it are; its rest is (p - q)+.
@@ -42,7 +42,7 @@ Verdict: TypeAlias = tuple[Tensor, Tensor]
 
 
 def judge(rule: Rule, p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Verdict:
-    """How many guesses are accepted, int64 ``[1]``; what the own token behind them is drawn from, ``[1, V]`` up to a factor."""
+    """How many guesses are accepted, int64 ``[1]``; what the own token after them is drawn from, ``[1, V]`` up to a factor."""
     weighed = rule.weigh(p, q, x)
     accepted = rule.accepted(u < weighed.chances)[None]
     return accepted, weighed.rest.index_select(0, accepted)
@@ -58,7 +58,7 @@ def ratio(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
 def block(p: Tensor, q: Tensor, x: Tensor) -> Weighed:
     """The likelier the line up to a guess is for the verifier, the more of what follows may have gone wrong.
 
-    w_0 = 1,   w_i = min(1, w_(i-1) p(x_i) / q(x_i)),   s_i = sum (w_i p - q)+ of the tokens behind x_i
+    w_0 = 1,   w_i = min(1, w_(i-1) p(x_i) / q(x_i)),   s_i = sum (w_i p - q)+ of the tokens after x_i
     guess i passes with probability s_i / (s_i + 1 - w_i), the last one with w_n; all up to the last that passes are accepted,
     and the rest is (w p - q)+
     """

@@ -110,7 +110,7 @@ def attend_native(
 
 
 def _dense(part: Tensor) -> Tensor:
-    """``[heads, total_tokens, head_dim]`` with the numbers of a head behind each other."""
+    """``[heads, total_tokens, head_dim]`` with the numbers of a head one after another."""
     return part[0] if part.stride(3) == 1 else part[0].contiguous()
 
 

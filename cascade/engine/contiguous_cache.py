@@ -12,7 +12,7 @@ from cascade.scorer import BLOCK, TILE, num_blocks, room, tiled
 class Cache:
     """Keys and values of one session, per layer ``[1, kv_heads, capacity, head_dim]``; K and V may differ in size.
 
-    Storage is contiguous, so that attention reads it in place, and finite everywhere: what is behind the text is hidden from
+    Storage is contiguous, so that attention reads it in place, and finite everywhere: what is after the text is hidden from
     queries, and not left out. Room is made ahead of a pass by `reserve`, or as it is needed.
     """
 
@@ -104,7 +104,7 @@ class Fork:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # as a cache's, but from ``position`` on
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Store ``[kv_heads, n, head_dim]`` at ``start``, behind which nothing is held then."""
+        """Store ``[kv_heads, n, head_dim]`` at ``start``, after which nothing is held then."""
         at, length = start - self.position, key.shape[1]
         self._end = start + length
         keys, values = self._layers.get(layer, (key[None, :, :0], value[None, :, :0]))

@@ -31,14 +31,14 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
     keys = torch.tensor(draw.keys[:n]).to(logits.device, non_blocking=True)
     ids, best = _choices(logits, row, draw)
     dists = _dists(ids, best) if draw.likeliest is not None else ()
-    # that behind the last one, too: whether there is an own token there must not change what becomes of it
+    # that after the last one, too: whether there is an own token there must not change what becomes of it
     guesses = row.draft.first(n)
     if draw.rule not in RULES or not guesses.dists:
         # nobody drew the guesses, or each with certainty: then the rules are to compare them with samples
         chosen = (best + keyed_gumbel(keys, ids)).argmax(-1, keepdim=True)
         return ids.gather(1, chosen)[:, 0], dists
     p = torch.zeros(n, vocab_size, device=logits.device).scatter(1, ids, best.softmax(-1))
-    p = torch.cat([p, p[: 1 + len(guesses) - n]])  # of what is behind the last guess, if nobody knows
+    p = torch.cat([p, p[: 1 + len(guesses) - n]])  # of what is after the last guess, if nobody knows
     x = torch.tensor(guesses.tokens).to(logits.device, non_blocking=True)
     q = _dense(guesses.dists, vocab_size, logits.device)
     return judged(RULES[draw.rule], p, q, x, torch.cat([keys, keys[: 1 + len(guesses) - n]]))[:n], dists
@@ -47,7 +47,7 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
 def judged(rule: Rule, p: Tensor, q: Tensor, x: Tensor, keys: Tensor) -> Tensor:
     """Own tokens ``[n + 1]`` of a line, see `acceptance`, with the noise of ``keys`` ``[n + 1]``; without a host read.
 
-    Those behind the first that is no guess mean nothing.
+    Those after the first that is no guess mean nothing.
     """
     accepted, rest = judge(rule, p, q, x, keyed_uniform(keys[:-1]))
     noise = keyed_gumbel(keys.index_select(0, accepted), torch.arange(p.shape[-1], device=p.device))

@@ -113,7 +113,7 @@ class Grammars:
 class Matcher:
     """Follows one text; see `cascade.engine.sequence_state.Constraint`.
 
-    Guesses are tried on a copy, so that an error behind a wrong guess harms nothing else. But all copies of a compiled grammar
+    Guesses are tried on a copy, so that an error after a wrong guess harms nothing else. But all copies of a compiled grammar
     share one lexer. Once a copy has exhausted it, every matcher goes on with a lexer of its own and tries no guesses any more:
     then a text fails where it would fail in any process, with and without drafts.
     """
@@ -132,10 +132,10 @@ class Matcher:
         self._num_same = min(self._num_same, num_tokens)
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
-        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
+        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
 
-        Everything is allowed behind a guess that is itself forbidden: nobody will read that row. There are fewer rows if the
-        grammar takes more work behind a guess than one step may. Raises `InvalidRequest` if it does so behind the output.
+        Everything is allowed after a guess that is itself forbidden: nobody will read that row. There are fewer rows if the
+        grammar takes more work after a guess than one step may. Raises `InvalidRequest` if it does so after the output.
         """
         mask = self._follow(output)
         if mask is None:  # the tier above does not follow the grammar: guess what it likes
@@ -152,7 +152,7 @@ class Matcher:
         return not output or self._follow(output) is not None
 
     def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
-        """Masks behind the output and behind each guess, and how many of these positions are known."""
+        """Masks after the output and after each guess, and how many of these positions are known."""
         masks, scout = [mask], self._machine.deep_copy()
         for guess in guesses:
             if scout.is_stopped() or not _has(masks[-1], guess):
@@ -166,7 +166,7 @@ class Matcher:
         return masks, len(masks)
 
     def _follow(self, output: Sequence[int]) -> bytes | None:
-        """The mask behind ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
+        """The mask after ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
         self._go_back(output)
         mask = self._take(output[len(self._taken) :], MAX_STEP)
         if self._guesses and self._broken:
@@ -196,7 +196,7 @@ class Matcher:
             self._machine.compute_bitmask()  # it remembers one, and takes it for that of another text of the same length
 
     def _take(self, tokens: Sequence[int], most: int) -> bytes:
-        """Go on with ``tokens``, at most so many in a step; the mask behind them or behind those that are allowed."""
+        """Go on with ``tokens``, at most so many in a step; the mask after them or after those that are allowed."""
         mask = b"" if tokens else self._machine.compute_bitmask()
         for begin in range(0, len(tokens), most):
             step = list(tokens[begin : begin + most])

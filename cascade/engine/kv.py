@@ -4,7 +4,7 @@ A row of a pass writes its keys and values at its positions and attends to every
 at an earlier position, and needs no code.
 
 What a query attends to is summed up in an order that depends on its position alone, never on what else is in the pass: each
-looks at all keys up to the end of its *tile* of positions, those behind it hidden. So passes give the same bits, whatever
+looks at all keys up to the end of its *tile* of positions, those after it hidden. So passes give the same bits, whatever
 shares them; see ``docs/algorithm.md``.
 """
 
@@ -30,7 +30,7 @@ class Writable(Protocol):
     """Keys and values of one session that `attend` can use; such as a contiguous `Cache`.
 
     `write` stores ``[kv_heads, n, head_dim]`` and returns ``[1, kv_heads, m, head_dim]``: whole tiles, with any finite numbers
-    behind the text.
+    after the text.
     """
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -73,7 +73,7 @@ class Span:
     def mask(self, tile: Tile, window: int | None, group: int, like: Tensor) -> Tensor:
         """What is added to scores, ``[n * group, last - first]`` in the dtype of ``like``: 0, or -inf for what is hidden.
 
-        Heads of a query lie behind each other. One row for one query, whatever its group.
+        Heads of a query lie one after another. One row for one query, whatever its group.
         """
         key = (tile, window, group)
         mask = self._masks.get(key)

@@ -224,7 +224,7 @@ class Desk(NamedTuple):
     qkv: Rows
     heard: Rows  # what attention gives
     attended: Rows
-    middle: Rows  # the sum behind attention
+    middle: Rows  # the sum after attention
     gate_up: Rows
     gated: Rows
     down: Rows

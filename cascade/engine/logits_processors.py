@@ -54,7 +54,7 @@ def _shape(scores: Tensor, row: Row, state: SequenceState) -> int:
 
 
 def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
-    """Logits ``[1, V]`` of what comes behind ``guesses``, which begin at ``position``, shaped as `shape` does.
+    """Logits ``[1, V]`` of what comes after ``guesses``, which begin at ``position``, shaped as `shape` does.
 
     They are as they were where it is not known what the grammar allows there.
     """

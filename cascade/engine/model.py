@@ -61,7 +61,7 @@ class Model:
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
         room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
         Passes on a CPU take ``num_threads``; without a number, as many of those PyTorch may use as they are worth, see
-        `cascade.engine.threads`. ``head`` guesses behind rows that want it. If the network is ``owned``, used by nobody else,
+        `cascade.engine.threads`. ``head`` guesses after rows that want it. If the network is ``owned``, used by nobody else,
         it loses the weights that are held in another order.
         """
         self._network = network.eval()

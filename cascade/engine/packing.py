@@ -9,7 +9,7 @@ from cascade.scorer import Row, Scored
 
 
 class Packed(NamedTuple):
-    """Rows behind each other."""
+    """Rows one after another."""
 
     tokens: list[int]
     positions: list[int]

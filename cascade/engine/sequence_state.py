@@ -2,7 +2,7 @@
 
 One `SequenceState` belongs to one session at one tier, beside its keys and values, and like these it is told with every row
 from where on the text may be another one than before. It counts the tokens of the output and follows the grammar, each up to
-the last token of the text; the guesses behind it are looked at for one pass only.
+the last token of the text; the guesses after it are looked at for one pass only.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Constraint(Protocol):
         """Forget all but the first ``num_tokens`` of the output."""
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
-        """Which tokens may come behind ``output``, and behind each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
+        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
 
-        Fewer rows, at least one, where that is not known behind a guess.
+        Fewer rows, at least one, where that is not known after a guess.
         """
 
 

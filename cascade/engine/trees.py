@@ -23,17 +23,17 @@ from cascade.engine.logits_processors import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
-MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: behind more, such as a prompt, the trunk is enough
+MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: after more, such as a prompt, the trunk is enough
 
 
 class Line(NamedTuple):
-    """A row of the pass, and the nodes that its last own tokens stand behind; -1 is the text itself."""
+    """A row of the pass, and the nodes that its last own tokens stand after; -1 is the text itself."""
 
     row: Row
     nodes: Sequence[int]
 
     def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
-        """The own token behind each of its nodes, and the runner-ups, as far as they are known."""
+        """The own token after each of its nodes, and the runner-ups, as far as they are known."""
         first = self.row.num_scored - len(self.nodes)
         found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
         return zip(self.nodes, list(found)[first:], strict=False)
@@ -130,7 +130,7 @@ class Tree:
         return Line(fed, nodes)
 
     def _draft(self, path: Sequence[int]) -> Draft:
-        """Nodes that stand behind each other, as a line."""
+        """Nodes that stand one after another, as a line."""
         return Draft(tuple(self._row.draft.tokens[node] for node in path), bytes(len(path)))
 
     def _follow(self, own: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ class Calibration:
 
     def __init__(self) -> None:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
-        self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those right behind the text
+        self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those right after the text
         self._weights = [PRIOR] * len(kinds)
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:
@@ -101,13 +101,13 @@ def _prior(rank: int, kind: int) -> float:
 class DraftStats:
     """How fast a drafter guesses and how well, counted in passes of its verifier, without a clock.
 
-    Errors come in bursts: the first guess behind a correction is counted apart from the others.
+    Errors come in bursts: the first guess after a correction is counted apart from the others.
     """
 
     guesses: float = 4.0  # that come while one pass runs
     right: float = 3.0  # guesses found right, and to begin with a few made up
-    wrong: float = 1.0  # guesses found wrong; those behind them do not count
-    first_right: float = 2.0  # the same for the first one behind a correction
+    wrong: float = 1.0  # guesses found wrong; those after them do not count
+    first_right: float = 2.0  # the same for the first one after a correction
     first_wrong: float = 1.0
     _left: int | None = None  # guesses left by the last pass, None if the drafter was corrected
 
@@ -117,7 +117,7 @@ class DraftStats:
         return self._left is None
 
     def chance(self, num_guess: int) -> float:
-        """That the first ``num_guess`` guesses behind a correction are all right."""
+        """That the first ``num_guess`` guesses after a correction are all right."""
         if not num_guess:
             return 1.0
         share = self.right / (self.right + self.wrong)

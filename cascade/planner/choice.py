@@ -1,6 +1,6 @@
 """How many guesses a pass scores, how many a head makes, and when a pass waits for one. Pure.
 
-Each candidate of a pass (a guess behind a text, or a step of a branch) has a chance to be of use: that the text goes along its
+Each candidate of a pass (a guess after a text, or a step of a branch) has a chance to be of use: that the text goes along its
 path. A pass that scores candidates of chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a pass of its size takes;
 the best pass gives most tokens in a second. So with load, when passes are long and each token of them costs, trees shrink to
 lines and lines to nothing, and grow back.

@@ -27,7 +27,7 @@ PARAMS = SamplingParams(temperature=0, seed=0)
 class PassCost:
     """Seconds that a pass takes: ``base_s + token_s * max(0, tokens - knee)``, or points ``(tokens, seconds)`` measured.
 
-    Between measured points it is a straight line, before the first the same as there, behind the last it goes on as steep.
+    Between measured points it is a straight line, before the first the same as there, after the last it goes on as steep.
     """
 
     base_s: float = 0.0
@@ -109,7 +109,7 @@ class Profile:
 
 
 def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
-    """On straight lines between points, before the first the same as there, behind the last as steep as before it."""
+    """On straight lines between points, before the first the same as there, after the last as steep as before it."""
     if len(tokens) == 1 or num_tokens <= tokens[0]:
         return seconds[0]
     upper = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
@@ -150,13 +150,13 @@ def _fit(best: dict[tuple[int, int], float], context: int) -> Profile:
 
 
 def _time(model: Scorer, num_tokens: int, context: int) -> float:
-    """Seconds of a pass that scores ``num_tokens`` behind ``context`` positions."""
+    """Seconds of a pass that scores ``num_tokens`` after ``context`` positions."""
     tokens = [place % model.vocab_size for place in range(context + num_tokens)]
     cache = model.new_cache()
     try:
         model.run([Row(cache, 0, tokens[:context], 0, PARAMS)])
         row = Row(cache, context, tokens[context:], min(num_tokens, SCORED), PARAMS)
-        model.run([row])  # the first pass behind a long one finds weights in no cache
+        model.run([row])  # the first pass after a long one finds weights in no cache
         begin = time.perf_counter()
         model.run([row])
         return time.perf_counter() - begin

@@ -1,7 +1,7 @@
-"""Ways that a session's text may go instead: runner-ups beside its own tokens, and the text that it has prepared behind some.
+"""Ways that a session's text may go instead: runner-ups beside its own tokens, and the text that it has prepared after some.
 
 A tier that is corrected has often nearly said the right token itself. So it offers its runner-ups to the tier above, and while
-that one verifies, it writes behind the likeliest of them as it does behind its text. A correction that was prepared finds its
+that one verifies, it writes after the likeliest of them as it does after its text. A correction that was prepared finds its
 continuation, with keys and values, and the tier goes on without a pause.
 """
 
@@ -34,7 +34,7 @@ CERTAIN = Beside(255)  # no other token was possible
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """Text from ``start`` on that is not the session's: a runner-up of the token there, and own tokens behind it."""
+    """Text from ``start`` on that is not the session's: a runner-up of the token there, and own tokens after it."""
 
     start: int
     rank: int  # of its first token, from 1 on
@@ -45,7 +45,7 @@ class Branch:
 
     @property
     def end(self) -> int:
-        """Position behind it."""
+        """Position after it."""
         return self.start + len(self.tokens)
 
     @property
@@ -73,7 +73,7 @@ class Branches:
 
     def refused(self, start: int, draft: Draft, own: Sequence[int], beside: Sequence[Beside], path: Sequence[int]) -> None:
         """A draft at ``start`` was scored, and ``path`` of it is the text now: a node that is no more than a runner-up there is
-        a branch, and what was scored behind it is written."""
+        a branch, and what was scored after it is written."""
         for place, at in enumerate((-1, *path)):
             if at + 1 >= len(own):
                 break
@@ -103,7 +103,7 @@ class Branches:
         self.held = [branch for branch in self.held if branch.start >= self.committed]
 
     def corrected(self, num_kept: int, tokens: Sequence[int]) -> Branch | None:
-        """It says otherwise behind so many: a branch that begins with these tokens, which is the text now. No other is left."""
+        """It says otherwise after so many: a branch that begins with these tokens, which is the text now. No other is left."""
         for place, beside in enumerate(self.beside[: max(0, num_kept + 1)]):
             self._judge(beside, tokens[0] if place == num_kept else None, first=not place)
         cut = self.committed + num_kept
@@ -177,7 +177,7 @@ class Branches:
     # what the tier above is told
 
     def draft(self, text: Sequence[int], origins: bytes, level: int) -> Draft:
-        """``text`` from what is committed on, a runner-up beside its tokens where it has a chance, and what is behind these."""
+        """``text`` from what is committed on, a runner-up beside its tokens where it has a chance, and what is after these."""
         self.grown = False
         if not text:
             return NO_DRAFT

@@ -75,7 +75,7 @@ class EdgeTotals:
         self._edge += Edge(self._edge.drafter, self.tier, corrected=1)
 
     def prepared(self, num_waiting: int) -> None:
-        """The drafter had written so many tokens behind a correction before it heard of it."""
+        """The drafter had written so many tokens after a correction before it heard of it."""
         self._edge += Edge(self._edge.drafter, self.tier, prepared=1, waiting=num_waiting)
 
     def waited(self, seconds: float) -> None:

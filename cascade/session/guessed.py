@@ -1,4 +1,4 @@
-"""What is guessed behind a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
+"""What is guessed after a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class Guessed:
         self.stats = DraftStats()  # of the tier below
         self.calibration = Calibration()  # of its guesses
         self._lanes: tuple[Lane, ...] = ()  # what the tier below said of those below it
-        self._missing: int | None = None  # position of a correction that no guess is known behind
+        self._missing: int | None = None  # position of a correction that no guess is known after
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
 
     @property
@@ -43,12 +43,12 @@ class Guessed:
 
     @property
     def usable(self) -> int:
-        """Guesses one behind the other; of a drafter inside those that are likely."""
+        """Guesses one after another; of a drafter inside those that are likely."""
         likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
         return max(self.draft.height, likely)
 
     def lanes(self, text: Sequence[int], drafter: str) -> tuple[Lane, ...]:
-        """Guesses behind ``text`` that nobody has judged: those at hand, and those that tiers below have of each other."""
+        """Guesses after ``text`` that nobody has judged: those at hand, and those that tiers below have of each other."""
         begin, end = len(text), len(text) + len(self.draft.trunk)
         hints = tuple(Lane(hint.drafter, begin, hint.draft.tokens, hint.draft.parents) for hint in self.hints)
         if not drafter:
@@ -77,7 +77,7 @@ class Guessed:
         self.hints = ()
 
     def _corrected(self, position: int, num_waiting: int) -> None:
-        """The tier below was wrong there, with so many tokens waiting behind what is right."""
+        """The tier below was wrong there, with so many tokens waiting after what is right."""
         self._totals.corrected()
         self._lanes = ()
         if num_waiting:
@@ -86,7 +86,7 @@ class Guessed:
             self._missing = position
 
     def cut(self, rest: Sequence[int] | None) -> None:
-        """The tier above has corrected the text; by ``rest`` behind all of it, if that is so."""
+        """The tier above has corrected the text; by ``rest`` after all of it, if that is so."""
         path = self.draft.find(rest) if rest is not None else []
         self.draft = self.draft.below(path[-1]) if rest and len(path) == len(rest) else NO_DRAFT
         self.hints = ()
@@ -110,7 +110,7 @@ class Guessed:
         self._lanes = lanes
 
     def hint(self, hints: Sequence[Hint]) -> None:
-        """What drafters inside the tier guess behind the text as it is, in place of what they did."""
+        """What drafters inside the tier guess after the text as it is, in place of what they did."""
         valid = (hint._replace(draft=self._fitting(hint.draft)) for hint in hints)
         self.hints = tuple(hint for hint in valid if hint.draft)
 

@@ -1,4 +1,4 @@
-"""What drafters inside a tier guess behind a text, together with what the tier below does."""
+"""What drafters inside a tier guess after a text, together with what the tier below does."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Hint(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """All guesses behind a text as one tree, the nodes of the tier below first."""
+    """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
     chances: list[float]  # of each node: that the text goes along its path
@@ -41,9 +41,9 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
 
 
 def fed(pool: Pool, room: int, ends: Collection[int]) -> list[tuple[float, int]]:
-    """Nodes that a pass can use where there is ``room`` behind the text, each with its chance: the likeliest first.
+    """Nodes that a pass can use where there is ``room`` after the text, each with its chance: the likeliest first.
 
-    An ending token is compared but needs no feeding, since nothing comes behind it.
+    An ending token is compared but needs no feeding, since nothing comes after it.
     """
     draft, chances, _ = pool
     if not draft or room <= 0:

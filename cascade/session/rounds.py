@@ -4,11 +4,11 @@ Such rules keep the law of the text if the noise of a verifier is independent of
 drafter has drawn decides whether it is judged. So:
 
 - *Noise is keyed by the text before it*, and by whether such an edge is above. No key is used twice for different draws: what
-  is drawn behind a correction stands behind another text than what was drawn before, for the correction is no guess of the
+  is drawn after a correction stands after another text than what was drawn before, for the correction is no guess of the
   verifier's drafter. Tiers below such an edge have the same keys, and may compare their own tokens as all tiers do with
   shared noise. A pass that is repeated, here or on another replica, draws the same.
 - *A round is a whole window or nothing.* How many guesses one pass judges is what fits window and limit, however likely they
-  are; guesses that are not all there are not judged. An ending token is judged as any other. A drafter goes on behind it: a
+  are; guesses that are not all there are not judged. An ending token is judged as any other. A drafter goes on after it: a
   round that came sooner for its end might be judged where another one comes too late.
 """
 
@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 
 
 def unended(opening: Open, below: Rules) -> frozenset[int]:
-    """Ending tokens that the session below stops at: none in rounds, but where what comes behind them could not be shaped."""
+    """Ending tokens that the session below stops at: none in rounds, but where what comes after them could not be shaped."""
     shaped = opening.params.structured is not None or opening.params.min_tokens
     return frozenset() if below.told and not shaped else opening.ends
 
@@ -41,7 +41,7 @@ class Rounds:
         assert opening.params.seed is not None
         self._rules: Rules = opening.rules
         self._ends = opening.ends
-        self.stops = unended(opening, opening.rules.below())  # tokens behind which the tier below writes nothing
+        self.stops = unended(opening, opening.rules.below())  # tokens after which the tier below writes nothing
         self._prompt_len = opening.prompt_len
         self._text = text
         self._keys = array("q", [_first(opening.params.seed, opening.rules.hop)])  # of positions from the prompt's end on
@@ -99,7 +99,7 @@ class Rounds:
         self._dists = {place: dist for place, dist in self._dists.items() if start <= place < end}
 
     def _key(self, position: int) -> int:
-        """Of the noise at ``position``, behind the text before it."""
+        """Of the noise at ``position``, after the text before it."""
         keys, first = self._keys, self._prompt_len
         for place in range(first + len(keys) - 1, position):
             keys.append(_next(keys[-1], self._text[place]))
@@ -107,12 +107,12 @@ class Rounds:
 
 
 def _first(seed: int, hop: int) -> int:
-    """The key behind the prompt."""
+    """The key after the prompt."""
     return _signed(_mix(_mix(seed) ^ (hop + 1) * _GOLDEN))
 
 
 def _next(key: int, token: int) -> int:
-    """The key behind ``token``."""
+    """The key after ``token``."""
     return _signed(_mix(key + (token + 1) * _GOLDEN))
 
 

@@ -123,13 +123,13 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Guesses that one pass can use: behind them one own token must still fit limit and window."""
+        """Guesses that one pass can use: after them one own token must still fit limit and window."""
         end = min(self._limit, self.committed + self.window)
         return max(0, end - len(self.text) - 1)
 
     @property
     def depth(self) -> int:
-        """Positions behind the text that the next pass can fill."""
+        """Positions after the text that the next pass can fill."""
         return min(self.guessed.pool.draft.height, self.room)
 
     @property
@@ -139,7 +139,7 @@ class Session:
 
     @property
     def usable(self) -> int:
-        """Guesses at hand that the next pass can use, one behind the other; of a drafter inside those that are likely."""
+        """Guesses at hand that the next pass can use, one after another; of a drafter inside those that are likely."""
         return min(self.guessed.usable, self.room)
 
     @property
@@ -198,7 +198,7 @@ class Session:
     def advance(self, work: Work, scored: Scored) -> Commit | None:
         """Take what a pass says of ``work``; the commit for the tier below, ``None`` after a prefill chunk.
 
-        Own tokens may end before the draft does, behind the first at least: the guesses left have not been scored.
+        Own tokens may end before the draft does, after the first at least: the guesses left have not been scored.
         """
         if work.branch is not None:
             self._extend(work.branch, work, scored)
@@ -217,7 +217,7 @@ class Session:
     def _accept(
         self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]], whose: Sequence[str] = ()
     ) -> None:
-        """Emit the guesses of ``draft`` that are right and the own token behind them; what was guessed behind it is left."""
+        """Emit the guesses of ``draft`` that are right and the own token after them; what was guessed after it is left."""
         new, path = draft.walk(own, self.opening.ends)
         guessed = self.guessed
         pool = guessed.pool.draft
@@ -293,7 +293,7 @@ class Session:
         self.guessed.take(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:
-        """What drafters inside the tier guess behind the text as it is, in place of what they did."""
+        """What drafters inside the tier guess after the text as it is, in place of what they did."""
         self.guessed.hint(hints)
         self.changed = len(self.text)
 

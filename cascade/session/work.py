@@ -8,11 +8,11 @@ from cascade.session.branches import Branch
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of a pass: score ``tokens`` from position ``start``, and the draft behind them."""
+    """One row of a pass: score ``tokens`` from position ``start``, and the draft after them."""
 
     start: int
     tokens: list[int]
-    num_own: int  # own tokens wanted behind the last of tokens: 1, or 0 for a prefill chunk that does not end the text
+    num_own: int  # own tokens wanted after the last of tokens: 1, or 0 for a prefill chunk that does not end the text
     draft: Draft = NO_DRAFT
     branch: Branch | None = None  # whose tokens these are; None for the session's text
     whose: tuple[str, ...] = ()  # of each node of the draft, see `cascade.session.hints.Pool`
@@ -23,7 +23,7 @@ class Work:
 
     @property
     def num_read(self) -> int:
-        """Tokens of the text that are only read: no own token is wanted behind them."""
+        """Tokens of the text that are only read: no own token is wanted after them."""
         return len(self.tokens) - self.num_own
 
     @property

@@ -51,7 +51,7 @@ class TierConfig(Section):
 class LinkTLS(Section):
     """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
 
-    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it; each process shows it, as server and as client
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain after it; each process shows it, as server and as client
     key: Annotated[str, Field(min_length=1)]
     authority: Annotated[str, Field(min_length=1)]  # whose certificates are trusted, and no others
     # all certificates are for it: replicas have no host names

@@ -62,7 +62,7 @@ class RouterDeploymentConfig(DeploymentConfig):
     """The same for the router, which refuses what it cannot take."""
 
     max_queued_requests: Annotated[int, Field(ge=-1)] = 256
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # for what it writes to end; behind it Serve kills it
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # for what it writes to end; after it Serve kills it
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100  # takes no GPU
 
 

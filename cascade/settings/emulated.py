@@ -16,7 +16,7 @@ class EmulatedConfig(Section):
     toy says along recorded texts what the models said that were recorded.
     """
 
-    # milliseconds by tokens of the pass: between them a straight line, behind the last as steep
+    # milliseconds by tokens of the pass: between them a straight line, after the last as steep
     pass_ms: Annotated[dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
     context_ms: Annotated[float, Field(ge=0)] = 0.0  # that 1,000 positions held before those of the pass add
     stretch: Annotated[float, Field(ge=1)] = 1.0  # times as long takes everything, so that few cores carry many devices

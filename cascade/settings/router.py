@@ -47,7 +47,7 @@ class RequestLimits(Section):
 class DoorTLS(Section):
     """TLS towards clients. Paths of PEM files where the router runs."""
 
-    certificate: Annotated[str, Field(min_length=1)]  # and the chain behind it, for the name or address that clients use
+    certificate: Annotated[str, Field(min_length=1)]  # and the chain after it, for the name or address that clients use
     key: Annotated[str, Field(min_length=1)]
 
 

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 class Emulated:
     """Scores as ``model`` does, in the time that a device takes for which passes cost what ``cost`` says.
 
-    A pass ends when the device would have ended it, not sooner: what is left of its time behind the model's own pass is slept.
+    A pass ends when the device would have ended it, not sooner: what is left of its time after the model's own pass is slept.
     Where the model takes longer than the device, the pass is *late*, and its time that of this machine. Beside a `Scorer`'s it
     has what a replica tells of a model.
     """

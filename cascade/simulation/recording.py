@@ -1,7 +1,7 @@
 """What real tiers say along texts that the full one wrote, and tiers that say it again without their models.
 
 A text is recorded once: the full model writes it, and each tier below is asked at each of its positions for its own token and
-runner-ups. Guesses that are wrong are thrown away, so nothing else of a tier ever reaches a text. Behind a wrong token, where
+runner-ups. Guesses that are wrong are thrown away, so nothing else of a tier ever reaches a text. After a wrong token, where
 nothing was recorded, tiers agree by chance as often as along the texts, as `ToyTier` has it.
 """
 
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[int, tuple[int, ...]]  # a position, and the last token
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A prompt, and what each tier, bottom to top, says at each position behind it: ``said[tier][position]``.
+    """A prompt, and what each tier, bottom to top, says at each position after it: ``said[tier][position]``.
 
     The last tier's own tokens are the text.
     """

@@ -28,7 +28,7 @@ _CACHED = 1 << 16  # contexts and positions remembered
 
 
 class ToyCache:
-    """Tokens by position, as a model's keys and values: a write voids nothing behind it."""
+    """Tokens by position, as a model's keys and values: a write voids nothing after it."""
 
     block = 16
 
@@ -43,7 +43,7 @@ class ToyCache:
         return 4 * len(self.tokens)
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Keep ``tokens`` at ``start`` and behind; positions before ``start`` must have been written."""
+        """Keep ``tokens`` at ``start`` and after; positions before ``start`` must have been written."""
         assert not self.freed, "the cache was freed"
         assert 0 <= start <= len(self.tokens), f"nothing was written at {len(self.tokens)}, and {start} is behind it"
         assert self.room is None or start + len(tokens) <= self.room, f"room for {self.room} positions was reserved"
@@ -162,13 +162,13 @@ class ToyModel:
         return scored
 
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
-        """Of the token behind ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
+        """Of the token after ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
         logits = _language(self.seed, self.vocab_size, context)
         lot = mix(fold(context, self.seed ^ hash(self.agreement)) ^ _GOLDEN)
         return logits if lot < self.agreement * 2**64 else logits[1:] + logits[:1]
 
     def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
-        """The own token at ``position``, behind ``context``: argmax of logits / temperature + noise(seed, position)."""
+        """The own token at ``position``, after ``context``: argmax of logits / temperature + noise(seed, position)."""
         return self.ranked(context, position, params, 1)[0].token
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
@@ -235,7 +235,7 @@ class ToyModel:
         return Scored(own)
 
     def _shaped_path(self, row: Row, contexts: Sequence[tuple[int, ...]], path: Sequence[int], known: dict[int, int]) -> None:
-        """Own tokens behind the text and the nodes of a path, as far as they are known."""
+        """Own tokens after the text and the nodes of a path, as far as they are known."""
         line = replace(row, draft=Draft(tuple(row.draft.tokens[node] for node in path), bytes(len(path))))
         own = self._shaped_line(line, [contexts[row.num_own + node] for node in (-1, *path)])
         known.update(zip((-1, *path), own, strict=False))

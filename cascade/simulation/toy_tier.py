@@ -42,7 +42,7 @@ class ToyTier(ToyModel):
         self._agreement = agreement
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
-        """The own token at ``position`` behind ``context``, and at most two runner-ups, each with its gap to the first."""
+        """The own token at ``position`` after ``context``, and at most two runner-ups, each with its gap to the first."""
         key = mix(fold(context, params.seed or 0) ^ position)
         return list(_said(key, self.vocab_size, self._agreement)[:count])
 

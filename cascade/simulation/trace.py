@@ -149,7 +149,7 @@ def _draw(acceptance: Acceptance, lot: Callable[[], float]) -> tuple[int, ...]:
 
 
 class TraceModel:
-    """The tier ``index`` of a trace as a model: it says what the trace says, and goes on by chance behind a wrong token.
+    """The tier ``index`` of a trace as a model: it says what the trace says, and goes on by chance after a wrong token.
 
     There it agrees with the tier above as often as on the text. True tokens are even and wrong ones odd, so that the last
     token tells whether a text is the true one. A request reads from a place given by its seed.

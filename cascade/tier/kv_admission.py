@@ -1,6 +1,6 @@
 """Which sessions of a tier have a place in memory. When it is short, some wait, or lose theirs and are scored again later.
 
-Sessions rank by when they were opened. Each may take the place of those behind it, and of those that have been idle for a
+Sessions rank by when they were opened. Each may take the place of those after it, and of those that have been idle for a
 while; so the first one always gets on, and every one is the first some day.
 """
 
@@ -155,7 +155,7 @@ def _salt(slot: Slot[Any]) -> str:
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
-    """Who has to give its place to ``slot``: the last one behind it, or else the last one that is idle."""
+    """Who has to give its place to ``slot``: the last one after it, or else the last one that is idle."""
     behind = True  # not by rank, which sessions that came together share
     for other in reversed(ranked):
         if other is slot:

@@ -257,7 +257,7 @@ class Loop(Generic[U]):
         self._drafting.passed(self.slots.values(), rows, self._profile, sum(work.num_read for _, work in batch), now)
 
     def _hint(self, slot: Slot[U]) -> None:
-        """Let drafters inside the tier guess behind a text that is another one now."""
+        """Let drafters inside the tier guess after a text that is another one now."""
         session = slot.session
         if slot.guessers and not session.stalled:
             text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)

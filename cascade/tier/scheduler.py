@@ -117,7 +117,7 @@ def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, 
 def _candidates(
     texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], ways: Ways, max_guesses: int
 ) -> list[tuple[float, Slot[U], int | Branch]]:
-    """Guesses behind the texts and branches beside them, each with the chance to be of use."""
+    """Guesses after the texts and branches beside them, each with the chance to be of use."""
     found: list[tuple[float, Slot[U], int | Branch]] = []
     for slot in texts:
         session = slot.session

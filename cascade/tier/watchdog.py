@@ -22,5 +22,5 @@ class Watchdog:
 
     @property
     def hangs(self) -> bool:
-        """The step has not ended, long behind its time. One that ends after all is forgiven."""
+        """The step has not ended, long after its time. One that ends after all is forgiven."""
         return time.monotonic() > self._deadline

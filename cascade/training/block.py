@@ -5,7 +5,7 @@ at each of its places what the model says there:
 
     loss = sum_k exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
 
-The first guesses count most, for behind a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036. What comes on
+The first guesses count most, for after a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036. What comes on
 top of it in a DSpark head is in `cascade.training.markov`.
 """
 
@@ -55,7 +55,7 @@ class BlockShape:
 
 
 class Guessed(NamedTuple):
-    """Blocks behind random places of texts, with what they are to say."""
+    """Blocks after random places of texts, with what they are to say."""
 
     hidden: Tensor  # what guesses are made of, `[blocks, guesses, hidden_size]`
     before: Tensor  # the token before each guess, `[blocks, guesses]`
@@ -128,7 +128,7 @@ def nats(logits: Tensor, wanted: Tensor, shape: BlockShape) -> Tensor:
 
 
 def guessed(network: PreTrainedModel, head: DFlash, ids: Tensor) -> Guessed:
-    """Blocks behind as many places of ``ids`` ``[rows, n]`` as make its length in blocks.
+    """Blocks after as many places of ``ids`` ``[rows, n]`` as make its length in blocks.
 
     They are random, and the same ones each time.
     """

@@ -17,7 +17,7 @@ from cascade.training.text import Shard, batches, held_out, padded
 
 NUMBERS = ("step", "tokens", "seconds", "loss")  # of a run, in its checkpoint
 
-# Rows are filled up behind their ends only, so the kernel's own causal mode suffices: no mask is built.
+# Rows are filled up after their ends only, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
@@ -92,7 +92,7 @@ class Run:
             setattr(self, name, value)
 
     def _states(self, ids: Tensor) -> Tensor:
-        """Last hidden states ``[rows, n, width]`` behind ``ids`` ``[rows, n]``."""
+        """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
         with torch.autocast(ids.device.type, torch.bfloat16):
             states: Tensor = self.student.model(ids, use_cache=False).last_hidden_state
         return states.float()

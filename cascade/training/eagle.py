@@ -1,8 +1,8 @@
 """Trains an EAGLE-3 head for a model, and writes it as such heads are published.
 
-A head is trained on what it will meet: behind the text its own output takes the place of hidden states. So each position of a
+A head is trained on what it will meet: after the text its own output takes the place of hidden states. So each position of a
 text is unrolled for some guesses ("training-time test"): at step k it reads the token at i + 1 + k and its own output of step
-k - 1, attends to the hidden states up to i and to its own steps, and is to say what the model says behind that token.
+k - 1, attends to the hidden states up to i and to its own steps, and is to say what the model says after that token.
 
     loss = sum_k decay^k * cross entropy of softmax(logits_k) against the model's distribution over the head's tokens
 
@@ -45,7 +45,7 @@ class Unrolled:
         self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # keys and values by layer, step after step
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
-        """See `Place.attend`; rows lie behind each other."""
+        """See `Place.attend`; rows lie one after another."""
         group = query.shape[1] // key.shape[1]
         query, key, value = (self._by_row(part) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value))))
         steps = self._steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedul
 
 
 def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> Iterator[Tensor]:
-    """What a head says at each step behind each of the first positions of ``ids`` ``[rows, n]``.
+    """What a head says at each step after each of the first positions of ``ids`` ``[rows, n]``.
 
     That are the first ``n - steps``: ``[rows * (n - steps), tokens]``. ``hidden`` are all hidden states of the model.
     """

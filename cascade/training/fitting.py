@@ -20,7 +20,7 @@ class Schedule(Rates):
     """How long a head is trained, and how fast."""
 
     steps: int
-    unrolled: int = 4  # guesses behind each position, of EAGLE-3
+    unrolled: int = 4  # guesses after each position, of EAGLE-3
     decay: float = 0.8  # of the loss, from guess to guess
     save_every: int = 50  # steps
 

@@ -40,8 +40,8 @@ class Plan:
     batch_size: int = 8
     context: int = 128  # tokens of a row
     vocab_size: int | None = None  # of eagle3: tokens that it knows at most, the most frequent ones of the texts
-    num_heads: int | None = None  # of medusa: guesses behind a text, each by a head with an output embedding of its own
-    block_size: int | None = None  # of dflash and dspark: the last token and the guesses behind it
+    num_heads: int | None = None  # of medusa: guesses after a text, each by a head with an output embedding of its own
+    block_size: int | None = None  # of dflash and dspark: the last token and the guesses after it
     text_tokens: int = 300_000  # that the model writes where no texts are given
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *,
 
 
 def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
-    """Of all texts, one behind the other."""
+    """Of all texts, one after another."""
     tokens: list[int] = []
     for path in files:
         try:
@@ -95,7 +95,7 @@ def _tokens(tokenizer: Tokenizer, files: Sequence[Path]) -> Tensor:
 
 
 def _own_tokens(network: PreTrainedModel, tokenizer: Tokenizer, wanted: int, kept: Path) -> Tensor:
-    """Conversations that the model writes, one behind the other; those of an earlier call if there are any."""
+    """Conversations that the model writes, one after another; those of an earlier call if there are any."""
     if kept.exists():
         return torch.from_numpy(np.load(kept))
     turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))

@@ -1,6 +1,6 @@
 """Trains a DSpark head for a model: a DFlash whose guesses follow upon each other, and that learns how sure it may be.
 
-Each guess is made behind the text's own token, as it will be behind a right guess:
+Each guess is made after the text's own token, as it will be after a right guess:
 
     loss = DFlash's, of logits_k + W2 W1[x_{k-1}]
          + binary cross entropy of the confidence against sum_x min(p(x), q(x))

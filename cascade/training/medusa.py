@@ -1,7 +1,7 @@
 """Trains Medusa heads for a model, and writes them as such heads are published.
 
 The model stays as it is ("Medusa-1"): the k-th head reads its last hidden state of a token, and is to say the token k + 1
-behind it.
+after it.
 
     loss = sum_k decay^k * cross entropy of head k against the text
 

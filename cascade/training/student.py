@@ -1,7 +1,7 @@
 """A student cut out of its teacher: fewer layers, a narrower residual stream, fewer neurons, the same tokens.
 
 What a model of the Llama architecture computes does not change if its residual stream is rotated, once the weights of its norms
-are folded into the projections behind them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to the
+are folded into the projections after them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to the
 principal components of what flows through it, and the weak ones are cut off. Of each layer the neurons that say most are kept.
 A student that begins so keeps what is hardest to learn anew, such as heads that copy from far back (Minitron, Muralidharan et
 al., arXiv 2407.14679).
@@ -117,7 +117,7 @@ def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> _Seen:
     try:
         for part in ids.split(4):
             states = teacher(part, use_cache=False, output_hidden_states=True).hidden_states
-            # the last state is behind the final norm, and counts most: the student is to say what it says
+            # the last state is after the final norm, and counts most: the student is to say what it says
             for state, weight in ((states[0], 2.0), *((s, 1.0) for s in states[1:-1]), (states[-1], len(states))):
                 x = state.flatten(0, 1).float()
                 x = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)

@@ -18,7 +18,7 @@ HELD_OUT = 16  # one conversation of so many is never learnt from
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Some 50,000 tokens of texts, one behind the other, and the teacher's distribution behind each token."""
+    """Some 50,000 tokens of texts, one after another, and the teacher's distribution after each token."""
 
     tokens: npt.NDArray[np.int32]  # [num_tokens]
     starts: npt.NDArray[np.int64]  # [num_texts + 1]
@@ -62,7 +62,7 @@ def held_out(number: int) -> bool:
 
 @torch.inference_mode()
 def score(teacher: PreTrainedModel, shard: Shard, *, tokens_at_once: int = 4096) -> Shard:
-    """The shard with the teacher's ``TOP`` likeliest tokens behind every token, and their log-probabilities."""
+    """The shard with the teacher's ``TOP`` likeliest tokens after every token, and their log-probabilities."""
     ids = np.zeros((len(shard.tokens), TOP), np.int32)
     logprobs = np.zeros((len(shard.tokens), TOP), np.float16)
     for rows in batches(shard, range(shard.num_texts), tokens_at_once):
@@ -91,6 +91,6 @@ def batches(shard: Shard, texts: Sequence[int], tokens: int) -> Iterator[list[in
 
 
 def padded(shard: Shard, texts: Sequence[int]) -> torch.Tensor:
-    """Token ids ``[texts, longest]`` int64, filled up with token 0 behind each text: causal attention never sees it."""
+    """Token ids ``[texts, longest]`` int64, filled up with token 0 after each text: causal attention never sees it."""
     parts = [torch.from_numpy(shard.tokens[shard.span(text)].astype(np.int64)) for text in texts]
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

@@ -1,6 +1,6 @@
 """Conversations that a model writes by itself: the text a draft model is trained on.
 
-Behind the beginning of a user's turn a chat model writes the turn as well, and then answers it (Magpie, Xu et al., arXiv
+After the beginning of a user's turn a chat model writes the turn as well, and then answers it (Magpie, Xu et al., arXiv
 2406.08464). So prompts come from the model, like those it was tuned on, and no data are needed. A base model has no turns: it
 writes on from its start token.
 

@@ -256,7 +256,7 @@ def spec_decode(drafted: Edge) -> str:
 def judged(edge: Edge) -> tuple[int, int]:
     """How many tokens of a drafter were right and wrong, however many of them were scored.
 
-    Of drafters inside tiers, whose other tokens nobody counts, the first ones behind a text.
+    Of drafters inside tiers, whose other tokens nobody counts, the first ones after a text.
     """
     if edge.agreed or edge.corrected:
         return edge.agreed, edge.corrected

@@ -106,7 +106,7 @@ class Assistant:
         return replace(held, structured=structured), True
 
     def _thinks(self, said: Conversation, ids: Sequence[int]) -> bool | None:
-        """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart behind it."""
+        """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart after it."""
         if said.separate_reasoning is False or not self._toolbox.template.thinks:
             return None
         if said.continue_final_message:

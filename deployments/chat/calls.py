@@ -84,13 +84,13 @@ class CallParser:
             return self._enter(self._bracket if self._form.listed else self._name if self._form.named else self._object)
         told = words if self._ended else words[: len(words) - overlap(words, begin)]
         if self._num_calls or not self._ended:
-            told = told.rstrip()  # blanks say nothing behind calls, or before some that may come
+            told = told.rstrip()  # blanks say nothing after calls, or before some that may come
         self._say(told)
         self._unread = self._unread[len(told) :]
         return False
 
     def _words_or_object(self) -> bool:
-        """The begin of a text, or what is behind a call, where no mark tells of calls: they are all of a text or none of it."""
+        """The begin of a text, or what is after a call, where no mark tells of calls: they are all of a text or none of it."""
         if not self._spoken and self._unread.lstrip().startswith("{"):
             return self._enter(self._object)
         waits = not self._spoken and not self._unread.strip() and (self._num_calls or not self._ended)
@@ -136,7 +136,7 @@ class CallParser:
         return self._enter(self._behind)
 
     def _name(self) -> bool:
-        """The bare name of a function, the mark behind it, and the bracket of its arguments."""
+        """The bare name of a function, the mark after it, and the bracket of its arguments."""
         name, mark, rest = self._unread.partition(self._form.named)
         if not mark or not rest.strip():
             possible = len(name) <= MAX_NAME_CHARS and not self._ended
@@ -158,13 +158,13 @@ class CallParser:
         return self._enter(self._behind) if self._form.named else self._enter(self._rest_of_object, depth=1)
 
     def _rest_of_object(self) -> bool:
-        """What the object of a call has behind its arguments, which says nothing."""
+        """What the object of a call has after its arguments, which says nothing."""
         end, whole = self._scanner.scan(self._unread)
         self._unread = self._unread[end:]
         return self._enter(self._behind) if whole else False
 
     def _behind(self) -> bool:
-        """What may stand behind a call."""
+        """What may stand after a call."""
         form, rest = self._form, self._unread.lstrip()
         signs = [*([",", "]"] if form.listed else []), *filter(None, (form.end, form.again))]
         for sign in signs:

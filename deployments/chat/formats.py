@@ -21,7 +21,7 @@ class ToolFormat:
 
     name: str
     begin: str = ""  # before calls; "" where the whole text is calls or none is
-    end: str = ""  # behind each call
+    end: str = ""  # after each call
     listed: bool = False  # the calls stand in one JSON list
     again: str = ""  # between two calls that are neither listed nor begun anew
     key: str = "arguments"

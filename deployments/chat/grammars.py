@@ -1,4 +1,4 @@
-"""Grammars that hold a text to calls of tools, in the format that a model knows, and texts behind thoughts."""
+"""Grammars that hold a text to calls of tools, in the format that a model knows, and texts after thoughts."""
 
 import json
 import re
@@ -64,7 +64,7 @@ class Grammars:
         return _checked([*rules, r"BLANKS: /[ \t\r\n]{1,4}/", body], "Behind thoughts this needs")
 
     def _sequence(self, form: ToolFormat, several: bool) -> str:
-        """One call or several, behind the mark that begins them."""
+        """One call or several, after the mark that begins them."""
         begin, end, more = self._mark(form.begin), self._mark(form.end), f"{{0,{MAX_CALLS - 1}}}"
         if form.listed:
             return '" "? "[" call ' + (f'(", " call){more} "]"' if several else '"]"')

@@ -73,6 +73,6 @@ def read(chunks: Iterable[Chunk], completion: Completion, reader: TurnReader | N
 
 
 def finish_reason(completion: Completion, reader: TurnReader | None) -> str:
-    """Why an answer ended: `tool_calls` if it stopped behind a whole call."""
+    """Why an answer ended: `tool_calls` if it stopped after a whole call."""
     called = reader is not None and reader.called and completion.finish_reason == "stop"
     return "tool_calls" if called else completion.finish_reason

@@ -56,7 +56,7 @@ class ThoughtSplitter:
 
 
 def opened(text: str) -> bool | None:
-    """Whether ``text`` ends within thoughts; ``None`` if it ends behind them."""
+    """Whether ``text`` ends within thoughts; ``None`` if it ends after them."""
     opening, closing = text.rfind(OPEN), text.rfind(CLOSE)
     if closing > opening:
         return None

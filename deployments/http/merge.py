@@ -49,7 +49,7 @@ async def gathered(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> dict[s
 async def streamed(
     form: Form, pieces: Pieces, echoes: Sequence[Echo], known: Sequence[Chunk] | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events, behind what the client has. What fails behind the first piece is an event too."""
+    """The answer as server-sent events, after what the client has. What fails after the first piece is an event too."""
     readers = [None if form.reader is None else form.reader() for _ in echoes]
     lengths = _resumed(echoes, readers, known or ())  # characters of each choice so far
     ended, told = [], False

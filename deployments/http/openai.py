@@ -77,7 +77,7 @@ class StructuredBody(Body):
 class StreamOptions(Body):
     """Of streamed answers."""
 
-    include_usage: bool = False  # behind the last piece
+    include_usage: bool = False  # after the last piece
     continuous_usage_stats: bool = False  # with every piece, as in vLLM
     include_obfuscation: bool | None = None  # there is none
 

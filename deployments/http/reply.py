@@ -30,7 +30,7 @@ class Form:
     id: str
     model: str
     history: bool = False
-    usage: bool = False  # behind the last piece
+    usage: bool = False  # after the last piece
     prompt_tokens: int | None = None  # of all prompts, if each piece tells the tokens so far
     name: Name | None = None  # of a token, if log-probabilities are asked for
     reader: Callable[[], TurnReader] | None = None  # of each answer, if it may call tools or think
@@ -74,7 +74,7 @@ def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] 
 
 
 def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader | None = None) -> dict[str, Any] | None:
-    """A piece of a choice, ``offset`` characters behind its begin; ``None`` if there is nothing to say yet."""
+    """A piece of a choice, ``offset`` characters after its begin; ``None`` if there is nothing to say yet."""
     end = chunk.completion
     if reader is not None:
         delta = reader.take(chunk)
@@ -96,7 +96,7 @@ def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader 
 
 
 def closing(form: Form, completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
-    """What the whole answer took, behind the last piece."""
+    """What the whole answer took, after the last piece."""
     return form.head(True) | {"choices": [], "usage": usage(completions, readers), **drafted(completions)}
 
 

@@ -47,7 +47,7 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve([listening]))
 
     async def leave(self) -> None:
-        """Stop listening, and close connections on which nothing is being answered; the others close behind their answer."""
+        """Stop listening, and close connections on which nothing is being answered; the others close after their answer."""
         self._server.should_exit = True
         while any(server.is_serving() for server in self._server.servers):
             await asyncio.sleep(TICK_S)

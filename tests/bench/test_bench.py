@@ -180,7 +180,7 @@ async def test_failed_requests_are_counted() -> None:
             ) -> AsyncIterator[Chunk]:
                 nonlocal turn
                 turn += 1
-                if turn > 6 and turn % 2:  # behind the warm-up
+                if turn > 6 and turn % 2:  # after the warm-up
                     raise Overloaded("full")
                 async for chunk in client.stream(prompt, params, speculation, handling):
                     yield chunk

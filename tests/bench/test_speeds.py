@@ -57,7 +57,7 @@ def test_modes_take_turns_on_every_prompt() -> None:
 
     told: list[str] = []
     found = asyncio.run(turns.in_turns(ask, (ALONE, AUTO), QUESTIONS, PARAMS, told.append))
-    counted = calls[2:]  # behind the prompt that warms up
+    counted = calls[2:]  # after the prompt that warms up
     assert [call[:2] for call in counted] == [("off", 1), ("auto", 1), ("auto", 3), ("off", 3)]
     assert [call[3] for call in counted] == [0, 0, 1, 1]
     assert len({call[2] for call in calls}) == len(calls)

@@ -25,7 +25,7 @@ def loop(body: str, *, before: str = SHOWN) -> str:
     return before + "{% for message in messages %}" + body + "{% endfor %}" + BEGIN
 
 
-QWEN = (  # passes over roles that it does not know, writes thoughts behind the last question only, groups results
+QWEN = (  # passes over roles that it does not know, writes thoughts after the last question only, groups results
     "{% if message.role in ('user', 'system') %}" + TURN + "{% elif message.role == 'assistant' %}<assistant>"
     "{% if message.reasoning_content and loop.last %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{{ message.content }}{% for call in message.tool_calls %}" + JSON_CALL + "{% endfor %}<end>"

@@ -20,7 +20,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def test_begun_answers_go_on(served: House) -> None:
-    """Guards `continue_final_message`: the model goes on behind the assistant's last words, in the same turn."""
+    """Guards `continue_final_message`: the model goes on after the assistant's last words, in the same turn."""
     messages: Any = [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "one two"}]
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         extra: Any = {"continue_final_message": True, "add_generation_prompt": False}

@@ -23,7 +23,7 @@ KINDS = st.sampled_from(["user", "user", "parts", "system", "developer", "assist
 
 
 def call(id: str, value: str, name: str = "f_0") -> dict[str, Any]:
-    """As OpenAI's client sends it, whose names come behind the arguments."""
+    """As OpenAI's client sends it, whose names come after the arguments."""
     return {"id": id, "function": {"arguments": json.dumps({"n": value}), "name": name}, "type": "function"}
 
 

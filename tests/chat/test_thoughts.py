@@ -52,7 +52,7 @@ def split(text: str, within: bool, cuts: list[int]) -> tuple[str, str]:
 @example("b</thi</think>c<think>d", True, list(range(30)))
 @example("<thin", False, [2])
 def test_nothing_is_lost(text: str, within: bool, cuts: list[int]) -> None:
-    """Guards losslessness: words before, thoughts and words behind them, with their tags, are the text, however it is cut."""
+    """Guards losslessness: words before, thoughts and words after them, with their tags, are the text, however it is cut."""
     before, opening, rest = ("", "", text) if within else text.partition(OPEN)
     inside, closing, behind = rest.partition(CLOSE) if within or opening else ("", "", "")
     assert before + opening + inside + closing + behind == text
@@ -309,7 +309,7 @@ def test_what_is_enforced_is_no_thought(served: House) -> None:
         assert (heard, turn.content, turn.finish_reason) == ("", None, "tool_calls")
 
 
-ENFORCED: dict[str, tuple[Structured, str]] = {  # what it is, what the model wants to say behind its thoughts
+ENFORCED: dict[str, tuple[Structured, str]] = {  # what it is, what the model wants to say after its thoughts
     "schema": (Structured(json_schema={"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}), '{"a": 1}'),
     "object": (Structured(json_object=True), '{"b": "</x>"}'),
     "regex": (Structured(regex="a/\\/[é\n]+"), "a//é\n"),
@@ -329,7 +329,7 @@ def test_thoughts_come_before_what_is_enforced(served: House, name: str) -> None
 
 
 def test_thoughts_come_before_enforced_calls(served: House) -> None:
-    """Guards `required` in the same place: whatever the model wants to say behind its thoughts, it calls."""
+    """Guards `required` in the same place: whatever the model wants to say after its thoughts, it calls."""
     for said in ("Hello.", SAID["hermes"]):
         heard, turn = everywhere(
             served,

@@ -60,7 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 @pytest.fixture
 def client(served: House) -> Iterator[Client]:
-    """Behind it nothing may be left anywhere."""
+    """After it nothing may be left anywhere."""
     with Client(served.grpc) as client:
         yield client
     served.settle()
@@ -144,7 +144,7 @@ def check_pieces(pieces: list[TurnPiece], turn: Turn) -> None:
 
 
 def test_calls_stream_and_are_answered(client: Client) -> None:
-    """Guards deltas of calls, which come bit by bit, and turns that go back as they came with the result behind them."""
+    """Guards deltas of calls, which come bit by bit, and turns that go back as they came with the result after them."""
     pieces = list(client.stream_chat([CALLS], params({}), tools=TOOLS))
     assert sum(bool(piece.calls) for piece in pieces) > 1
     turn = pieces[-1].turn

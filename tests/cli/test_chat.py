@@ -76,7 +76,7 @@ class Terminal:
 
 
 def test_history_goes_through_the_template() -> None:
-    """Guards the second turn: it was to be what the model says behind the whole conversation, in its own template's words."""
+    """Guards the second turn: it was to be what the model says after the whole conversation, in its own template's words."""
     code, output = run(*paths()[:1], "--plain", said=f"{FIRST}\n{SECOND}\n")
     assert code == 0, output
     messages = [{"role": "user", "content": FIRST}]

@@ -30,7 +30,7 @@ def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: 
     assert [question.category for question in QUESTIONS] == ["facts", "code", "mathematics", "summary", "rewrite"]
     assert {*demo.COMPARED} < {question.category for question in QUESTIONS}
     for question in QUESTIONS:
-        # parrots say what they were told, behind the question itself
+        # parrots say what they were told, after the question itself
         assert result.output.count(question.text[:20]) == 2, question.category
     assert result.output.count("All modes gave the same text.") == 2
     assert "Temperature 0.7" in result.output

@@ -60,7 +60,7 @@ class Canned(serving_pb2_grpc.CascadeServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self._note(request, context)
-        gone = self._watch(context)  # before the first piece: behind it, a client that is gone ends this generator
+        gone = self._watch(context)  # before the first piece: after it, a client that is gone ends this generator
         if self.silent:
             yield PIECES[0]
             gone.wait(PATIENCE_S)

@@ -31,7 +31,7 @@ RESET = struct.pack("ii", 1, 0)  # how the kernel closes the connections of a pr
 
 
 class Torn:
-    """A way to a server whose connections break, each behind as many bytes as ``room`` says."""
+    """A way to a server whose connections break, each after as many bytes as ``room`` says."""
 
     def __init__(self, address: str, room: Callable[[], int]) -> None:
         host, port = address.split(":")
@@ -80,7 +80,7 @@ def served() -> Iterator[House]:
 
 @contextlib.contextmanager
 def tearing(house: House) -> Iterator[Torn]:
-    """A few pieces of an answer come through, then the connection is gone; behind it nothing may be left on any tier."""
+    """A few pieces of an answer come through, then the connection is gone; after it nothing may be left on any tier."""
     lot = random.Random(1)
     way = Torn(house.grpc, lambda: lot.randint(600, 2000))
     yield way
@@ -213,7 +213,7 @@ async def test_clients_take_turns_among_addresses(served: House) -> None:
 
 
 def test_patience_and_deadlines_end(server: Canned) -> None:
-    """Guards against asking for ever: the server's own sentence behind the patience, or the deadline if that is sooner."""
+    """Guards against asking for ever: the server's own sentence after the patience, or the deadline if that is sooner."""
     server.status = grpc.StatusCode.UNAVAILABLE
     with Client(server.address, patience_s=0.5) as client:
         with pytest.raises(Unavailable, match=r"^one sentence$"):
@@ -254,7 +254,7 @@ def test_servers_that_tell_no_seed_are_not_gone_on_with(server: Canned) -> None:
 
 
 def test_answers_that_are_whole_are_not_gone_on_with(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the end of an answer: a connection that breaks behind its last piece has nothing more to bring."""
+    """Guards the end of an answer: a connection that breaks after its last piece has nothing more to bring."""
 
     def breaks(self: Canned, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self._note(request, context)

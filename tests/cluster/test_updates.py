@@ -29,7 +29,7 @@ PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=96, temperature=0.8, ignore_eos=True)
 NUM_CLIENTS = 4
 SEEDS = 3
-MORE = 2 * NUM_CLIENTS  # answers behind an update
+MORE = 2 * NUM_CLIENTS  # answers after an update
 
 Values = dict[str, Any]
 

@@ -88,7 +88,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_a_copied_prefix_is_the_prefix() -> None:
-    """Guards prefix reuse: what is copied has the same bits, and what lay behind it does no harm."""
+    """Guards prefix reuse: what is copied has the same bits, and what lay after it does no harm."""
     shape, kind = Shape(4, 32, 32), KINDS["full"]
     text = texts(shape)
     source, copy = BlockedCache({0: shape}), BlockedCache({0: shape})
@@ -103,7 +103,7 @@ def test_a_copied_prefix_is_the_prefix() -> None:
 @settings(max_examples=25, deadline=None)
 @given(rng=st.randoms(use_true_random=False), heads=st.sampled_from(sorted(HEADS)), kind=st.sampled_from(sorted(KINDS)))
 def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str) -> None:
-    """Guards trees of guesses: a fork that sees what its base wrote behind it, or whose bits depend on where it begins."""
+    """Guards trees of guesses: a fork that sees what its base wrote after it, or whose bits depend on where it begins."""
     shape = Shape(*HEADS[heads])
     many = [torch.stack(parts) for parts in zip(*(texts(shape, seed) for seed in range(TEXTS)), strict=True)]
 

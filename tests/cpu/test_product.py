@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cascade.cpu.linear import Linear
 from cascade.cpu.product import Blocks
 
-SIZES = [(16, 1), (1, 16), (100, 37), (384, 513), (33, 1400)]  # of matrices: chains end within, at and behind the depth
+SIZES = [(16, 1), (1, 16), (100, 37), (384, 513), (33, 1400)]  # of matrices: chains end within, at and after the depth
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])

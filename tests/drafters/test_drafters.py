@@ -207,9 +207,9 @@ def test_memory_of_tenants_is_bounded() -> None:
 
 
 def test_wrong_guesses_are_recycled() -> None:
-    """Guards own tokens behind guesses that were refused: what the pass says there is known from then on."""
+    """Guards own tokens after guesses that were refused: what the pass says there is known from then on."""
     recycler = Recycling().begin("")
-    recycler.saw(1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4]))  # behind 1 comes 9, behind 2 would come 3, behind 3 would come 4
+    recycler.saw(1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4]))  # after 1 comes 9, after 2 would come 3, after 3 would come 4
     assert recycler.guess([2], 0, 8).tokens == (3, 4)
     recycler.saw(2, NO_DRAFT, Scored([5]))
     tree = recycler.guess([2], 0, 8)
@@ -225,7 +225,7 @@ def test_longer_matches_are_more_certain() -> None:
 
 
 def test_two_continuations_are_a_tree() -> None:
-    """Guards the second branch: behind the same tokens once this came and once that."""
+    """Guards the second branch: after the same tokens once this came and once that."""
     draft = Lookup().begin("").guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 0, 4)
     heads = {draft.tokens[node] for node in draft.children(-1)}
     assert heads == {3, 5}

@@ -51,7 +51,7 @@ def test_guesses_that_stay_are_settled() -> None:
 
 
 def test_what_the_text_has_never_said_is_known() -> None:
-    """Guards n-grams: chains of what passes said in windows are guesses behind their first token, before the text has them."""
+    """Guards n-grams: chains of what passes said in windows are guesses after their first token, before the text has them."""
     looker, text = Lookahead().begin(""), [1, 96, 35]
     right = passes = 0
     since = 0
@@ -93,7 +93,7 @@ def test_parts_of_windows_may_be_scored() -> None:
 
 
 def test_what_was_cut_is_not_gone_on_with() -> None:
-    """Guards corrections: a window behind another text is none behind this."""
+    """Guards corrections: a window after another text is none after this."""
     looker = Lookahead().begin("")
     first = looker.guess([5, 6], 0, 16)
     looker.saw(6, first, Scored([60] * (1 + len(first))))

@@ -21,14 +21,14 @@ from cascade.session import rounds
 from tests import small
 
 Text: TypeAlias = tuple[int, ...]
-Table: TypeAlias = dict[Text, Tensor]  # what is likely behind each text
+Table: TypeAlias = dict[Text, Tensor]  # what is likely after each text
 UNLIKELY_Z = 3.72  # beyond which one case in ten thousand of a normal law is
 PROMPT = range(40, 60)
 SURE = 1e-12  # of sums of probabilities in float64
 
 
 def table(vocab_size: int, depth: int, seed: int, *, sparse: bool = False) -> Table:
-    """Random distributions behind all texts of up to ``depth`` tokens; ``sparse`` ones leave tokens out."""
+    """Random distributions after all texts of up to ``depth`` tokens; ``sparse`` ones leave tokens out."""
     made = torch.Generator().manual_seed(seed)
     texts = [text for size in range(depth + 1) for text in itertools.product(range(vocab_size), repeat=size)]
     weights = torch.rand(len(texts), vocab_size, dtype=torch.float64, generator=made) ** 2
@@ -55,7 +55,7 @@ def lines(q: Table, size: int, end: int | None, text: Text = (), share: float = 
 
 
 def law_of(p: Table, size: int, end: int | None, starts: dict[Text, float]) -> dict[Text, float]:
-    """Texts of ``size`` tokens that go on by ``p`` behind some beginnings, each with its probability."""
+    """Texts of ``size`` tokens that go on by ``p`` after some beginnings, each with its probability."""
     found: dict[Text, float] = defaultdict(float)
     for start, share in starts.items():
         behind = {text[len(start) :]: dist for text, dist in p.items() if text[: len(start)] == start}
@@ -129,7 +129,7 @@ Next: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def behind(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Keys ``[N]`` behind ``tokens``, as `cascade.session.rounds` has them."""
+    """Keys ``[N]`` after ``tokens``, as `cascade.session.rounds` has them."""
     return _mix(keys + (tokens + 1) * _signed(GOLDEN))
 
 
@@ -164,7 +164,7 @@ class Sampler:
         return text
 
     def _round(self, name: str, begin: int, text: Tensor, keys: list[Tensor], go_on: Next) -> tuple[Tensor, Tensor]:
-        """One round behind ``begin`` tokens: the texts, and how many tokens each has more."""
+        """One round after ``begin`` tokens: the texts, and how many tokens each has more."""
         places = (self.vocab_size + 1) ** torch.arange(self.size)
         for place in range(begin):
             keys = [go_on(key, text[:, place]) for key in keys]
@@ -219,7 +219,7 @@ def test_shared_noise_would_break_the_law(toy: tuple[Sampler, Table], name: str)
 
 
 def test_noise_of_positions_alone_would_break_the_law_of_blocks(toy: tuple[Sampler, Table]) -> None:
-    """Guards keys against being shorter: a block's verdict depends on guesses that are drawn again behind a correction."""
+    """Guards keys against being shorter: a block's verdict depends on guesses that are drawn again after a correction."""
     sampler, p = toy
     assert surprise(sampler.texts("block", 100_000, go_on=ignore), p) > 1.5 * UNLIKELY_Z
 
@@ -239,7 +239,7 @@ def test_the_law_of_the_embedded_family(name: str) -> None:
 
 
 def embedded(params: SamplingParams) -> tuple[Table, Table]:
-    """What full and medium say behind a prompt, and behind up to two of the tokens that either may say, as small token ids."""
+    """What full and medium say after a prompt, and after up to two of the tokens that either may say, as small token ids."""
     models = [Model.from_pretrained(path, dtype="float32") for path in small.paths()[:0:-1]]
     found: tuple[Table, Table] = ({}, {})
     ids: list[int] = []  # by small token id

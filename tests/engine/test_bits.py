@@ -75,7 +75,7 @@ def whole(model: Model, tokens: list[int]) -> Tensor:
 
 
 def in_pieces(model: Model, tokens: list[int], rng: random.Random) -> Tensor:
-    """The same in random pieces, behind wrong drafts that are rolled back, beside other texts."""
+    """The same in random pieces, after wrong drafts that are rolled back, beside other texts."""
     others = [text(number, model.vocab_size) for number in (1, 2, 3)]
     stores, at, store = [model.new_cache() for _ in others], [0] * len(others), model.new_cache()
     found: list[Tensor] = []

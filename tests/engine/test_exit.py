@@ -154,7 +154,7 @@ def test_guesses_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prefixes_and_branches_of_others_are_guessed_behind(way: str) -> None:
-    """Guards what is shared: guesses behind a prefix that another session holds leave that one as it was, and a branch that was
+    """Guards what is shared: guesses after a prefix that another session holds leave that one as it was, and a branch that was
     joined is text like any other."""
     model, reference = served(way)
     text = [(13 * place + 5) % VOCAB for place in range(3 * BLOCK)]
@@ -195,7 +195,7 @@ def test_full_stores_are_not_written_behind(way: str) -> None:
 
 
 def test_own_tokens_are_those_without_it() -> None:
-    """Guards the text: the bits of logits do not know of guesses, not even where those were written behind it."""
+    """Guards the text: the bits of logits do not know of guesses, not even where those were written after it."""
     model, _ = served("native")
     alone = Model(deep("llama"), num_threads=1)
     stores = model.new_cache(), alone.new_cache()

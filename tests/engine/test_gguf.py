@@ -37,7 +37,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def greedy(path: Path, tokens: int = 40) -> list[int]:
-    """What Transformers writes behind `PROMPT` with the file itself, in float32."""
+    """What Transformers writes after `PROMPT` with the file itself, in float32."""
     given: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     network = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(**given)(PROMPT, return_tensors="pt")

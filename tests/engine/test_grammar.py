@@ -203,7 +203,7 @@ def test_positions_behind_guesses_have_their_own_masks(grammars: Grammars, token
     masks = ahead.allowed([], [*digits, letter, *digits], VOCAB)
     for i in range(4):
         assert torch.equal(masks[i], grammars.matcher(structured).allowed(digits[:i], [], VOCAB)[0])
-    assert masks[4:].all()  # a letter may not come there: nobody asks what comes behind it
+    assert masks[4:].all()  # a letter may not come there: nobody asks what comes after it
     assert torch.equal(ahead.allowed(digits, [], VOCAB)[0], masks[3])
 
 
@@ -384,6 +384,6 @@ def test_grammars_are_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.Mo
 
 
 def test_a_model_without_ends_is_refused(tokenizer: Tokenizer) -> None:
-    """Guards against texts that run on to `max_tokens` behind a complete grammar."""
+    """Guards against texts that run on to `max_tokens` after a complete grammar."""
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         Grammars(Tokenizer(tokenizer.backend, frozenset())).check(Structured(regex="a"))

@@ -290,7 +290,7 @@ def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) ->
 
 
 def test_own_tokens_are_those_without_a_head(base: Path) -> None:
-    """Guards the text: the bits of logits, in chunks and behind drafts, do not know of a head."""
+    """Guards the text: the bits of logits, in chunks and after drafts, do not know of a head."""
     model, _ = served(base, "eagle3", "native")
     alone = Model(build("llama", num_hidden_layers=LAYERS), num_threads=1)
     rows = [(0, range(3, 40), 1), (37, range(5, 12), 4), (20, range(9, 13), 2)]

@@ -199,7 +199,7 @@ def test_check_misses_heads(tmp_path: Path) -> None:
 
 
 def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
-    """Guards scripts that check before they deploy: status 1, and the reason behind the table."""
+    """Guards scripts that check before they deploy: status 1, and the reason after the table."""
     code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
     assert code == 1
     assert "No tokenizer can be loaded" in output.splitlines()[-1]

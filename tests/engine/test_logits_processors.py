@@ -61,7 +61,7 @@ shaped_params = st.builds(
 def reference(
     logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], ends: set[int]
 ) -> torch.Tensor:
-    """Logits ``[V]`` behind ``output``, one token after another, in plain Python."""
+    """Logits ``[V]`` after ``output``, one token after another, in plain Python."""
     scores = [float(x) for x in logits]
     for token, bias in params.biases:
         scores[token] += bias
@@ -359,7 +359,7 @@ def test_greedy_text_equals_transformers(
     ids = torch.tensor([prompt])
     processors = LogitsProcessorList()
     for name, value in options.items():
-        if name == "sequence_bias":  # first, as here: `generate` would put it behind the others
+        if name == "sequence_bias":  # first, as here: `generate` would put it after the others
             processors.append(SequenceBiasLogitsProcessor(value))
         elif name == "repetition_penalty":
             processors.append(RepetitionPenaltyLogitsProcessor(value))

@@ -48,7 +48,7 @@ def whole(folder: Path, style: str, *, beside: bool = False) -> Made:
 
 
 def guesses(model: Model, number: int) -> tuple[list[int], list[int]]:
-    """A text with its own token, and what is guessed behind it."""
+    """A text with its own token, and what is guessed after it."""
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, TEXT, 1, GREEDY, guesses=number)])
     store.free()

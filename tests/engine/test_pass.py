@@ -93,7 +93,7 @@ class Writer:
         return len(self.text) >= len(self.goal)
 
     def row(self) -> Row:
-        """A chunk of the prompt, or the text's end and a draft behind it, from anywhere the cache allows."""
+        """A chunk of the prompt, or the text's end and a draft after it, from anywhere the cache allows."""
         self.text = self.text or list(self.prompt)
         start = self.held if self.rng.random() < 0.7 else self.rng.randint(0, self.held)
         unread = self.text[start:]
@@ -136,7 +136,7 @@ def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> N
 
 @pytest.mark.parametrize(("name", "attention"), WAYS)
 def test_rollback_equals_recompute(name: str, attention: str) -> None:
-    """Guards rollback: what a cache held behind the start of a row must not be seen, whatever it was."""
+    """Guards rollback: what a cache held after the start of a row must not be seen, whatever it was."""
     model, _ = served(name, attention)
     used, fresh = model.new_cache(), model.new_cache()
     _logits(model, (used, 0, PREFIX))
@@ -187,7 +187,7 @@ def test_companions_change_nothing(name: str, attention: str) -> None:
 
 @pytest.mark.parametrize("name", each(name for name in SERVED if "longrope" not in name))
 def test_network_is_the_reference_at_every_position(name: str) -> None:
-    """Guards the logits behind the greedy tokens: a small error would show only in sampled texts."""
+    """Guards the logits after the greedy tokens: a small error would show only in sampled texts."""
     model, _ = served(name)
     network = build(name)
     network.set_attn_implementation("eager")
@@ -401,7 +401,7 @@ def test_cache_holds_and_frees() -> None:
 
 @pytest.mark.parametrize("attention", [lambda: None, Contiguous])
 def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention | None]) -> None:
-    """Guards texts before and behind a wrong draft whose keys are not numbers: 0 times that is not 0."""
+    """Guards texts before and after a wrong draft whose keys are not numbers: 0 times that is not 0."""
     network = build("llama-untied-bias")
     model = Model(network, attention=attention(), cache_tokens=1024)
     text, drafts = tuple(range(3, 20)), (*range(30, 40), 77)

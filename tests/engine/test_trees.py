@@ -133,7 +133,7 @@ def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[in
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Parents of up to 12 nodes: any tree, and often one whose nodes stand behind the last."""
+    """Parents of up to 12 nodes: any tree, and often one whose nodes stand after the last."""
     parents: list[int] = []
     for node in range(draw(st.integers(0, 12))):
         parents.append(node - 1 if draw(st.booleans()) else draw(st.integers(-1, node - 1)))
@@ -205,7 +205,7 @@ def test_branches_have_histories_of_their_own(attention: str, trees: Any, params
 
 @dataclass
 class Short:
-    """A grammar of even tokens, which cannot tell what comes behind the guess 9."""
+    """A grammar of even tokens, which cannot tell what comes after the guess 9."""
 
     def rewind(self, num_tokens: int) -> None: ...
 
@@ -290,7 +290,7 @@ def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.
 )
 @pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_long_texts_are_not_read_again(attention: str, params: SamplingParams) -> None:
-    """Guards prompts with a tree behind them: branches share what was read, or are left out where they would read it again."""
+    """Guards prompts with a tree after them: branches share what was read, or are left out where they would read it again."""
     model = model_of("llama", attention)
     for size in (MAX_READ_AGAIN, MAX_READ_AGAIN + 1, 3 * BLOCK):
         session = Session(model, params, list(range(20, 20 + size)), random.Random(0))
@@ -306,7 +306,7 @@ def test_long_texts_are_not_read_again(attention: str, params: SamplingParams) -
 
 @pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_no_branch_is_longer_than_a_fork(attention: str) -> None:
-    """Guards what forks promise: a node further away is not known, nor what stands behind it in the order of nodes."""
+    """Guards what forks promise: a node further away is not known, nor what stands after it in the order of nodes."""
     model = model_of("llama", attention)
     size = MAX_FORKED + 5
     draft = Draft(tuple(range(10, 11 + size)), bytes(1 + size), b"", (-1, -1, *range(1, size)))

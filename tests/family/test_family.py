@@ -67,7 +67,7 @@ def test_the_full_model_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_interrupted_download_is_not_taken(tmp_path: Path) -> None:
-    """Guards starts behind a download that ended in the middle: the folder is there, and lacks its weights."""
+    """Guards starts after a download that ended in the middle: the folder is there, and lacks its weights."""
     cached(tmp_path, without="model.safetensors")
     with pytest.raises(ModelError, match="is not on this machine"):
         family.full()
@@ -101,7 +101,7 @@ def test_missing_weights_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_demo_is_the_family(small_demo: None) -> None:
-    """Guards the models behind `Cascade.demo` and behind a server without a configuration."""
+    """Guards the models after `Cascade.demo` and after a server without a configuration."""
     for mine, other in zip(family.paths(), small.paths(), strict=True):
         assert (Path(mine) / "model.safetensors").read_bytes() == (Path(other) / "model.safetensors").read_bytes()
     config = CascadeConfig.demo()

@@ -74,7 +74,7 @@ def test_a_little_in_common_is_no_reason() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([ONE, OTHER])), max_size=60))
 def test_memory_is_bounded_and_ends_are_forgotten_first(steps: list[tuple[int, int, str]]) -> None:
-    """Guards the router's memory, and beginnings against being forgotten before what is behind them."""
+    """Guards the router's memory, and beginnings against being forgotten before what is after them."""
     prefixes = Prefixes(most_keys=24)
     for number, blocks, address in steps:
         one = text(range(100 * number, 100 * number + blocks * BLOCK))

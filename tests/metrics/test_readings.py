@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from deployments.admission.page import joined
 
 from cascade import Completion, SamplingParams, Speculation, Stats
 from cascade.bench.scrape import Scrape, scrape
@@ -15,7 +16,6 @@ from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile
 from deployments.admission.metrics import RouterMetrics, judged
-from deployments.admission.page import joined
 from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM
 from deployments.metrics.page import Page

@@ -145,7 +145,7 @@ class Nodes:
 
     def replicas(self, deployment: str) -> dict[int, str]:
         """Processes of a deployment's replicas, and their nodes."""
-        title = f"ServeReplica:cascade:{deployment}"  # behind the actor's name, before what it does
+        title = f"ServeReplica:cascade:{deployment}"  # after the actor's name, before what it does
         return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
 
     def joined(self, one: int, other: int) -> set[tuple[str, str]]:

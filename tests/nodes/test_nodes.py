@@ -85,7 +85,7 @@ class Crowd:
 
 @contextlib.contextmanager
 def crowd(nodes: Nodes, expected: Sequence[Completion], doors: Sequence[str] = ()) -> Iterator[Crowd]:
-    """Clients, each with an answer under way; behind it none has failed, and each text is the full model's."""
+    """Clients, each with an answer under way; after it none has failed, and each text is the full model's."""
     nodes.outside("begin", addresses=doors or nodes.doors, requests=REQUESTS, num_clients=NUM_CLIENTS)
     found = Crowd(nodes, [])
     try:

@@ -92,7 +92,7 @@ def record(profile: Profile, seconds: float, tokens: int = 1, context: int = 0) 
 
 
 def test_passes_are_timed_as_they_follow_each_other() -> None:
-    """Guards prices against the first pass behind a long one, with cold caches: positions looked six times dearer."""
+    """Guards prices against the first pass after a long one, with cold caches: positions looked six times dearer."""
 
     class Cold(ToyModel):
         read = 0

@@ -13,7 +13,7 @@ from tests.conftest import Cluster
 
 @pytest.fixture(scope="package")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Three tiers, of whose full one there are two replicas, behind two routers that share their ports."""
+    """Three tiers, of whose full one there are two replicas, after two routers that share their ports."""
     values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     values["router"]["deployment_config"]["num_replicas"] = 2

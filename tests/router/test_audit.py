@@ -75,7 +75,7 @@ def test_texts_that_depend_on_drafts_are_skipped(served: House) -> None:
 def test_a_corrupted_answer_is_found(served: House, caplog: pytest.LogCaptureFixture) -> None:
     """Guards the whole way of an alarm: a token that changes between the full tier and the router is seen where it is.
 
-    What the full tier had written behind the right one may be sent as well, and differ."""
+    What the full tier had written after the right one may be sent as well, and differ."""
     downlink, spoilt = served.router._full.downlink, list[int]()
     deliver = downlink._deliver
 

@@ -21,7 +21,7 @@ from tests.planner.test_chains import ALLOWED
 from tests.router.test_http import ask
 from tests.tier.test_tier import opening
 
-HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those behind it are not
+HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those after it are not
 WORDS = "structured takes more work than a token may: ask for something simpler"
 
 
@@ -33,7 +33,7 @@ def served() -> Iterator[House]:
 
 
 def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against 503 behind eight seconds of sessions that all failed for the same reason, each with a traceback.
+    """Guards against 503 after eight seconds of sessions that all failed for the same reason, each with a traceback.
 
     A request that shares the passes goes on, with its drafts, to the same text.
     """

@@ -70,7 +70,7 @@ sound = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[House]:
-    """A server; behind all the nonsense it must be as it was."""
+    """A server; after all the nonsense it must be as it was."""
     with house(pass_s=0.0, limits={"max_tokens": 64, "max_n": 2, "max_prompts": 4, "body_timeout_s": 1.0}) as built:
         before = expected(built, PARAMS)
         descriptors = psutil.Process().num_fds()

@@ -29,7 +29,7 @@ def served() -> Iterator[House]:
 
 @pytest.fixture
 def client(served: House) -> Iterator[OpenAI]:
-    """OpenAI's client; behind it nothing may be left anywhere."""
+    """OpenAI's client; after it nothing may be left anywhere."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
     served.settle()

@@ -26,7 +26,7 @@ PIECES = [
 
 
 def test_offsets_follow_the_text() -> None:
-    """Guards the places of tokens in the choice's text, behind an echoed prompt too; pieces give what the whole gives."""
+    """Guards the places of tokens in the choice's text, after an echoed prompt too; pieces give what the whole gives."""
     whole = text_logprobs(PIECES, str, 10)
     assert whole == {
         "tokens": ["1", "2", "3"],

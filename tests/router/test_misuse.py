@@ -219,7 +219,7 @@ def test_schemas_may_be_of_older_drafts(served: House, draft: str) -> None:
 
 
 def test_schemas_are_not_fetched(served: House) -> None:
-    """Guards the network behind the server against what a schema names."""
+    """Guards the network after the server against what a schema names."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         place = f"http://127.0.0.1:{server.getsockname()[1]}/schema"

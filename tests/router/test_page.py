@@ -186,7 +186,7 @@ def test_markup_of_a_model_is_text(page: Page) -> None:
 
 
 def test_broken_answer_goes_on(page: Page, served: House) -> None:
-    """Guards readers against a router that dies: the page asks for the rest, behind the tokens that it shows."""
+    """Guards readers against a router that dies: the page asks for the rest, after the tokens that it shows."""
     bodies: list[Any] = []
 
     def breaking(route: Route) -> None:
@@ -221,7 +221,7 @@ def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
     edge = {"drafter": "medium", "verifier": "full", "passes": 3, "proposed": 3, "accepted": 2}
     answer = streamed(
         {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [medium, tiny]},
-        # 6 is as guessed; 99 in place of 7 takes with it what tiny wrote behind it, and medium begins again
+        # 6 is as guessed; 99 in place of 7 takes with it what tiny wrote after it, and medium begins again
         {"token_ids": [6, 99], "ends": [1, 2], "origins": [2, 5], "lanes": [lane("medium", 3, [20])]},
         {"token_ids": [20], "ends": [1], "origins": [2], "edges": [edge], "seed": 1},
     )
@@ -236,7 +236,7 @@ def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
 def test_branches_come_true(page: Page) -> None:
     """Guards what is shown of trees: a runner-up is no guess that falls, and it stays once the answer takes its way.
 
-    ``medium`` offers 9 in place of 7, with 8 and then 5 behind it; ``tiny`` offers 9 at the same place of another text.
+    ``medium`` offers 9 in place of 7, with 8 and then 5 after it; ``tiny`` offers 9 at the same place of another text.
     """
     tree = lane("medium", 1, [6, 7, 9, 8, 5, 99], (-1, 0, 0, 2, 3, -1))
     counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prepared": 1}
@@ -329,7 +329,7 @@ def test_refusals_are_shown(browser: Browser, served: House) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable(browser: Browser, served: House, scheme: Literal["light", "dark"]) -> None:
-    """Guards contrast in both schemes: every text at least 4.5 to 1 against what is behind it; nothing overflows a phone."""
+    """Guards contrast in both schemes: every text at least 4.5 to 1 against what is after it; nothing overflows a phone."""
     page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
     page.goto(served.url)
     say(page, tokens=30)

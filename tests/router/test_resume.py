@@ -144,7 +144,7 @@ def seeds(said: Sequence[Any]) -> dict[int, list[int]]:
     "asked", [{"n": 2, "logprobs": 2, "echo": True}, {"prompt": [PROMPT, "x = "], "n": 2}], ids=["echo", "prompts"]
 )
 def test_choices_go_on_over_http(served: House, asked: dict[str, Any]) -> None:
-    """Guards several answers in one stream: each goes on behind its own tokens, ended ones too, and usage counts all."""
+    """Guards several answers in one stream: each goes on after its own tokens, ended ones too, and usage counts all."""
     body = {"prompt": PROMPT, "max_tokens": 20, "logit_bias": LIKELY, "stop": [" y x"], "temperature": 0.9, "seed": 4, **asked}
     said = events(served, "/v1/completions", body)
     expected, usage = choices(said), said[-1]["usage"]

@@ -34,7 +34,7 @@ CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
-    """A client; behind it nothing may be left on any tier."""
+    """A client; after it nothing may be left on any tier."""
     with Client(server.address) as client:
         yield client
         settle()
@@ -267,7 +267,7 @@ def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
 
 
 def test_any_router_aborts_and_counts_for_all(server: Server, client: Client) -> None:
-    """Guards two routers behind one port: Abort reached the requests of one of them, 0 of 8, and metrics were one's alone."""
+    """Guards two routers after one port: Abort reached the requests of one of them, 0 of 8, and metrics were one's alone."""
     sampling = pb.Sampling(max_tokens=900, seed=1, ignore_eos=True)
     own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
     with contextlib.ExitStack() as stack:

@@ -290,7 +290,7 @@ def test_drain_closes_the_doors_and_lets_answers_end() -> None:
 
 
 def test_clients_of_a_router_that_drains_go_to_another() -> None:
-    """Guards two routers behind one port: while one drained, all calls on kept connections and half of the new ones failed."""
+    """Guards two routers after one port: while one drained, all calls on kept connections and half of the new ones failed."""
     params, over = SamplingParams(max_tokens=4, seed=1), threading.Event()
     with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:  # type: ignore[union-attr]
 

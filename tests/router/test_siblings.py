@@ -22,7 +22,7 @@ SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Toys, behind two routers that share their ports; everybody together may have three answers at once."""
+    """Toys, after two routers that share their ports; everybody together may have three answers at once."""
     described = values(Load(), affinity=True)
     described["router"] |= {"deployment_config": {"num_replicas": 2}, "access": {"default_limits": {"max_running": 3}}}
     with Server.start(CascadeConfig.parse(described), port=0, name="siblings") as server:

@@ -110,7 +110,7 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
 
 
 def test_lanes_of_a_cut_text_are_not_told() -> None:
-    """Guards against guesses behind a text that is no more: after a correction only what joins the text is a lane."""
+    """Guards against guesses after a text that is no more: after a correction only what joins the text is a lane."""
     session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
     session.attach("medium", "m", ())
     session.kv_len = len(session.text) - 1

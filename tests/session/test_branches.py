@@ -87,7 +87,7 @@ def close(*tokens: int) -> Beside:
 
 
 def branches(most: int = 4) -> Branches:
-    """A text 5, 6, 7 behind 3 committed tokens, with close tokens beside its first two."""
+    """A text 5, 6, 7 after 3 committed tokens, with close tokens beside its first two."""
     found = Branches(most, 3)
     for beside in (close(1, 2), close(8), Beside.of([])):
         found.wrote(beside)
@@ -95,7 +95,7 @@ def branches(most: int = 4) -> Branches:
 
 
 def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
-    """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails behind their heads."""
+    """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails after their heads."""
     found = branches()
     likeliest = max(found.worth(100), key=lambda way: way[0])[1]
     assert (likeliest.start, likeliest.tokens) == (3, [1])
@@ -111,7 +111,7 @@ def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
 
 
 def test_a_correction_takes_its_branch_and_leaves_no_other() -> None:
-    """Guards against branches of a text that is gone: they would be scored behind tokens of another one."""
+    """Guards against branches of a text that is gone: they would be scored after tokens of another one."""
     found = branches()
     for _, branch in found.worth(100):
         found.hold(branch)

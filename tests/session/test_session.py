@@ -444,7 +444,7 @@ def test_ended_drafter_goes_on_when_corrected() -> None:
 
 
 def test_end_in_a_guess_is_not_fed() -> None:
-    """Guards against text behind an accepted end inside a window, and against a pass spent on scoring it."""
+    """Guards against text after an accepted end inside a window, and against a pass spent on scoring it."""
     session = drafting(opening(ends=frozenset([9])))
     session.propose(Proposal("d", 3, Draft((4, 9, 5), bytes(3))))
     work = session.work(10)
@@ -518,7 +518,7 @@ def test_commit_that_differs_voids_guesses() -> None:
 
 
 def test_cut_voids_the_cache_from_there() -> None:
-    """Guards the cache: keys and values behind a cut are void even where the new text is longer than the old one."""
+    """Guards the cache: keys and values after a cut are void even where the new text is longer than the old one."""
     session = Session(opening(), "full", 0, VOCAB)
     for token in (4, 5, 6):
         session.advance(session.work(10), Scored([token]))
@@ -555,7 +555,7 @@ def test_guesses_that_were_not_scored_are_kept(num_own: int) -> None:
 
 @pytest.mark.parametrize("start", [-1, 2, 4])
 def test_commit_that_does_not_join_is_an_error(start: int) -> None:
-    """Guards the text against a broken link: a commit in the prompt or behind a gap is refused."""
+    """Guards the text against a broken link: a commit in the prompt or after a gap is refused."""
     session = Session(opening(), "full", 0, VOCAB)
     with pytest.raises(ProtocolError):
         session.commit(start, [1])
@@ -569,7 +569,7 @@ def test_commit_that_does_not_join_is_an_error(start: int) -> None:
         (3, (4, 5), [4, 5]),
         (1, (2, 3, 4), [4]),  # begins inside the text
         (1, (2, 9, 4), []),  # contradicts it
-        (4, (5,), []),  # behind a gap
+        (4, (5,), []),  # after a gap
         (-5, (0,) * 9, []),
         (2, (3,), []),  # nothing new
         (3, (4, VOCAB, 5), [4]),  # a token that this tier does not have
@@ -679,7 +679,7 @@ def test_pace_is_counted_without_a_clock() -> None:
     """Guards the policy's eyes: only guesses that came while the drafter was left alone tell how fast it is."""
     pace = DraftStats(guesses=5.0)
     assert pace.interrupted
-    pace.passed(num_guess=2, num_right=2, num_own=3)  # the first ones behind a correction
+    pace.passed(num_guess=2, num_right=2, num_own=3)  # the first ones after a correction
     assert not pace.interrupted
     assert pace.guesses == 5.0
     pace.passed(num_guess=9, num_right=9, num_own=10)
@@ -689,7 +689,7 @@ def test_pace_is_counted_without_a_clock() -> None:
 
 
 def test_chance_of_guesses_follows_what_was_right() -> None:
-    """Guards the policy against waiting for guesses that are wrong behind every correction."""
+    """Guards the policy against waiting for guesses that are wrong after every correction."""
     good, bad = DraftStats(), DraftStats()
     for _ in range(20):
         good.passed(num_guess=4, num_right=3, num_own=4)
@@ -743,7 +743,7 @@ def test_what_a_drafter_inside_guesses_is_scored_next() -> None:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_verdict_of_long_ago_is_no_error(cut: bool) -> None:
-    """Guards long texts: behind 1,300 verdicts of one kind the other was lost in rounding, and the tier failed."""
+    """Guards long texts: after 1,300 verdicts of one kind the other was lost in rounding, and the tier failed."""
     run_ahead = RunAhead()
     run_ahead.judged(1, cut=not cut)
     for _ in range(30_000):

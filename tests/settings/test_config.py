@@ -268,7 +268,7 @@ def test_files_name_their_problem(tmp_path: Path) -> None:
 
 
 def test_configurations_are_frozen() -> None:
-    """Guards against a configuration that changes behind the back of a deployment."""
+    """Guards against a configuration that changes after the back of a deployment."""
     config = CascadeConfig.parse(one())
     with pytest.raises(ValidationError, match="frozen"):
         config.window = 3

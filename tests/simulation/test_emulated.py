@@ -78,7 +78,7 @@ def test_passes_obey_the_table(starts: tuple[int, ...], sizes: tuple[int, ...], 
 
 
 def test_guesses_are_tokens_of_a_pass() -> None:
-    """Guards the price of drafts: a pass that scores ten guesses behind a token costs what one of eleven tokens costs."""
+    """Guards the price of drafts: a pass that scores ten guesses after a token costs what one of eleven tokens costs."""
     device, clock = emulated(0.0)
     begin = clock.now
     device.run([Row(device.new_cache(), 0, [1], 1, PARAMS, draft=Draft((2,) * 10, bytes(10)))])

@@ -160,7 +160,7 @@ def test_totals_add_up() -> None:
 
 
 def test_corrections_find_what_was_prepared() -> None:
-    """Guards branches end to end: runner-ups that nobody sent, or answers behind them that were thrown away."""
+    """Guards branches end to end: runner-ups that nobody sent, or answers after them that were thrown away."""
     asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(8))
     top, lines = (simulate(Scenario(toy_tiers(3), asks, branches=count)).edges[0] for count in (MOST_BRANCHES, 0))
     assert top.runner_ups[0] >= top.runner_ups[1] > 0
@@ -230,7 +230,7 @@ def test_nobody_answers() -> None:
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.03), (2, 0.031), (3, 0.032), (5, 0.040), (7, 0.048)])
 def test_measured_cost_is_interpolated(tokens: int, seconds: float) -> None:
-    """Guards predictions from a measured table: straight lines between its points and behind the last one."""
+    """Guards predictions from a measured table: straight lines between its points and after the last one."""
     assert PassCost(points=((1, 0.03), (3, 0.032), (5, 0.04)))(tokens) == pytest.approx(seconds)
 
 
@@ -329,7 +329,7 @@ def test_useless_drafter_costs_little() -> None:
 
 
 def test_cheap_drafter_is_waited_for() -> None:
-    """Guards the choice to wait: behind a correction a drafter thirty times as fast is worth a few of its tokens."""
+    """Guards the choice to wait: after a correction a drafter thirty times as fast is worth a few of its tokens."""
     costs = (TierCost("tiny", PassCost(0.001)), TierCost("full", PassCost(0.03)))
     bench = Bench(costs, Trace.drawn(Acceptance((0.75,)), 4000), 1000)
     eager = tuple(replace(cost, policy=replace(cost.policy, patience=0.0)) for cost in costs)

@@ -46,7 +46,7 @@ def verdict(tier: Tier, audit: Audit) -> Failed | None:
 
 
 def expected(request: Open, text: Sequence[int]) -> list[Divergence]:
-    """Wherever the toy says another token behind the text as it was sent."""
+    """Wherever the toy says another token after the text as it was sent."""
     model, found = ToyModel(), list[Divergence]()
     for place in range(len(request.tokens), len(text)):
         own, next_, *_ = model.ranked(tuple(text[place - model.order : place]), place, request.params, 2)
@@ -72,7 +72,7 @@ def test_texts_of_the_tier_pass(tiers: list[Tier], temperature: float) -> None: 
 
 
 def test_corrupted_tokens_are_found(tiers: list[Tier]) -> None:  # noqa: F811
-    """Guards against silence, and against one wrong token that makes all others wrong: each is judged behind what was sent."""
+    """Guards against silence, and against one wrong token that makes all others wrong: each is judged after what was sent."""
     rng = random.Random(5)
     for seed in range(6):
         request = opening(seed, 0.9, 100)
@@ -83,7 +83,7 @@ def test_corrupted_tokens_are_found(tiers: list[Tier]) -> None:  # noqa: F811
         assert verdict(tiers[-1], audit) is None
         assert [(one.position, one.margin) for one in audit.divergences] == [(one.position, one.margin) for one in wanted]
         for one, exact in zip(audit.divergences, wanted, strict=True):
-            assert one.second == exact.second or one.margin > 1  # one so far behind may not have been told
+            assert one.second == exact.second or one.margin > 1  # one so far after may not have been told
         assert len(wanted) >= 1
     settle(tiers)
 
@@ -145,7 +145,7 @@ def test_audits_stand_beside_each_other(tiers: list[Tier]) -> None:  # noqa: F81
 
 
 def test_grammars_judge_up_to_the_first_divergence() -> None:
-    """Guards against alarms behind a token that the grammar may not allow: there it says nothing."""
+    """Guards against alarms after a token that the grammar may not allow: there it says nothing."""
     plain = opening(1, 0.5, 20)
     shaped = replace(plain, params=replace(plain.params, structured=Structured(regex="a*")))
     for request, last in ((plain, False), (shaped, True)):

@@ -29,7 +29,7 @@ def profile(pass_s: float = 0.01, token_s: float = 0.0) -> Profile:
 
 
 def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 0.0, priority: int = 0) -> Slot[None]:
-    """A session with so many positions to catch up with, and so many guesses behind them."""
+    """A session with so many positions to catch up with, and so many guesses after them."""
     opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
     session = Session(opening, "full", 1, 32)
     session.guessed.draft = Draft((1,) * guesses, bytes(guesses))

@@ -82,7 +82,7 @@ def models() -> list[CountingModel]:
 
 
 def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
-    """Tiers that are joined and run; behind it nothing is left in them."""
+    """Tiers that are joined and run; after it nothing is left in them."""
     join(tiers)
     for tier in tiers:
         tier.start()

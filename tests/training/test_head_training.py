@@ -81,7 +81,7 @@ def counting(step: int) -> Tensor:
 
 
 def test_trained_medusa_heads_know_more_than_before(tmp_path: Path) -> None:
-    """Guards what each head is to say: one that is trained for the token before or behind it guesses wrong in every row."""
+    """Guards what each head is to say: one that is trained for the token before or after it guesses wrong in every row."""
     network, right = build("llama", num_hidden_layers=4), []
     for steps in (1, 60):
         schedule = Schedule(steps, warmup_steps=1, adam_lr=0.02)
@@ -95,7 +95,7 @@ def test_trained_medusa_heads_know_more_than_before(tmp_path: Path) -> None:
 
 
 def right_guesses(model: Model, row: list[int]) -> int:
-    """Those behind the beginning of a row and the next token, which the row goes on with."""
+    """Those after the beginning of a row and the next token, which the row goes on with."""
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, row[:8], 1, GREEDY, guesses=3)])
     store.free()

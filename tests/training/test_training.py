@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
 
 
 def test_scores_are_the_teachers_whatever_shares_a_batch() -> None:
-    """Filling up behind shorter texts must not reach what is said of them."""
+    """Filling up after shorter texts must not reach what is said of them."""
     scored, model = score(teacher(), shard()), teacher()
     assert scored.ids is not None
     assert scored.logprobs is not None

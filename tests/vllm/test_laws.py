@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 @dataclass
 class Text:
-    """What a session holds on both engines: chunks, wrong drafts and rollbacks leave it behind."""
+    """What a session holds on both engines: chunks, wrong drafts and rollbacks leave it after."""
 
     stores: Sequence[Any]
     held: int = 0
@@ -222,7 +222,7 @@ def test_a_cascade_writes_what_our_own_engine_writes(cascades: tuple[Cascade, Ca
 
 @pytest.mark.parametrize("kind", SHAPED)
 def test_shaped_requests_are_shaped(cascades: tuple[Cascade, Cascade], kind: str) -> None:
-    """Guards penalties, bias, filters and log-probabilities behind drafts."""
+    """Guards penalties, bias, filters and log-probabilities after drafts."""
     one, other = (each.generate("class Point:\n    def __init__", SHAPED[kind]) for each in cascades)
     assert one.text == other.text
     if kind == "logprobs":

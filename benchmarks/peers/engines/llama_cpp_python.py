@@ -1,6 +1,6 @@
 """llama.cpp through its C functions: alone, with prompt lookup, and with the tiny model as its draft.
 
-The loop around drafts is that of llama.cpp's ``speculative-simple``: a pass scores the guesses, the sampler chooses behind
+The loop around drafts is that of llama.cpp's ``speculative-simple``: a pass scores the guesses, the sampler chooses after
 each, and a guess stays where it is what was chosen.
 """
 
@@ -41,7 +41,7 @@ class Context:
         llama_cpp.llama_memory_seq_rm(self._memory, -1, start, -1)
 
     def run(self, start: int, tokens: Sequence[int], wanted: int = 1) -> None:
-        """Score ``tokens`` from position ``start``, for logits behind the last ``wanted`` of them."""
+        """Score ``tokens`` from position ``start``, for logits after the last ``wanted`` of them."""
         for at, token in enumerate(tokens):
             self._batch.token[at], self._batch.pos[at] = token, start + at
             self._batch.n_seq_id[at], self._batch.seq_id[at][0] = 1, 0
@@ -51,7 +51,7 @@ class Context:
             raise RuntimeError(f"llama_decode ended with {status}")
 
     def choose(self, chain: Any, at: int) -> int:
-        """The token behind the one at place ``at`` of the last pass."""
+        """The token after the one at place ``at`` of the last pass."""
         chosen: int = llama_cpp.llama_sampler_sample(chain, self.pointer, at)
         return chosen
 

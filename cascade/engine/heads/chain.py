@@ -1,7 +1,7 @@
 """A head that goes on with hidden states by itself, token after token; knows nothing of its layers.
 
 Position i of its text is the token at i + 1 together with what is kept of the hidden states at i, so that it guesses the token
-at i + 2. Behind the text its own output takes the place of hidden states.
+at i + 2. After the text its own output takes the place of hidden states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Chain(Head):
         raise NotImplementedError
 
     def next_state(self, out: Tensor) -> Tensor:
-        """What is in the place of a state behind the text."""
+        """What is in the place of a state after the text."""
         return out
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
@@ -46,7 +46,7 @@ class Chain(Head):
         return guesses.drafts()
 
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
-        """Guess behind each text that has a room, and behind its guesses."""
+        """Guess after each text that has a room, and after its guesses."""
         active, texts = list(rooms), guesses.texts
         while True:
             chosen = guesses.choose(active, self.whole(self.logits(hidden)))

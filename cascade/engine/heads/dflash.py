@@ -1,6 +1,6 @@
 """DFlash: a few layers that guess a whole block of tokens at once.
 
-A block is the last token of the text and masks behind it. Its layers see the whole block and, of the text before it, keys and
+A block is the last token of the text and masks after it. Its layers see the whole block and, of the text before it, keys and
 values that are made of the model's hidden states:
 
     c = norm(fc(hidden states));  keys, values of a position = those that each layer makes of c
@@ -61,7 +61,7 @@ class Layout:
 
     size: int  # places, of which the first has the last token of the text
     mask: int  # token id of the others
-    shifted: bool  # a place guesses the token behind it, and not its own
+    shifted: bool  # a place guesses the token after it, and not its own
     seen: tuple[Seen, ...]  # by layer
 
     @property
@@ -220,7 +220,7 @@ class DFlash(Head):
     # of blocks
 
     def forward(self, last: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What guesses are made of, ``[blocks, guesses, hidden_size]``, behind the tokens ``last`` ``[blocks]``.
+        """What guesses are made of, ``[blocks, guesses, hidden_size]``, after the tokens ``last`` ``[blocks]``.
 
         ``positions`` ``[1, blocks * size]`` are those of all places.
         """
@@ -260,7 +260,7 @@ class DFlash(Head):
         return found
 
     def _behind(self, texts: Sequence[Text], rooms: Sequence[Any], place: Place) -> list[Draft]:
-        """Guesses behind texts that have room for a block from their last token on."""
+        """Guesses after texts that have room for a block from their last token on."""
         size, starts = self.layout.size, [text.end - 1 for text in texts]
         whole = place.plan([Span(room, row * size, (row + 1) * size, starts[row]) for row, room in enumerate(rooms)])
         ends = place.plan([Span(room, row, row + 1, starts[row] + size - 1) for row, room in enumerate(rooms)])
@@ -276,13 +276,13 @@ class DFlash(Head):
         return self.said(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
 
     def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
-        """Guesses behind texts, of ``[texts, guesses, hidden_size]``."""
+        """Guesses after texts, of ``[texts, guesses, hidden_size]``."""
         guesses, most = Guesses(texts), max(text.guesses for text in texts)
         guesses.choose_all(self.whole(self.logits(hidden[:, :most].flatten(0, 1))).unflatten(0, (len(texts), most)))
         return guesses.drafts()
 
     def first(self, text: Text, place: Place) -> Tensor:
-        """From the last one on, for a block takes the place of what is behind its beginning."""
+        """From the last one on, for a block takes the place of what is after its beginning."""
         guesses = []
         for end in range(len(text.tokens), 1, -1):
             cut = text._replace(tokens=text.tokens[:end], guesses=1)
@@ -291,7 +291,7 @@ class DFlash(Head):
 
     @contextmanager
     def otherwise(self) -> Iterator[str]:
-        """A guess is of its place or of the token behind it."""
+        """A guess is of its place or of the token after it."""
         layout = self.layout
         self.layout = replace(layout, shifted=not layout.shifted)
         try:

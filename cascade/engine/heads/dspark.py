@@ -8,7 +8,7 @@ x_{k-1} is the guess before the k-th, or the last token of the text; h_k what th
     s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), and f is tanh(o)
 
 As published (DeepSpec, SpecForge): DFlash's tensors and keys, some or all of these at the top level, ``markov_head`` and
-``confidence_head``. Each place of a block guesses the token behind it.
+``confidence_head``. Each place of a block guesses the token after it.
 
 Cheng et al., "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", arXiv 2607.05147.
 """
@@ -97,7 +97,7 @@ class DSpark(DFlash):
         return super().of(checkpoint, verifier, markov=markov, confidence=confidence, **options)
 
     def behind(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[blocks, guesses, tokens]`` and log-odds ``[blocks, guesses]`` of guesses behind tokens that are known.
+        """Logits ``[blocks, guesses, tokens]`` and log-odds ``[blocks, guesses]`` of guesses after tokens that are known.
 
         Of ``[blocks, guesses, hidden_size]`` and token ids ``[blocks, guesses]``. What confidence learns changes no guess.
         """

@@ -1,7 +1,7 @@
 """EAGLE: a layer or two that go on with a model's hidden states by themselves, token after token.
 
 Position i of its text is the token at i + 1 together with what is kept of the hidden states at i, so that it guesses the token
-at i + 2. Behind the text its own output takes the place of hidden states.
+at i + 2. After the text its own output takes the place of hidden states.
 
     EAGLE-1, 2:  x = fc(embedding, h);  out = layer(x), without the norm before attention;  logits = verifier's head(out)
     EAGLE-3:     h = fc(three hidden states);  out = layer over norm(embedding), norm(h), added to h;  logits = head(norm(out))

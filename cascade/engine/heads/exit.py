@@ -4,7 +4,7 @@
 
 The first E layers are those of LayerSkip (arXiv 2404.16710), any others those of Draft & Verify (arXiv 2309.08168) and SWIFT
 (arXiv 2410.06916). Keys and values of the text are the model's, which is where they are; those of guesses lie in the same
-layers behind the text, and the next pass writes over them. So nothing is kept, no hidden state is read, and what a store goes
+layers after the text, and the next pass writes over them. So nothing is kept, no hidden state is read, and what a store goes
 through needs no code here. Where only the first layers are run, guesses are those of a model that has no others.
 """
 
@@ -63,7 +63,7 @@ class Exit(Head):
         return guesses.drafts()
 
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], place: Place) -> None:
-        """Guess behind each text that has a room, and behind its guesses."""
+        """Guess after each text that has a room, and after its guesses."""
         active, texts = list(rooms), guesses.texts
         device = self._network[0].device
         tokens = torch.tensor([texts[one].tokens[-1] for one in active]).to(device, non_blocking=True)
@@ -75,7 +75,7 @@ class Exit(Head):
             active, tokens = [active[row] for row in kept], chosen[kept]
 
     def _pass(self, tokens: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
-        """Logits ``[n, vocab_size]`` behind each token."""
+        """Logits ``[n, vocab_size]`` after each token."""
         where, planned = torch.tensor(positions).to(tokens.device, non_blocking=True), place.plan(spans)
         if place.written_out is not None:
             return place.written_out(tokens, where, torch.arange(len(tokens)), planned, skip=self.skipped)[0]

@@ -1,4 +1,4 @@
-"""What a head guesses behind texts, place after place: each guess under the noise and the parameters of its text."""
+"""What a head guesses after texts, place after place: each guess under the noise and the parameters of its text."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cascade.engine.sequence_state import SequenceState
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp, gap_byte
 
-OFFERED = 1.0  # nats by which a first guess's runner-up may be behind it to be offered, too
+OFFERED = 1.0  # nats by which a first guess's runner-up may be after it to be offered, too
 
 Step = tuple[int, Sequence[RunnerUp]]  # a guess, and the next one
 
@@ -25,14 +25,14 @@ class Text(NamedTuple):
     store: Any
     start: int  # position of tokens[0], the first that the pass read
     tokens: Sequence[int]
-    guesses: int  # wanted behind it
+    guesses: int  # wanted after it
     params: SamplingParams
     state: SequenceState | None = None  # what its own tokens depend on besides logits, if they do,
     num_new: int = 0  # which the last so many of tokens are not yet part of
 
     @property
     def end(self) -> int:
-        """Position behind it."""
+        """Position after it."""
         return self.start + len(self.tokens)
 
     @property
@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 class Guesses:
-    """The guesses behind several texts, which grow together.
+    """The guesses after several texts, which grow together.
 
     None waits for the host but where own tokens of a text depend on the guesses before them.
     """
@@ -54,11 +54,11 @@ class Guesses:
 
     @property
     def step(self) -> int:
-        """Places behind the texts that have guesses."""
+        """Places after the texts that have guesses."""
         return len(self._told)
 
     def choose(self, active: Sequence[int], logits: Tensor) -> Tensor:
-        """The next guess ``[n]`` behind each of the texts ``active``, of ``logits`` ``[n, vocab_size]``."""
+        """The next guess ``[n]`` after each of the texts ``active``, of ``logits`` ``[n, vocab_size]``."""
         texts = [self.texts[one] for one in active]
         if any(text.shaped for text in texts):
             parts = logits.split(1)
@@ -88,7 +88,7 @@ class Guesses:
         return shape_next(logits, text.params, text.state, text.end - text.num_new, [*new, *before])
 
     def drafts(self, sure: Sequence[Tensor] = ()) -> list[Draft]:
-        """Those behind each text; ``sure`` are nats ``[n]`` for each place, see `drafted`."""
+        """Those after each text; ``sure`` are nats ``[n]`` for each place, see `drafted`."""
         steps: list[list[Step]] = [[] for _ in self.texts]
         gaps: list[list[float]] = [[] for _ in self.texts]
         for active, said in self._told:
@@ -112,7 +112,7 @@ def steps_of(said: Tensor) -> list[Step]:
 
 
 def drafted(steps: Sequence[Step], sure: Sequence[float] = ()) -> Draft:
-    """Guesses behind each other as a draft, with the runner-up of the first as a branch where it is close.
+    """Guesses one after another as a draft, with the runner-up of the first as a branch where it is close.
 
     ``sure`` are nats by which a head knows the guesses to be right, if it says so: -log of the chance that one is not.
     """

@@ -51,7 +51,7 @@ class Place(Protocol):
     written_out: Llama | None  # the model, where it is ours
 
     def states(self, parts: Sequence[Part]) -> Tensor:
-        """What was kept of these positions, behind each other, ``[n, width]``."""
+        """What was kept of these positions, one after another, ``[n, width]``."""
 
     def plan(self, spans: Sequence[Span]) -> Any:
         """What `attend` is given for rows that write and see the head's keys and values."""
@@ -66,7 +66,7 @@ class Place(Protocol):
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
 
     def rooms(self, texts: Sequence[Text]) -> AbstractContextManager[Sequence[Any]]:
-        """Stores for keys and values of the guesses behind each text, but the last one's; None where there is no memory."""
+        """Stores for keys and values of the guesses after each text, but the last one's; None where there is no memory."""
 
 
 class Head(nn.Module):
@@ -116,11 +116,11 @@ class Head(nn.Module):
             place.keep(spans, self.state(hidden))
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
-        """Guesses behind each text, as many as are wanted or fewer."""
+        """Guesses after each text, as many as are wanted or fewer."""
         raise NotImplementedError
 
     def first(self, text: Text, place: Place) -> Tensor:
-        """The likeliest guess behind each but the first token of a text that begins at 0, ``[n - 1]``."""
+        """The likeliest guess after each but the first token of a text that begins at 0, ``[n - 1]``."""
         raise NotImplementedError
 
     def otherwise(self) -> AbstractContextManager[str] | None:

@@ -1,6 +1,6 @@
 """Medusa: heads beside a model's own that each guess a token further ahead, from the same hidden state.
 
-    guess_k = argmax W_k r_k(h),   r_k a chain of x + SiLU(A x + b),   for the k-th token behind the own one
+    guess_k = argmax W_k r_k(h),   r_k a chain of x + SiLU(A x + b),   for the k-th token after the own one
 
 h is the last hidden state of the last token that was read (Cai et al., arXiv 2401.10774).
 

@@ -1,10 +1,10 @@
 """Multi-token prediction: one more layer of a model's own kind, trained with it, that guesses a token further ahead.
 
-Position i of its text is the token at i + 1 together with the model's last hidden state at i, behind its final norm:
+Position i of its text is the token at i + 1 together with the model's last hidden state at i, after its final norm:
 
     x = proj(norm(embedding), norm(h)), in some models the other way round;  out = norm(layer(x));  logits = head(out)
 
-Behind the text its own output, normed, takes the place of hidden states (DeepSeek-V3, arXiv 2412.19437, section 2.2, where
+After the text its own output, normed, takes the place of hidden states (DeepSeek-V3, arXiv 2412.19437, section 2.2, where
 each guess has a layer; models are published with one, which guesses them all).
 
 The tensors lie beside those of the model, which Transformers does not load, or in a file of their own:
@@ -57,7 +57,7 @@ SUFFIX = ".safetensors"
 
 
 class Mtp(Chain):
-    """A decoder layer of Transformers, behind embeddings and hidden states."""
+    """A decoder layer of Transformers, after embeddings and hidden states."""
 
     kind = "mtp"
 
@@ -134,7 +134,7 @@ class Naming(NamedTuple):
     """How the tensors of the first layer are called."""
 
     prefix: str  # a pattern, for a model with {} layers of its own
-    modules: Mapping[str, str]  # theirs behind the prefix, and those of `Mtp`; all others are its block's
+    modules: Mapping[str, str]  # theirs after the prefix, and those of `Mtp`; all others are its block's
     hidden_first: bool = False
 
     def named(self, name: str, num_layers: int | str) -> str | None:

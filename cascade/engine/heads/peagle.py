@@ -1,6 +1,6 @@
-"""P-EAGLE: EAGLE-3 that makes all guesses behind a text in one step.
+"""P-EAGLE: EAGLE-3 that makes all guesses after a text in one step.
 
-The first guess is EAGLE-3's. Each place behind it takes a mask for the token and what was learnt for the hidden states, and
+The first guess is EAGLE-3's. Each place after it takes a mask for the token and what was learnt for the hidden states, and
 sees the text and the masks before it:
 
     h = fc(mask_hidden),  embedding = that of the mask's token;   logits = head(norm(out))
@@ -23,11 +23,11 @@ from cascade.engine.heads.head import Place, Verifier
 from cascade.engine.kv import Span
 from cascade.scorer import MAX_FORKED
 
-USUAL = 8  # guesses behind a text, where a configuration does not say it
+USUAL = 8  # guesses after a text, where a configuration does not say it
 
 
 class Peagle(Eagle3):
-    """Guesses behind the first one know nothing of those before them."""
+    """Guesses after the first one know nothing of those before them."""
 
     kind = "peagle"
 
@@ -53,7 +53,7 @@ class Peagle(Eagle3):
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
         active, texts = list(rooms), guesses.texts
         masks = [0 if rooms[one] is None else texts[one].guesses - 1 for one in active]
-        begins = [len(active)]  # of their places, behind the first guesses
+        begins = [len(active)]  # of their places, after the first guesses
         for number in masks:
             begins.append(begins[-1] + number)
         if any(masks):
@@ -64,7 +64,7 @@ class Peagle(Eagle3):
             guesses.choose([active[row] for row in kept], logits[[begins[row] + step - 1 if step else row for row in kept]])
 
     def _masked(self, guesses: Guesses, rooms: Mapping[int, Any], masks: list[int], place: Place) -> Tensor:
-        """``[n, width]`` of the masks behind all texts, ``masks`` of each."""
+        """``[n, width]`` of the masks after all texts, ``masks`` of each."""
         spans: list[Span] = []
         starts: list[int] = []
         for (one, room), number in zip(rooms.items(), masks, strict=True):

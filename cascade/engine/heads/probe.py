@@ -74,7 +74,7 @@ def _readings(head: Head, num_layers: int) -> list[tuple[int, ...]]:
 
 @torch.inference_mode()
 def written(model: "Model") -> list[int]:
-    """What the model writes behind a few tokens."""
+    """What the model writes after a few tokens."""
     text = [(7919 * place + 1) % model.vocab_size for place in range(PROMPT)]
     store = model.new_cache()
     start = 0
@@ -88,7 +88,7 @@ def written(model: "Model") -> list[int]:
 
 @torch.inference_mode()
 def agreement_on(model: "Model", text: Sequence[int]) -> float:
-    """The share of first guesses behind its tokens that the text goes on with."""
+    """The share of first guesses after its tokens that the text goes on with."""
     assert model.reader is not None
     store = model.new_cache()
     model.logits([Row(store, 0, text, 0, GREEDY)])

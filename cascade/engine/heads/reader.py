@@ -1,6 +1,6 @@
 """A head beside a model: hidden states are noted as a pass computes them, and kept with the keys and values of the sessions.
 
-What a head keeps are layers of the same stores, behind the model's: its own keys and values, and in one that nobody attends to
+What a head keeps are layers of the same stores, after the model's: its own keys and values, and in one that nobody attends to
 the states that it reads. So all that happens to a store, be it rolled back, shared, forked, joined or freed, happens to
 them. They are exact as far as the text before a row, but for one position: where a row begins at the first position of a
 fork, the entry before it belongs to another text, whose next token is another one.
@@ -94,7 +94,7 @@ class Reader:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
-        """Go on with what a pass has read and said, and guess behind the rows that want it."""
+        """Go on with what a pass has read and said, and guess after the rows that want it."""
         drafts: list[Draft | None] = [None] * len(rows)
         texts = [self._text(row, one) for row, one in zip(rows, scored, strict=True)]
         places = [place for place, text in enumerate(texts) if text is not None]
@@ -149,7 +149,7 @@ class Reader:
 
 
 def _room(text: Text, forks: list[Any]) -> Any:
-    """The store itself, as far as it has room behind the text, or else a fork."""
+    """The store itself, as far as it has room after the text, or else a fork."""
     begin, store = text.end - 1, text.store
     end = begin + min(text.guesses - 1, MAX_FORKED)
     if end <= begin:

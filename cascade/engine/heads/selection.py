@@ -21,7 +21,7 @@ REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  #
 def select(model: "Model", layers: int | None = None, skip: Collection[int] = ()) -> float:
     """Let the head of ``model``, an `Exit`, run the first ``layers``, or all but ``skip``, or else what pays best.
 
-    That is tried on a text that the model writes, with guesses behind each of its tokens, of the layers alone. Returns the
+    That is tried on a text that the model writes, with guesses after each of its tokens, of the layers alone. Returns the
     share that is right; raises `ModelError` if the model has no such layers or does not run in part.
     """
     assert model.reader is not None

@@ -16,7 +16,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-door bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
+.PHONY: demo serve test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -52,9 +52,6 @@ bench-passes: $(VENV)/.installed   ## products of a few rows against what memory
 
 bench-vllm: $(VLLM)/.installed     ## a full tier on vLLM against vLLM's own server; the last line is JSON
 	$(VLLM)/bin/python -m benchmarks.vllm
-
-bench-door: $(VENV)/.installed     ## what the gRPC and HTTP doors add to the library; the last line is JSON
-	$(BIN)/python -m benchmarks.door
 
 bench-peers: $(VENV)/.installed    ## against Transformers, vLLM and llama.cpp; the last line is JSON
 	$(BIN)/python -m benchmarks.peers

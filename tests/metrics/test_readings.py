@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from deployments.admission.page import joined
 
 from cascade import Completion, SamplingParams, Speculation, Stats
 from cascade.bench.scrape import Scrape, scrape
@@ -18,7 +17,7 @@ from cascade.planner.cost import Profile
 from deployments.admission.metrics import RouterMetrics, judged
 from deployments.admission.places import Places
 from deployments.metrics.drift import BATCH_S, WARM
-from deployments.metrics.page import Page
+from deployments.metrics.page import Page, joined
 from deployments.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
 from tests.doors import House, house

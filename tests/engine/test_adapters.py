@@ -188,7 +188,7 @@ def test_library_quantises_each_model_or_all() -> None:
         with Cascade([alone], tokenizer()) as cascade:
             texts[method] = cascade.generate("def read(path):\n", params).token_ids, alone.weight_bytes
     for asked, held in ((["int8", None], ("int8", None)), ("int8", ("int8", "int8"))):
-        options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "quantization": asked, "processes": False}
+        options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "quantization": asked}
         with Cascade.from_pretrained([source] * 2, **options) as cascade:
             assert [tier._runner._model.weight_bytes for tier in cascade.tiers] == [texts[method][1] for method in held]
             assert cascade.generate("def read(path):\n", params).token_ids == texts[held[-1]][0]

@@ -164,7 +164,6 @@ def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
     assert full.cache_tokens > 10**5
     code, output = checked(tmp_path / "demo.yaml", demo())
     assert code == 0
-    assert "LlamaForCausalLM" in output
     assert "7.5 M" in output
     assert output.endswith("The tiers fit together.\n")
 
@@ -178,7 +177,7 @@ def test_check_tells_what_heads_need(tmp_path: Path) -> None:
     assert held > told.anatomy.weight_bytes
     code, output = checked(tmp_path / "c.yaml", drafting)
     assert code == 0
-    assert "of its drafter" in output
+    assert "MiB drafter" in output
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "medusa_lm_head.pt"])

@@ -101,7 +101,7 @@ EDGES = (
     _counter("waited_seconds", "Time that answers waited for guesses.", *EDGE),
     _counter("proposed_tokens", "Guesses that were scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
     _counter("accepted_tokens", "Guesses that were right, by edge.", *EDGE, vllm="spec_decode_num_accepted_tokens"),
-    _counter("proposed_by_position", "Guesses that were scored 0, 1, ... tokens behind the text.", *EDGE, "position"),
+    _counter("proposed_by_position", "Guesses that were scored 0, 1, ... tokens after the text.", *EDGE, "position"),
     _counter(
         "accepted_by_position",
         "Guesses that were right, likewise.",
@@ -113,7 +113,7 @@ EDGES = (
     _counter("accepted_by_rank", "Guesses that were right, likewise.", *EDGE, "rank"),
     _counter("agreed_tokens", "Own tokens of a drafter that its verifier said too, in time to be scored or not.", *EDGE),
     _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
-    _counter("prepared_corrections", "Corrections that the drafter had written behind before it heard of them.", *EDGE),
+    _counter("prepared_corrections", "Corrections after which the drafter had already written.", *EDGE),
     _counter("prepared_tokens", "Tokens that it had written there.", *EDGE),
     _gauge("drafter_agreement", "Share of a drafter's tokens that its verifier said too, lately.", *EDGE, "sampling"),
     _gauge("drafter_agreement_level", "The same in the long run.", *EDGE, "sampling"),

@@ -52,7 +52,8 @@ def test_ratios_are_to_the_best_pair() -> None:
     """Guards what is claimed of three tiers: beside the best of all pairs, not the last one."""
     speeds = {"alone": 1.0, "lockstep a": 3.0, "lockstep b": 2.0, "async pair, a": 2.5, "async pair, b": 4.0}
     found = one.ratios(speeds | {"async three": 6.0, "auto": 5.0})
-    assert found == {"three_vs_alone": 6, "three_vs_async_pair": 1.5, "three_vs_lockstep_pair": 2, "auto_vs_alone": 5}
+    over_alone = {"three_vs_alone": 6, "auto_vs_alone": 5}
+    assert found == over_alone | {"auto_vs_best": 0.833, "three_vs_async_pair": 1.5, "three_vs_lockstep_pair": 2}
 
 
 def test_other_texts_fail_the_run() -> None:
@@ -83,13 +84,19 @@ def test_other_texts_fail_the_run() -> None:
 def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     """Guards the claim of scaling: four full replicas with 64 requests are beside one with 16, not with 64."""
     found = {
-        name: {str(load): {"alone": speed * load, "three": speed * load, "ratios": {"three": 1.0}} for load in (16, 64)}
+        name: {
+            str(load): {"alone": speed * load, "three": speed * load, "ratios": {"three": 1.25, "auto": 1.0}}
+            for load in (16, 64)
+        }
         for name, speed in (("1/1/1", 2.0), ("2/2/4", 1.9))
     }
     assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
     phases = [{"load": 4, "tokens_per_second": 8.0, "replicas": {"tiny": 1, "full": 2}}]
     assert autoscale.headline({"phases": phases}) == {"load": [4], "replicas": ["1/2"], "tokens_per_second": [8.0]}
-    assert bench.head({"scale": found}).keys() == {"one", "scale", "autoscale"}
+    head = bench.head({"scale": found})
+    assert head.keys() == {"one", "scale", "autoscale", "auto_vs_best", "auto_vs_alone"}
+    assert head["auto_vs_best"]["2/2/4 64"] == 0.8
+    assert head["auto_vs_alone"]["1/1/1 16"] == 1.0
 
 
 @pytest.mark.slow

@@ -36,7 +36,11 @@ KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
 def is_written_out(network: PreTrainedModel) -> bool:
     """Whether `Llama` runs it, told by its kind and its configuration: it does in float32 and bfloat16 on a CPU."""
     config = network.config
-    if type(network) not in FAMILY or network.device.type != "cpu" or network.dtype not in (torch.float32, torch.bfloat16):
+    if (
+        type(network) not in FAMILY
+        or network.device.type not in ("cpu", "meta")
+        or network.dtype not in (torch.float32, torch.bfloat16)
+    ):
         return False
     changed = getattr(config, "quantization_config", None) is not None or getattr(network, "_hf_peft_config_loaded", False)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cascade.cpu.linear import Linear
+from cascade.engine.llama import is_written_out
 from cascade.engine.memory import host_memory
 
+LANES = 16  # numbers that an operation of PyTorch takes at once
 FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and as much for keys and values
 
 
@@ -39,9 +42,15 @@ def mixes(network: nn.Module) -> bool:
     return any(weight.dim() > 2 for weight in network.parameters())
 
 
-def keeps_bits(network: nn.Module, dtype: torch.dtype) -> bool:
+def keeps_bits(network: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether a row's logits can be expected to have the same bits in every pass on a CPU, told without weights.
 
-    Experts get as many rows as the router sends them, and PyTorch multiplies them.
+    Experts get as many rows as the router sends them, and PyTorch multiplies them. Its other operations take `LANES` numbers at
+    once over all rows, and round those that are left over otherwise: of widths that are no multiple these are in other rows.
     """
-    return dtype is not torch.float16 and not mixes(network)
+    if dtype is torch.float16 or mixes(network):
+        return False
+    head = network.get_output_embeddings()
+    layers = (layer for layer in network.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head)
+    widths = (layer.out_features if isinstance(layer, nn.Linear) else layer.nf for layer in layers)
+    return is_written_out(network) or all(width % LANES == 0 for width in widths)

@@ -45,21 +45,6 @@ def load(
     return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known, **options)
 
 
-def check_room(
-    sources: Sequence[str], quantization: Sequence[str | None], device: str | None, dtype: str | None, **known: Any
-) -> None:
-    """Raise `ModelError` if the weights of all ``sources`` do not fit: while they load they do not see each other's.
-
-    ``quantization`` is one for each; the rest is for `load`.
-    """
-    taken = 0
-    for source, method in zip(sources, quantization, strict=True):
-        place = find_device(source, device)
-        _, told = _plan(source, place, dtype, method, **known)
-        _check_room(source, told, place, taken=taken)
-        taken += told.weight_bytes
-
-
 def _plan(source: str, place: torch.device, dtype: str | None, quantization: str | None, **known: Any) -> tuple[Any, Anatomy]:
     """Transformers' configuration of the quantization, if one is asked for, and what the model will be like."""
     if dtype is not None and dtype not in DTYPES:
@@ -107,8 +92,8 @@ def find_device(source: str, device: str | None) -> torch.device:
     return place
 
 
-def _check_room(source: str, told: Anatomy, device: torch.device, *, taken: int = 0) -> None:
-    need, free = told.weight_bytes, free_bytes(device) - taken
+def _check_room(source: str, told: Anatomy, device: torch.device) -> None:
+    need, free = told.weight_bytes, free_bytes(device)
     if need > free:
         raise ModelError(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"

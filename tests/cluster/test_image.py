@@ -95,7 +95,7 @@ def test_everything_copied_is_sent_and_tracked() -> None:
         assert all(map(sent, copied(steps)))
     needed = {file.split("/")[0] for steps in stages().values() for file in copied(steps)}
     assert {file.split("/")[0] for file in tracked() if sent(file)} == needed
-    assert not sent("cascade/chain/__pycache__/tier.cpython-311.pyc")
+    assert not sent("cascade/tier/__pycache__/tier.cpython-311.pyc")
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:

@@ -21,10 +21,8 @@ from transformers import LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
-from cascade.engine import loading
 from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.heads.checkpoint import MAPS, num_weights
-from cascade.engine.loading import check_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row
@@ -95,16 +93,6 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
         Model.from_pretrained(str(tmp_path), dtype="bfloat16", device="cpu")
     assert "\n" not in str(caught.value)
     assert anatomy(str(tmp_path)).cache_bytes_per_token == 126 * 8 * 128 * 2 * 2
-
-
-def test_weights_that_load_together_share_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards processes that load at the same time: each found room for its own weights, and all together had none."""
-    sizes = [anatomy(source, dtype="float32").weight_bytes for source in small.paths()]
-    monkeypatch.setattr(loading, "free_bytes", lambda device: sum(sizes))
-    check_room(small.paths(), [None] * 3, device="cpu", dtype="float32")
-    monkeypatch.setattr(loading, "free_bytes", lambda device: sum(sizes) - 1)
-    with pytest.raises(ModelError, match=f"The weights of '{small.paths()[-1]}' take .* GiB and cpu has .* GiB free"):
-        check_room(small.paths(), [None] * 3, device="cpu", dtype="float32")
 
 
 def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:

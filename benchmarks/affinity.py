@@ -20,8 +20,8 @@ from typing import Any
 from cascade.bench.scrape import Scrape, scrape
 from cascade.client import AsyncClient
 from cascade.params import Handling, SamplingParams
-from deployments.launch.server import Server
-from deployments.observer import OBSERVE_S
+from deployments.ops.launch.server import Server
+from deployments.ops.observer import OBSERVE_S
 
 VOCAB = 4096
 CASES = {"without": (False, False), "with": (True, False), "salted": (True, True)}  # affinity, salts

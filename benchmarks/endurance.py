@@ -35,7 +35,7 @@ from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
 from cascade.engine.devices import processor
 from cascade.settings.config import CascadeConfig
-from deployments.launch.server import APPLICATION, Server
+from deployments.ops.launch.server import APPLICATION, Server
 
 CLIENTS = 6
 TOKENS = 96  # of an answer

@@ -19,7 +19,7 @@ from cascade.bench.measure import stranger
 from cascade.client import Client
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import SamplingParams, Speculation, Structured
-from deployments.launch.server import Server
+from deployments.ops.launch.server import Server
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS = (

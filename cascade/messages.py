@@ -157,7 +157,7 @@ class Open:
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
     rules: Rules = COUPLED
-    traceparent: str = ""  # the span that this session is part of, see `deployments.tracing`; as W3C Trace Context has it
+    traceparent: str = ""  # the span that this session is part of, see `deployments.ops.tracing`; as W3C Trace Context has it
     tracestate: str = ""  # likewise
     lease: str = ""  # by which it holds its replica; the session's own if empty
 

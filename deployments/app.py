@@ -22,7 +22,7 @@ from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
 from cascade.settings.sentence import sentence
 from deployments.links.leases import HELD_PLACES
-from deployments.scaling.plan import scaled, scaled_to_zero
+from deployments.ops.scaling.plan import scaled, scaled_to_zero
 from deployments.versions import versioned
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1

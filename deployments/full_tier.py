@@ -11,8 +11,8 @@ from cascade.answer import Answer, Chunk
 from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Message, Proposal, mint
 from cascade.settings.config import CascadeConfig
-from deployments.admission.admission import ActiveRequest, Admission
-from deployments.admission.lifetime import Lifetime
+from deployments.gateway.admission.admission import ActiveRequest, Admission
+from deployments.gateway.admission.lifetime import Lifetime
 from deployments.links.downlink import Downlink
 from deployments.links.leases import HELD_PLACES, Lessor, Prefixes
 

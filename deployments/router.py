@@ -26,13 +26,12 @@ from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
-from deployments.admission.access import Exchange, Usages
-from deployments.admission.admission import ActiveRequest, Admission
-from deployments.auditor import Auditor
-from deployments.chat.assistant import LONG_PROMPT, Assistant
 from deployments.full_tier import FullTier
-from deployments.grpc.context import metadata, remaining_s, reported
-from deployments.grpc.requests import (
+from deployments.gateway.admission.access import Exchange, Usages
+from deployments.gateway.admission.admission import ActiveRequest, Admission
+from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
+from deployments.gateway.grpc.context import metadata, remaining_s, reported
+from deployments.gateway.grpc.requests import (
     parse_handling,
     parse_input,
     parse_known,
@@ -43,17 +42,18 @@ from deployments.grpc.requests import (
     response,
     whole,
 )
-from deployments.grpc.server import GrpcServer
-from deployments.grpc.turns import ChatTurn
-from deployments.http.api import Api
-from deployments.http.server import HttpServer
+from deployments.gateway.grpc.server import GrpcServer
+from deployments.gateway.grpc.turns import ChatTurn
+from deployments.gateway.http.api import Api
+from deployments.gateway.http.server import HttpServer
 from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
-from deployments.observer import Observer
+from deployments.ops.auditor import Auditor
+from deployments.ops.observer import Observer
+from deployments.ops.tracing.export import flush
 from deployments.replica import LiveConfig, join_serves
-from deployments.tracing.export import flush
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -39,11 +39,11 @@ from deployments.links.leases import lessor
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.links.uplink import Handover, LinkServer
-from deployments.metrics.export import RayExport, report
-from deployments.metrics.series import Reading, sampling
+from deployments.ops.metrics.export import RayExport, report
+from deployments.ops.metrics.series import Reading, sampling
+from deployments.ops.scaling.load import LoadReport
+from deployments.ops.tracing.export import flush, tracing
 from deployments.replica import LiveConfig, join_serves
-from deployments.scaling.load import LoadReport
-from deployments.tracing.export import flush, tracing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class TierReplica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, for the policy of `deployments.scaling`."""
+        """Called by Serve, for the policy of `deployments.ops.scaling`."""
         return self._report.since_last()
 
     async def running_for(self, replica: str) -> str:

@@ -80,8 +80,8 @@ def cluster() -> Iterator[Cluster]:
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
-    from deployments.grpc.ingress import SERVICER
-    from deployments.launch.server import LOOPBACK, _start_ray, free_port
+    from deployments.gateway.grpc.ingress import SERVICER
+    from deployments.ops.launch.server import LOOPBACK, _start_ray, free_port
 
     grpc_port, http_port = free_port(), free_port()
     _start_ray(FAKE_GPUS)

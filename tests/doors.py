@@ -13,11 +13,11 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
-from deployments.admission import admission
-from deployments.launch.server import free_port
+from deployments.gateway.admission import admission
 from deployments.links import replica_status
+from deployments.ops.launch.server import free_port
+from deployments.ops.tracing.export import Tracing
 from deployments.router import Router
-from deployments.tracing.export import Tracing
 from tests import small
 from tests.links.net import Net, Node
 from tests.router.test_router import Handle, Stoppable

@@ -17,19 +17,19 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings", "cascade.requests"),
     ("cascade.local",),
     ("cascade.bench", "cascade.llm"),
-    ("deployments.metrics", "deployments.tracing"),
+    ("deployments.ops.metrics", "deployments.ops.tracing"),
     (
         "deployments.links",
-        "deployments.admission",
+        "deployments.gateway.admission",
         "deployments.replica",
-        "deployments.scaling",
+        "deployments.ops.scaling",
         "deployments.versions",
     ),
-    ("deployments.chat", "deployments.observer", "deployments.auditor", "deployments.full_tier"),
-    ("deployments.grpc", "deployments.http"),
+    ("deployments.gateway.chat", "deployments.ops.observer", "deployments.ops.auditor", "deployments.full_tier"),
+    ("deployments.gateway.grpc", "deployments.gateway.http"),
     ("deployments.tier", "deployments.router"),
     ("deployments.app",),
-    ("deployments.launch",),
+    ("deployments.ops.launch",),
     ("cascade.cli",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -38,8 +38,9 @@ SERVING = {"ray", "grpc", "fastapi", "starlette", "uvicorn", "google", "deployme
 
 
 def room(module: str) -> str:
-    """``cascade.session`` for ``cascade.session.rounds``."""
-    return ".".join(module.split(".")[:2])
+    """``cascade.session`` for ``cascade.session.rounds``; a house of rooms has one more part: ``deployments.ops.metrics``."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if parts[1:2] in (["gateway"], ["ops"]) else 2])
 
 
 def imported(path: Path) -> set[str]:

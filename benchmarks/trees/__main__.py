@@ -25,7 +25,7 @@ from benchmarks.trees import acceptance, served
 from benchmarks.turns import questions
 from cascade.client import AsyncClient
 from cascade.engine.threads import apart
-from deployments.launch.server import Server
+from deployments.ops.launch.server import Server
 
 RESULTS = Path(__file__).parents[1] / "results" / "trees.json"
 PARTS = ("acceptance", "served")

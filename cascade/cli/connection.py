@@ -32,7 +32,7 @@ class Here:
     """A cascade of this process; its model's chat template writes prompts as a server does."""
 
     def __init__(self, cascade: "Cascade") -> None:
-        from deployments.chat.template import ChatTemplate
+        from deployments.gateway.chat.template import ChatTemplate
 
         self._cascade = cascade
         self._template = ChatTemplate(cascade.tokenizer)
@@ -57,7 +57,7 @@ class Here:
 
     def _message(self, ids: Sequence[int], text: str) -> Message:
         """What the assistant said, its thoughts apart if it has any."""
-        from deployments.chat.thoughts import TAIL, ThoughtSplitter, prompted
+        from deployments.gateway.chat.thoughts import TAIL, ThoughtSplitter, prompted
 
         if not self._template.thinks:
             return {"role": "assistant", "content": text}

@@ -20,9 +20,9 @@ from deployments.links.codec import decode, encode
 from deployments.links.leases import HeldLease, LeasePool, Lessor, Outcome, Prefixes
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
-from deployments.metrics.series import Reading
-from deployments.tracing.export import Tracing
-from deployments.tracing.sessions import AskedSessions
+from deployments.ops.metrics.series import Reading
+from deployments.ops.tracing.export import Tracing
+from deployments.ops.tracing.sessions import AskedSessions
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.leases import GivenLeases
 from deployments.links.tls import server_credentials
-from deployments.tracing.export import Tracing
-from deployments.tracing.sessions import ServedSessions
+from deployments.ops.tracing.export import Tracing
+from deployments.ops.tracing.sessions import ServedSessions
 
 log = logging.getLogger(__name__)
 

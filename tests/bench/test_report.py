@@ -18,10 +18,10 @@ from cascade.bench.scrape import Scrape
 from cascade.client import Client
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
-from deployments.admission.access import ANONYMOUS
-from deployments.admission.metrics import RouterMetrics
-from deployments.admission.places import Places
-from deployments.metrics.page import joined
+from deployments.gateway.admission.access import ANONYMOUS
+from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.gateway.admission.places import Places
+from deployments.ops.metrics.page import joined
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 
@@ -69,7 +69,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
         answer = Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why))
         metrics.completed(answer, 1.0, sampled=True)
 
-    with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
+    with caplog.at_level(logging.INFO, "deployments.gateway.admission.metrics"):
         for why in (None, "no_replica", "disabled", "short", "late", "no_replica", None, None):
             answered(why)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -80,7 +80,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
     """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
     metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
-    with caplog.at_level(logging.INFO, "deployments.admission.metrics"):
+    with caplog.at_level(logging.INFO, "deployments.gateway.admission.metrics"):
         metrics.started(1)
         assert "cascade_speculation_active 1.0" in metrics.text().decode()
         assert caplog.records == []

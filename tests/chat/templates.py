@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cascade.engine.tokenizer import Tokenizer
-from deployments.chat.template import Style
+from deployments.gateway.chat.template import Style
 from tests import small
 from tests.talkers import CALLS, template
 

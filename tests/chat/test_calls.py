@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Chunk, Completion, Stats
-from deployments.chat.calls import CallParser
-from deployments.chat.formats import FORMATS
-from deployments.chat.reader import TurnReader
-from deployments.http.reply import Echo, Form, whole
+from deployments.gateway.chat.calls import CallParser
+from deployments.gateway.chat.formats import FORMATS
+from deployments.gateway.chat.reader import TurnReader
+from deployments.gateway.http.reply import Echo, Form, whole
 
 NAMES = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris }\\" {", "days": [1, {"a": "\\\\"}]}'

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cascade.errors import InvalidRequest
-from deployments.chat.conversation import Conversation
-from deployments.chat.template import ChatTemplate, Style
+from deployments.gateway.chat.conversation import Conversation
+from deployments.gateway.chat.template import ChatTemplate, Style
 from tests.chat.templates import FAMILIES, TURN, Family, loop
 
 Messages = list[dict[str, Any]]

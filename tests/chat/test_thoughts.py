@@ -17,12 +17,12 @@ from cascade.client.chat import Turn
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import Speculation, Structured
-from deployments.chat.calls import CallParser
-from deployments.chat.delta import Delta
-from deployments.chat.formats import FORMATS
-from deployments.chat.reader import TurnReader
-from deployments.chat.template import ChatTemplate
-from deployments.chat.thoughts import CLOSE, OPEN, ThoughtSplitter
+from deployments.gateway.chat.calls import CallParser
+from deployments.gateway.chat.delta import Delta
+from deployments.gateway.chat.formats import FORMATS
+from deployments.gateway.chat.reader import TurnReader
+from deployments.gateway.chat.template import ChatTemplate
+from deployments.gateway.chat.thoughts import CLOSE, OPEN, ThoughtSplitter
 from tests import small
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import params

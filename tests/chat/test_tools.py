@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 
 from cascade.engine.tokenizer import Tokenizer
-from deployments.chat.formats import FORMATS
-from deployments.chat.tools import Toolbox
+from deployments.gateway.chat.formats import FORMATS
+from deployments.gateway.chat.tools import Toolbox
 from tests.cases import rare
 from tests.doors import House, house
 from tests.router.test_http import ask

@@ -16,7 +16,7 @@ from cascade.errors import InvalidRequest, Unavailable
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.chat.template import Style
+from deployments.gateway.chat.template import Style
 from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House

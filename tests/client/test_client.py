@@ -14,7 +14,7 @@ from cascade.client.wire import decode_sampling
 from cascade.messages import Edge, Logprobs, origin
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
-from deployments.grpc.requests import parse_speculation
+from deployments.gateway.grpc.requests import parse_speculation
 from tests.client.canned import Canned
 
 

@@ -102,7 +102,11 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     """Guards images against a package without its weights, its page or the code of its protocol."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"cascade/family/weights/tiny/model.safetensors", "deployments/http/page.html", "cascade/v1/serving_pb2.py"} <= names
+    assert {
+        "cascade/family/weights/tiny/model.safetensors",
+        "deployments/gateway/http/page.html",
+        "cascade/v1/serving_pb2.py",
+    } <= names
     assert {file for file in tracked() if file.startswith(("cascade/", "deployments/"))} - names <= {
         "cascade/family/weights/README.md"
     }

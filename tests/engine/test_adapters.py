@@ -20,7 +20,7 @@ from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
-from deployments.grpc.requests import parse_sampling
+from deployments.gateway.grpc.requests import parse_sampling
 from deployments.links.codec import decode, encode
 from tests import small
 from tests.architectures import VOCAB, build

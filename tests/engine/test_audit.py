@@ -16,7 +16,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Failed, Open, mint
 from cascade.params import SamplingParams, Structured
 from cascade.tier.tier import Tier
-from deployments.auditor import Audit
+from deployments.ops.auditor import Audit
 from tests import small
 from tests.architectures import VOCAB, build
 from tests.engine.test_adapters import adapted, folder  # noqa: F401  # a fixture

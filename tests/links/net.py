@@ -22,7 +22,7 @@ from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, Lessor
 from deployments.links.uplink import LinkServer, authorization
-from deployments.tracing.export import Tracing
+from deployments.ops.tracing.export import Tracing
 from tests.tier.test_tier import NAMES, CountingModel, Silent
 from tests.tier.test_tier import opening as any_opening
 

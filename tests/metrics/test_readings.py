@@ -14,11 +14,11 @@ from cascade.bench.scrape import Scrape, scrape
 from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile
-from deployments.admission.metrics import RouterMetrics, judged
-from deployments.admission.places import Places
-from deployments.metrics.drift import BATCH_S, WARM
-from deployments.metrics.page import Page, joined
-from deployments.metrics.series import SERIES, Reading
+from deployments.gateway.admission.metrics import RouterMetrics, judged
+from deployments.gateway.admission.places import Places
+from deployments.ops.metrics.drift import BATCH_S, WARM
+from deployments.ops.metrics.page import Page, joined
+from deployments.ops.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
 from tests.doors import House, house
 
@@ -189,7 +189,7 @@ def test_drift_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
         return Scrape.parse(metrics.text().decode()).total("acceptance_drift")
 
     alarms = []
-    with caplog.at_level("INFO", "deployments.admission.metrics"):
+    with caplog.at_level("INFO", "deployments.gateway.admission.metrics"):
         for right in [900] * WARM + [500] * 10 + [900] * 20:
             now += BATCH_S
             metrics._watch(Edge("tiny", "full", agreed=right, corrected=1000 - right), "greedy")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.metrics.series import COMMON, PREFIX, SERIES, Series
+from deployments.ops.metrics.series import COMMON, PREFIX, SERIES, Series
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "cluster" / "prometheus" / "rules.yaml"

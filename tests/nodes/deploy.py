@@ -14,8 +14,8 @@ def deploy() -> None:
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
     from deployments.app import build
-    from deployments.grpc.ingress import SERVICER
-    from deployments.launch.server import APPLICATION, QUIET
+    from deployments.gateway.grpc.ingress import SERVICER
+    from deployments.ops.launch.server import APPLICATION, QUIET
 
     application = build(json.load(sys.stdin))
     ray.init(address="auto", log_to_driver=False)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from cascade.settings.router import AccessConfig, KeyLimits
-from deployments.admission.access import Access, Account
-from deployments.admission.lifetime import Lifetime
-from deployments.admission.places import Places
+from deployments.gateway.admission.access import Access, Account
+from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.admission.places import Places
 
 KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
 

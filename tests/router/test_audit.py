@@ -15,8 +15,8 @@ from cascade.client import Client
 from cascade.messages import Message, Proposal
 from cascade.params import SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
-from deployments.admission.admission import Admission
-from deployments.auditor import Auditor
+from deployments.gateway.admission.admission import Admission
+from deployments.ops.auditor import Auditor
 from tests import small
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
 from tests.doors import House, house

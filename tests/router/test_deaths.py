@@ -12,7 +12,7 @@ from ray import serve
 from cascade import Cascade, Completion, SamplingParams, Speculation
 from cascade.bench.scrape import scrape
 from cascade.client import AsyncClient, Client
-from deployments.launch.server import APPLICATION, Server
+from deployments.ops.launch.server import APPLICATION, Server
 from tests.conftest import LONG_S
 from tests.router.test_serve import PROMPT, alone, settle, wait_until
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.admission.fair_queue import FairQueue, Ticket
-from deployments.admission.lifetime import Lifetime
-from deployments.admission.places import Places
+from deployments.gateway.admission.fair_queue import FairQueue, Ticket
+from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.admission.places import Places
 
 COST = st.integers(1, 200)
 WEIGHT = st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0])

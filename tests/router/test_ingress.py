@@ -12,7 +12,7 @@ from ray.serve._private.grpc_util import get_grpc_response_status
 from ray.serve._private.http_util import get_http_response_status
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.grpc import ingress
+from deployments.gateway.grpc import ingress
 
 GONE = "The router that wrote the answer is gone: ask again"
 METHOD = "/cascade.v1.Cascade/Generate"

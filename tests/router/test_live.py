@@ -9,8 +9,8 @@ from cascade.client import Client
 from cascade.errors import ConfigError, InvalidRequest, Overloaded
 from cascade.params import SamplingParams
 from cascade.settings.router import AccessConfig, KeyLimits
-from deployments.admission.access import Access
-from deployments.admission.places import Places
+from deployments.gateway.admission.access import Access
+from deployments.gateway.admission.places import Places
 from tests.doors import House, house
 from tests.router.test_admission import Crowd
 

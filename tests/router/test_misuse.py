@@ -18,8 +18,8 @@ from cascade.errors import InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.http.events import ClientLeft, Events
-from deployments.http.openai import ChatBody, CompletionBody, SamplingBody
+from deployments.gateway.http.events import ClientLeft, Events
+from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
 from tests.doors import House, house
 from tests.router.test_http import ask

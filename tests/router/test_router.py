@@ -14,11 +14,11 @@ from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
-from deployments import observer
 from deployments import router as module
-from deployments.admission.lifetime import Lifetime
 from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, next_proposal
+from deployments.gateway.admission.lifetime import Lifetime
 from deployments.links import replica_status
+from deployments.ops import observer
 from deployments.router import Router
 from tests import small
 from tests.links.net import Net, Node, empty, tidy, until  # noqa: F401  # fixtures

@@ -24,7 +24,7 @@ from cascade.client.responses import CompletionBuilder
 from cascade.errors import DeadlineExceeded
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.launch.server import APPLICATION, Server
+from deployments.ops.launch.server import APPLICATION, Server
 from tests.cases import crossed, rare
 from tests.conftest import LONG_S
 

@@ -12,8 +12,8 @@ from cascade.client import Client
 from cascade.errors import Overloaded
 from cascade.params import Handling, SamplingParams
 from cascade.settings.config import CascadeConfig
-from deployments.launch.server import Server
-from deployments.observer import OBSERVE_S
+from deployments.ops.launch.server import Server
+from deployments.ops.observer import OBSERVE_S
 from tests.conftest import LONG_S, Cluster
 
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)

@@ -7,7 +7,7 @@ import pytest
 from cascade import errors
 from cascade.client.connection import ERRORS
 from cascade.errors import CascadeError, Overloaded
-from deployments.admission.status import STATUSES, refusal
+from deployments.gateway.admission.status import STATUSES, refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 KINDS = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CascadeError)}

@@ -15,8 +15,8 @@ from cascade.params import Handling, SamplingParams
 from cascade.settings.router import KeyLimits
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.admission import access
-from deployments.admission.access import Account
+from deployments.gateway.admission import access
+from deployments.gateway.admission.access import Account
 from deployments.links.siblings import Siblings
 from tests.doors import House, house
 from tests.router.test_http import ask

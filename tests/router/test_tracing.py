@@ -19,8 +19,8 @@ from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
-from deployments.tracing import export
-from deployments.tracing.export import Tracing, above, exporters, told, tracing
+from deployments.ops.tracing import export
+from deployments.ops.tracing.export import Tracing, above, exporters, told, tracing
 from tests.doors import House, house
 from tests.links.net import Node
 from tests.router.test_http import PROMPT, ask
@@ -330,7 +330,7 @@ def test_exporters_that_are_not_there_are_refused(
 def test_spans_go_where_the_environment_says() -> None:
     """Guards a process of its own, as a replica is: provider, exporter and the names that processes have in traces."""
     code = """
-from deployments.tracing.export import flush, tracing
+from deployments.ops.tracing.export import flush, tracing
 made = tracing("router")
 assert made is not None and made is not tracing("router")
 made.tracer.start_span("cascade.request").end()

@@ -14,9 +14,9 @@ from cascade.tier.tier import Tier
 from deployments import app
 from deployments.links import replica_status
 from deployments.links.leases import COUNT_S, LeasePool
-from deployments.scaling import board as boards
-from deployments.scaling.load import LoadReport
-from deployments.scaling.policy import TierPolicy
+from deployments.ops.scaling import board as boards
+from deployments.ops.scaling.load import LoadReport
+from deployments.ops.scaling.policy import TierPolicy
 from tests import small
 from tests.tier.test_tier import opening
 
@@ -46,7 +46,7 @@ def test_tiers_are_scaled_together() -> None:
         (1, 1, 3),
     ]
     assert all(one.upscale_delay_s == one.downscale_delay_s == 0 for one in scaling.values())
-    assert all(one.policy.policy_function == "deployments.scaling.policy:TierPolicy" for one in scaling.values())
+    assert all(one.policy.policy_function == "deployments.ops.scaling.policy:TierPolicy" for one in scaling.values())
     assert found["full"].init_kwargs["scaled_to_zero"] == ["tiny"], "medium always has a replica"
     assert options(config(3, full=TWO_GPUS))["medium"]._deployment_config.autoscaling_config.initial_replicas == 0
 

@@ -24,7 +24,7 @@ from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
 from deployments import app, versions
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
-from deployments.grpc.ingress import SERVICER
+from deployments.gateway.grpc.ingress import SERVICER
 from tests import small
 
 CLUSTER = Path(__file__).parents[2] / "cluster"

@@ -14,8 +14,8 @@ from cascade.params import Structured
 from cascade.scorer import UNIT, gap_byte
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
-from deployments.admission.metrics import Divergence
-from deployments.auditor import Audit
+from deployments.gateway.admission.metrics import Divergence
+from deployments.ops.auditor import Audit
 from tests.tier.test_tier import (  # noqa: F401  # fixtures
     PROMPT,
     CountingModel,

@@ -1,0 +1,207 @@
+"""What every request passes before it reaches a tier, by whatever protocol it came: keys, limits, places, counters."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cascade.answer import Chunk
+from cascade.errors import CascadeError, InvalidRequest, TooLarge
+from cascade.messages import Open, mint
+from cascade.settings.config import CascadeConfig
+from cascade.tier.scheduler import PRIORITY_S
+from deployments.gateway.admission.access import Access, Account
+from deployments.gateway.admission.fair_queue import Ticket
+from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.gateway.admission.places import Places
+from deployments.gateway.admission.status import status_of
+from deployments.ops.tracing.export import tracing
+from deployments.ops.tracing.request import RequestTrace, request_trace
+
+access = logging.getLogger("deployments.access")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def request_id(given: str) -> str:
+    """The name that a client gave its request; raises `InvalidRequest` if it is not fit for headers and logs."""
+    if not REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    return given
+
+
+@dataclass(eq=False, slots=True)
+class ActiveRequest:
+    """One request while it is served; it may have several answers."""
+
+    id: str
+    account: Account
+    lifetime: Lifetime
+    since: float = field(default_factory=time.monotonic)  # when it arrived
+    outcomes: list[str] = field(default_factory=list)  # of its answers that are over
+    num_read: int = 0  # tokens of prompts
+    num_written: int = 0
+    trace: RequestTrace = field(default_factory=RequestTrace)
+
+    def ended(self, outcome: str, num_read: int, num_written: int) -> None:
+        """One of its answers is over."""
+        self.outcomes.append(outcome)
+        self.num_read += num_read
+        self.num_written += num_written
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """What the log says of it: nothing that anybody wrote."""
+        return {
+            "request_id": self.id,
+            "key": self.account.name,
+            "outcomes": ",".join(sorted(set(self.outcomes))) or "none",
+            "answers": len(self.outcomes),
+            "prompt_tokens": self.num_read,
+            "output_tokens": self.num_written,
+            "seconds": round(time.monotonic() - self.since, 3),
+        }
+
+
+class Admission:
+    """Admits requests, counts and charges their answers, and ends them before their time."""
+
+    def __init__(self, config: CascadeConfig) -> None:
+        self.limits = config.router.limits
+        self.access = Access.load(config.router.access)
+        self.places = Places(config.router.max_running, config.router.max_waiting)
+        self.metrics = RouterMetrics(self.places, config.names)
+        self.tracing = tracing("router")
+        self._logs = config.router.access.log
+        self._active: set[ActiveRequest] = set()
+
+    def change(self, config: CascadeConfig) -> None:
+        """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
+        router = config.router
+        self.access.limit(router.access)
+        self.limits, self._logs = router.limits, router.access.log
+        self.places.resize(router.max_running, router.max_waiting)
+
+    @contextlib.contextmanager
+    def admitted(
+        self,
+        account: Account,
+        id: str | None,
+        timeout_s: float | None,
+        openings: Sequence[Open],
+        *,
+        since: float,
+        headers: Iterable[tuple[str, object]] = (),
+    ) -> Iterator[ActiveRequest]:
+        """Hold what a request needs that came at ``since`` with ``headers``, or metadata, for the answers to ``openings``.
+
+        Raises `PermissionDenied`, `InvalidRequest`, `Overloaded` or `Unavailable` at once.
+        """
+        num_answers = len(openings)
+        for priority in {opening.priority for opening in openings}:
+            account.check_priority(priority)
+        request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
+        request.lifetime.check()
+        with account.admitted(num_answers), self.places.admitted(num_answers):
+            self._active.add(request)
+            request.trace = request_trace(self.tracing, headers, since)
+            try:
+                yield request
+            finally:
+                self._active.discard(request)
+                summary = request.summary
+                request.trace.end(summary)
+                if self._logs:
+                    access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
+        most = self.limits.max_prompt_chars
+        if num_chars > most:
+            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
+
+    def _turn(self, opening: Open, request: ActiveRequest) -> contextlib.AbstractAsyncContextManager[Ticket]:
+        """The turn of one of its answers."""
+        account, read = request.account, len(opening.tokens)
+        most = opening.params.max_tokens - (read - opening.prompt_len)
+        rank = request.since + PRIORITY_S * opening.priority  # as at the tiers
+        return self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
+
+    def abort(self, key: str, id: str) -> int:
+        """End the requests with this id of the key of this name; how many there were."""
+        found = [request for request in self._active if request.id == id and request.account.name == key]
+        for request in found:
+            request.lifetime.abort()
+        return len(found)
+
+    def abort_all(self) -> None:
+        """End all requests: the server goes."""
+        for request in list(self._active):
+            request.lifetime.abort(leaving=True)
+
+    @contextlib.asynccontextmanager
+    async def answering(self, opening: Open, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
+        """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
+        record = AnswerRecord(opening, request, index, self.metrics)
+        request.account.charge(len(opening.tokens))
+        if len(opening.tokens) > opening.prompt_len:
+            self.metrics.resumed()
+        try:
+            async with self._turn(opening, request) as record.ticket:
+                record.turn()
+                yield record
+        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer
+            record.outcome = "left" if record.outcome == "failed" else record.outcome
+            raise
+        except CascadeError as error:
+            record.outcome = status_of(error).code
+            raise
+        finally:
+            self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            request.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            record.trace.end(record.outcome, len(record.tokens))
+
+
+class AnswerRecord:
+    """What is counted of one answer while it is written; ``opening`` is what to ask the full tier."""
+
+    ticket: Ticket
+
+    def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
+        self.trace = request.trace.answer(opening, index)
+        self.opening = self.trace.opening
+        self.tokens: list[int] = []  # that were sent
+        self.outcome = "failed"
+        self._request = request
+        self._metrics = metrics
+        self._last = request.since  # when the last piece had been sent
+
+    def turn(self) -> None:
+        """Its turn has come."""
+        self._metrics.turn(time.monotonic() - self._request.since)
+        self.trace.turn()
+
+    def piece(self, chunk: Chunk) -> None:
+        """The next piece is about to be sent."""
+        if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
+            return
+        now, first = time.monotonic(), not self.tokens
+        if first:
+            self.trace.first_piece()
+        self._metrics.piece(now - self._last, first=first)
+        self.tokens += chunk.token_ids
+        self.ticket.written = len(self.tokens)
+        self._request.account.charge(len(chunk.token_ids))
+        if chunk.completion is not None:
+            self.outcome = chunk.completion.finish_reason
+            sampled = self.opening.params.temperature > 0
+            self._metrics.completed(chunk.completion, now - self._request.since, sampled=sampled)
+
+    def sent(self, chunk: Chunk) -> None:
+        """The client's stream has taken the piece."""
+        if chunk.token_ids:
+            self._last = time.monotonic()

@@ -1,0 +1,124 @@
+"""Places of a router: how many answers are written at once, how many wait, and whose turn is next."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from cascade.errors import InvalidRequest, Overloaded, Unavailable
+from deployments.gateway.admission.access import ANONYMOUS
+from deployments.gateway.admission.fair_queue import FairQueue, Ticket
+from deployments.gateway.admission.lifetime import LEAVING, Lifetime
+
+FULL_RETRY_AFTER_S = 1.0  # when a client should ask a full server again
+
+
+class Places:
+    """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, see `FairQueue`."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
+        self._room = max_running + max_waiting
+        self._free = max_running  # turns that nobody has; less than none where there are fewer than before
+        self._queue = FairQueue()
+        self._calls: dict[Ticket, asyncio.Future[None]] = {}  # of those that wait
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.num_admitted = 0
+        self.num_running = 0
+        self.closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_admitted - self.num_running
+
+    def check(self, num_answers: int = 1) -> None:
+        """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
+        if self.closed:
+            raise Unavailable(LEAVING)
+        if num_answers > self._room:
+            raise InvalidRequest(
+                f"The request asks for {num_answers} answers at once: the server takes {self._room}; "
+                "send fewer prompts, or a smaller n"
+            )
+        if self.num_admitted + num_answers > self._room:
+            raise Overloaded(
+                f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait",
+                FULL_RETRY_AFTER_S,
+            )
+
+    @contextlib.contextmanager
+    def admitted(self, num_answers: int) -> Iterator[None]:
+        """Hold places for the answers of a request; raises what `check` raises, at once."""
+        self.check(num_answers)
+        self.num_admitted += num_answers
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.num_admitted -= num_answers
+            if not self.num_admitted:
+                self._empty.set()
+
+    @contextlib.asynccontextmanager
+    async def turn(
+        self, lifetime: Lifetime, name: str = ANONYMOUS, weight: float = 1.0, read: int = 0, most: int = 0, rank: float = 0.0
+    ) -> AsyncIterator[Ticket]:
+        """Wait for the turn of one admitted answer of key ``name``, and hold it; raises what ends its ``lifetime`` before.
+
+        The answer reads so many tokens, and writes at most so many: how many it did, the caller counts on the ticket.
+        """
+        ticket = self._queue.join(name, weight, read, most, rank)
+        await self._called(ticket, lifetime)
+        self.num_running += 1
+        try:
+            yield ticket
+        finally:
+            self.num_running -= 1
+            self._queue.settle(ticket)
+            self._give_back(1)
+
+    def resize(self, max_running: int, max_waiting: int) -> None:
+        """Have so many places from now on; what is being written or waits has its own until it ends."""
+        more, self._max_running, self._room = max_running - self._max_running, max_running, max_running + max_waiting
+        self._give_back(more)
+
+    def _give_back(self, turns: int) -> None:
+        """So many more are free; with fewer than before, none is until that many answers have ended."""
+        self._free += turns
+        self._call()
+
+    async def _called(self, ticket: Ticket, lifetime: Lifetime) -> None:
+        """Return when it is the answer's turn; one that leaves before takes none along."""
+        called = self._calls[ticket] = asyncio.get_running_loop().create_future()
+        self._call()
+        try:
+            await lifetime.wait(lambda: called)
+        except BaseException:
+            if self._calls.pop(ticket, None) is not None:
+                self._queue.leave(ticket)
+            elif not called.cancelled():  # called in the very moment in which it left
+                self._queue.undo(ticket)
+                self._give_back(1)
+            raise
+
+    def _call(self) -> None:
+        """Give free turns to those who are next."""
+        while self._free > 0 and (ticket := self._queue.next()) is not None:
+            called = self._calls.pop(ticket)
+            if called.cancelled():  # it is about to leave
+                self._queue.undo(ticket)
+            else:
+                self._free -= 1
+                called.set_result(None)
+
+    async def idle(self) -> None:
+        """Wait until nothing is admitted."""
+        await self._empty.wait()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Admit nothing more, and wait until all answers are written; False if that took too long."""
+        self.closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        return not self.num_admitted

@@ -1,0 +1,293 @@
+"""What OpenAI's clients say in a conversation: messages, the tools that the assistant may call, and its calls."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from jsonschema_rs import ValidationError, Validator, validator_for
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
+
+from cascade.errors import InvalidRequest
+from cascade.params import LONE_SURROGATE, is_text
+from deployments.gateway.chat.template import Style
+
+Text = Annotated[str, Field(max_length=4_000_000)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=128)]
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")  # of JSON schema; the first unless one is named
+MAX_TOOLS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of a message
+MAX_FIELDS = 128  # of an object of our own: more are not looked at, each would be an error of its own
+
+
+def parsed_object(text: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is; raises `ValueError`."""
+    try:
+        parsed = json.loads(text)
+        shown = json.dumps(parsed, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        parsed, shown = None, ""
+    if not isinstance(parsed, dict):
+        raise ValueError("it must be the text of a JSON object")
+    if not is_text(shown):
+        raise ValueError(LONE_SURROGATE)
+    return parsed
+
+
+@cache
+def _judge(draft: str) -> Validator:
+    """Tells schemas of a draft from others, in a thousandth of Python's time; fetches nothing, whatever they name."""
+    place = f"{'https' if '/' in draft else 'http'}://json-schema.org/{draft}/schema"
+    return validator_for({"$schema": place, "$ref": place})
+
+
+class Body(BaseModel):
+    """No unknown fields, no conversions: "5" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"it has {len(value)} fields: none is known of more than {MAX_FIELDS}")
+        return value
+
+
+class Kept(Body):
+    """Keeps what the client sent beside what it means: chat templates get the former, down to the order of fields."""
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(value)
+        if isinstance(value, dict):
+            made._given = value
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The client's own object; not to be changed."""
+        return self._given
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """What the assistant called."""
+
+    name: FunctionName
+    arguments: Text  # a JSON object as text; "" is an empty one
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        parsed_object(value or "{}")
+        return value
+
+
+class CallBody(Body):
+    """A call that the assistant made earlier."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of streamed answers that are sent back as they came
+
+
+class ChatMessage(Kept):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: Text | None = None  # what the assistant thought
+    reasoning: Text | None = None  # the same, as other servers name it
+    # in answers of OpenAI's own client that are sent back as they came; they say nothing
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.content is None and not self.tool_calls and self.thoughts is None:
+            raise ValueError("content is missing: add it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are given with the role {self.role!r}: only the assistant calls tools")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id is needed with the role 'tool', and with no other")
+        if self.thoughts is not None and self.role != "assistant":
+            raise ValueError(f"reasoning_content is given with the role {self.role!r}: only the assistant thinks")
+        if self.reasoning not in (None, self.thoughts):
+            raise ValueError("reasoning_content and reasoning differ: give one of them")
+        return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """What came before its content, if that is told."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @property
+    def text(self) -> str:
+        """Its content."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of what it says, thinks and calls."""
+        called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.thoughts or "") + called
+
+
+class FunctionBody(Body):
+    """A function that the assistant may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; none if not given
+    strict: bool | None = None  # its arguments are held to the schema whenever it is called
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return value
+        if value.get("type", "object") != "object":
+            raise ValueError("the schema must be that of an object")
+        named = str(value.get("$schema", ""))
+        draft = next((draft for draft in DRAFTS if named.rstrip("#").endswith(f"json-schema.org/{draft}/schema")), DRAFTS[0])
+        try:
+            _judge(draft).validate(value)
+        except ValidationError as error:
+            where = ".".join(map(str, error.instance_path)) or "the schema"
+            raise ValueError(f"no JSON schema, {where[:60]}: {error.message[:120]}") from None
+        except Exception:  # whatever else a validator stumbles over: numbers, depth
+            raise ValueError("no JSON schema") from None
+        return value
+
+    @property
+    def schema_of_object(self) -> dict[str, Any]:
+        """What its arguments must be."""
+        return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+
+
+class ToolBody(Kept):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class FunctionChoice(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(Body):
+    """Call this function."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[ToolBody], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class StyleBody(Body):
+    """How a conversation becomes a prompt; named as in vLLM."""
+
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # one more, for templates that read it
+    add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
+    continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
+
+    @property
+    def style(self) -> Style:
+        goes_on = bool(self.continue_final_message)
+        prompts = self.add_generation_prompt is not False and not goes_on
+        return Style(self.chat_template_kwargs or {}, prompts, goes_on, self.reasoning_effort)
+
+    def check_style(self, messages: Messages) -> None:
+        """Raise `ValueError` if there is nothing to go on with."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message are both true: leave one out")
+        last = messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text.strip():
+            raise ValueError("continue_final_message is true: the last message must be the assistant's, words without calls")
+
+
+class Conversation(StyleBody):
+    """What is said so far, and what the assistant may call; whatever protocol it comes by."""
+
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # as in vLLM; false: thoughts are left out of the answer
+    separate_reasoning: bool | None = None  # as in SGLang; false: thoughts stay in the content, with their tags
+
+    @model_validator(mode="after")
+    def _answers_calls(self) -> Self:
+        if self.include_reasoning is False and self.separate_reasoning is False:
+            raise ValueError("include_reasoning and separate_reasoning are both false: leave one out")
+        check_results(self.messages)
+        self.check_style(self.messages)
+        return self
+
+    @property
+    def chosen_tool(self) -> ToolChoice:
+        """The choice, or the one that is meant where nothing is said; raises `InvalidRequest`."""
+        choice = self.tool_choice
+        if self.tools is None:
+            odd = "tool_choice" if choice not in (None, "none") else "parallel_tool_calls"
+            if choice not in (None, "none") or self.parallel_tool_calls is not None:
+                raise InvalidRequest(f"{odd} is given without tools: add tools, or leave it out")
+            return "none"
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidRequest(f"tools have two functions named {twice!r}: give each its own name")
+        if choice is None or isinstance(choice, str):
+            return choice or "auto"
+        name = choice.function.name
+        if name not in names:
+            raise InvalidRequest(f"tool_choice names {name!r}: tools have {', '.join(names)[:200]}")
+        return choice
+
+
+def check_results(messages: Sequence[ChatMessage]) -> None:
+    """Raise `ValueError` if a tool answers what nobody asked."""
+    asked: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.tool_call_id is not None and message.tool_call_id not in asked:
+            name = message.tool_call_id[:60]
+            raise ValueError(f"messages.{index}.tool_call_id is {name!r}: no call before it has this id")
+        asked |= {call.id for call in message.tool_calls or ()}

@@ -1,0 +1,67 @@
+"""What Ray Serve's gRPC proxies run to know our service: the name to give as ``grpc_servicer_functions``."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from ray.exceptions import RayActorError
+from ray.serve._private import proxy
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from cascade.v1 import serving_pb2_grpc
+
+SERVICER = "deployments.gateway.grpc.ingress.add_CascadeServicer_to_server"
+
+
+def add_CascadeServicer_to_server(servicer: serving_pb2_grpc.CascadeServicer, server: grpc.aio.Server) -> None:
+    """Add the service; called in the proxy's process."""
+    attend()
+    serving_pb2_grpc.add_CascadeServicer_to_server(servicer, server)
+
+
+def attend() -> None:
+    """Let the proxy cancel a request whose client leaves while a piece of the answer is being written to it, and say in plain
+    words that a router is gone.
+
+    The proxy of Ray 2.60 notices only while it waits for the next piece, so that the requests of one client in five went on to
+    their end; and clients were told of actors. Ray has no public way to tell it; where the private class is missing the proxy
+    does as before.
+    """
+    original = getattr(proxy, "ProxyResponseGenerator", None)
+    if isinstance(original, type) and not issubclass(original, _Attended):
+        proxy.ProxyResponseGenerator = type("ProxyResponseGenerator", (_Attended, original), {})
+
+
+class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is not typed
+    """Of a kind that the proxy tells its clients as UNAVAILABLE, or 503."""
+
+    def __init__(self) -> None:
+        super().__init__(DeploymentID("router"))
+
+    @property
+    def message(self) -> str:
+        return "The router that wrote the answer is gone: ask again"
+
+
+class _Attended:
+    """Mixed into the proxy's answers: the request ends with the call in whose task it was made."""
+
+    _response: Any
+    _done: bool
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        call = asyncio.current_task()
+        if call is not None:
+            call.add_done_callback(self._end)
+
+    async def __anext__(self) -> Any:
+        try:
+            return await super().__anext__()  # type: ignore[misc]  # of the proxy's class
+        except RayActorError as error:
+            raise RouterGone from error
+
+    def _end(self, call: "asyncio.Task[Any]") -> None:
+        if not self._done and not self._response.cancelled():
+            self._response.cancel()

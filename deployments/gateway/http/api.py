@@ -1,0 +1,355 @@
+"""OpenAI's API over HTTP, and the page."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+
+from cascade.answer import Chunk
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import CascadeError, InvalidRequest, NotFound, Unavailable
+from cascade.messages import Open
+from cascade.params import MAX_SEED, Handling, SamplingParams, Speculation
+from deployments.gateway.admission.admission import ActiveRequest, Admission
+from deployments.gateway.admission.metrics import CONTENT_TYPE
+from deployments.gateway.admission.status import mistake, refusal
+from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
+from deployments.gateway.chat.reader import TurnReader
+from deployments.gateway.http.events import Events, attended
+from deployments.gateway.http.merge import gathered, merged, streamed
+from deployments.gateway.http.middleware import Middleware
+from deployments.gateway.http.openai import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    IgnoredFields,
+    SamplingBody,
+    StreamOptions,
+    TokenizeBody,
+)
+from deployments.gateway.http.reply import Echo, Form
+
+PAGE_FILE = Path(__file__).with_name("page.html")
+PAGE_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        "script-src 'unsafe-inline'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+    )
+)
+Asked = TypeVar("Asked", bound=SamplingBody)
+STARTED = int(time.time())
+BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
+Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
+REFUSALS = {
+    400: "The request cannot be honoured",
+    401: "No known API key",
+    403: "The API key does not allow it",
+    404: "No such model or path",
+    413: "Too large",
+    429: "Overloaded: try again after Retry-After seconds",
+    499: "Aborted",
+    503: "No replica, or shutting down",
+    504: "Deadline exceeded",
+}
+ERROR_BODY = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": ERROR_BODY}}} for status, text in REFUSALS.items()
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer", "content": {"application/json": {}, "text/event-stream": {}}}
+}
+
+
+class Backend(Protocol):
+    """What of the router the API needs."""
+
+    admission: Admission
+    tokenizer: Tokenizer
+    max_model_len: int
+    assistant: Assistant
+
+    @property
+    def model_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    @property
+    def chain_names(self) -> tuple[str, ...]: ...
+
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
+
+    async def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation,
+        handling: Handling,
+        known: Sequence[int] = (),
+    ) -> Open: ...
+
+    async def known(self, openings: Sequence[Open]) -> list[Chunk]: ...
+
+    async def metrics(self) -> bytes: ...
+
+    def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
+
+
+class Api:
+    """The HTTP API of one router."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._admission = backend.admission
+
+    def application(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
+        app.add_middleware(Middleware, admission=self._admission)
+        app.add_exception_handler(RequestValidationError, self._malformed)
+        app.add_exception_handler(HTTPException, self._no_route)
+        app.add_exception_handler(CascadeError, self._refused)
+        open_: dict[str, Any] = {"response_model": None}
+        keyed: dict[str, Any] = {"response_model": None, "responses": RESPONSES, "dependencies": [Depends(BEARER)]}
+        written: dict[str, Any] = {**keyed, "responses": RESPONSES | STREAMED}
+        app.get("/", include_in_schema=False, **open_)(self.page)
+        app.get("/metrics", include_in_schema=False, **open_)(self.metrics)
+        app.get("/health", responses={503: RESPONSES[503]}, **open_)(self.health)
+        for path, answer in (("/", self.page), ("/health", self.health)):  # as load balancers ask
+            app.head(path, include_in_schema=False, **open_)(answer)
+        app.get("/v1/models", **keyed)(self.models)
+        app.get("/v1/models/{name:path}", **keyed)(self.describe_model)
+        app.post("/tokenize", **keyed)(self.tokenize)
+        app.post("/detokenize", **keyed)(self.detokenize)
+        app.post("/v1/completions", **written)(self.complete)
+        app.post("/v1/chat/completions", **written)(self.chat)
+        return app
+
+    # answered without a tier
+
+    async def page(self) -> Response:
+        """The page to look at."""
+        return HTMLResponse(PAGE_FILE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
+
+    async def health(self) -> Response:
+        """Whether requests are taken."""
+        if self._admission.places.closed:
+            raise Unavailable("The server is shutting down")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Counters for Prometheus."""
+        return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        """What is served, by all its names, and its adapters."""
+        names = (*self._backend.model_names, *self._backend.adapters)
+        return JSONResponse({"object": "list", "data": [self._model(name, request) for name in names]})
+
+    async def describe_model(self, name: str, request: Request) -> Response:
+        """The model, if it is this one, or an adapter of it."""
+        self._check_model(name)
+        return JSONResponse(self._model(name, request))
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text or a conversation."""
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("Give either prompt or messages")
+        if body.tools is not None and body.messages is None:
+            raise InvalidRequest("tools are given without messages: leave them out")
+        if body.messages is not None:
+            ids = await self._backend.assistant.encode(body.messages, body.tools, body.style)
+        else:
+            ids = list(await self._backend.encode(body.prompt or ""))
+        return JSONResponse({"count": len(ids), "max_model_len": self._backend.max_model_len, "tokens": ids})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        self._check_model(body.model)
+        return JSONResponse({"prompt": await self._decode(body.tokens)})
+
+    # completions
+
+    async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
+        """Go on with one or more prompts."""
+        self._admission.places.check()  # before the work of reading it
+        body = self._adapted(body)
+        prompts = self._prompts(body)
+        ids = [await self._backend.encode(prompt) for prompt in prompts]
+        params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
+        return await self._answer("text", body, params, ids, echoes, request, timeout_s)
+
+    async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
+        """The assistant's next turn."""
+        self._admission.places.check()
+        body = self._adapted(body)
+        task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
+        return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
+
+    async def _answer(
+        self,
+        kind: Literal["chat", "text"],
+        body: SamplingBody,
+        params: SamplingParams,
+        ids: Sequence[Sequence[int]],
+        echoes: Sequence[Echo],
+        request: Request,
+        timeout_s: float | None,
+        reader: Callable[[], TurnReader] | None = None,
+    ) -> Any:
+        """Admit everything at once, then write it, whole or in pieces."""
+        if body.answers > self._admission.limits.max_n:
+            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options is given without stream: set stream to true")
+        if body.watch and not body.stream:
+            raise InvalidRequest("watch is given without stream: set stream to true")
+        openings = await self._openings(body, params, ids)
+        known = None if body.resume is None else await self._backend.known(openings)
+        id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
+        options = body.stream_options or StreamOptions()
+        form = Form(
+            kind,
+            id,
+            body.model if body.model in self._backend.adapters else self._backend.model_names[0],
+            history=body.history,
+            usage=options.include_usage,
+            prompt_tokens=sum(map(len, ids)) if options.continuous_usage_stats else None,
+            name=None if params.logprobs is None else self._name,
+            reader=reader,
+        )
+        ignored = self._ignored(body)
+        warning = {"warning": f'299 - "No effect here: {", ".join(ignored)}"'} if ignored else {}
+        echoes = [echo for echo in echoes for _ in range(body.answers)]
+        with contextlib.ExitStack() as held:
+            said, headers = request.state, request.headers.items()
+            limits = said.account, said.request_id, timeout_s, openings
+            active = held.enter_context(self._admission.admitted(*limits, since=said.since, headers=headers))
+            sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
+            if not body.stream:
+                answer = await attended(request.receive, gathered(form, merged(sources), echoes))
+                return JSONResponse(answer, headers=warning)
+            events = streamed(form, merged(sources), echoes, known)
+            first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
+            return Events(events, first, held.pop_all(), warning)
+
+    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
+        """One for each answer; the seeds of several answers follow each other."""
+        known = body.known(len(ids) * body.answers)
+        params = params.seeded()
+        assert params.seed is not None
+        seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
+        drafts, handling = body.drafts(), body.handling()
+        asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
+        return [await self._backend.admit(prompt, one, drafts, handling, had) for (prompt, one), had in asked]
+
+    def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
+        prompts = body.prompts
+        if len(prompts) > self._admission.limits.max_prompts:
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {self._admission.limits.max_prompts}")
+        return prompts
+
+    async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
+        """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
+        text = prompt if isinstance(prompt, str) else await self._decode(prompt)
+        if params.prompt_logprobs is None:
+            return Echo(text)
+        begins = await asyncio.to_thread(self._backend.tokenizer.begins, ids)
+        return Echo(text, tuple(min(begin, len(text)) for begin in begins))
+
+    async def _decode(self, ids: Sequence[int]) -> str:
+        most = self._backend.tokenizer.num_ids
+        wrong = next((token for token in ids if token >= most), None)
+        if wrong is not None:
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
+        decode = self._backend.tokenizer.decode
+        return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
+
+    def _name(self, token: int) -> str:
+        """The text of one token, special ones too."""
+        return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
+
+    def _ignored(self, body: SamplingBody) -> list[str]:
+        """Fields that are given and change nothing."""
+        ignored = [name for name in IgnoredFields.model_fields if getattr(body, name) is not None]
+        effort = isinstance(body, ChatBody) and body.reasoning_effort is not None
+        if effort and "reasoning_effort" not in self._backend.assistant.variables:
+            ignored.append("reasoning_effort")
+        return ignored
+
+    def _check_model(self, name: str | None) -> None:
+        known = (*self._backend.model_names, *self._backend.adapters)
+        if name is not None and name not in known:
+            raise NotFound(f"model is {name[:200]!r}: this server has {', '.join(map(repr, known))[:200]}")
+
+    def _adapted(self, body: Asked) -> Asked:
+        """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
+        self._check_model(body.model)
+        if body.model not in self._backend.adapters:
+            return body
+        if body.adapter not in (None, body.model):
+            raise InvalidRequest(f"model names the adapter {body.model!r}, and adapter is {body.adapter!r}: leave one out")
+        return body.model_copy(update={"adapter": body.model})
+
+    def _model(self, name: str, request: Request) -> dict[str, Any]:
+        """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
+        backend, account = self._backend, request.state.account
+        key = {"name": account.name, **account.limits.model_dump()}
+        chat = backend.tokenizer.backend.chat_template is not None
+        ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
+        parent = backend.model_names[0] if name in backend.adapters else None
+        return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
+
+    # errors
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        refused = refusal(error)
+        self._admission.metrics.refused(refused.status.code)
+        return JSONResponse(refused.body, refused.status.http, dict(refused.metadata))
+
+    async def _malformed(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        param, message = mistake(error.errors())
+        refused = replace(refusal(InvalidRequest(message)), param=param)
+        self._admission.metrics.refused(refused.status.code)
+        return JSONResponse(refused.body, refused.status.http)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return await self._refused(request, NotFound(f"There is no {request.url.path[:200]!r} here"))
+        refused = refusal(InvalidRequest(f"{request.method} {request.url.path[:200]!r}: {error.detail}"))
+        self._admission.metrics.refused(refused.status.code)
+        return JSONResponse(refused.body, error.status_code, error.headers)

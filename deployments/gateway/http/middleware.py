@@ -1,0 +1,143 @@
+"""Between the web server and the application: limits of bodies in size and time, slow readers, clients that leave."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
+from cascade.messages import mint
+from cascade.params import LONE_SURROGATE
+from deployments.gateway.admission.admission import Admission, request_id
+from deployments.gateway.admission.status import Refusal, refusal
+from deployments.gateway.http.events import ClientLeft
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json"})  # to all, whatever keys there are
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
+
+
+class Middleware:
+    """Looks at the key, reads the body, and puts a request's account, id and time of arrival into its state.
+
+    Starlette's own `RequestBodyLimitMiddleware` counts the body too, but answers in plain text, also in place of any other
+    refusal of a body that says it is too long; OpenAI's clients, and our metrics, need the error as `refusal` has it.
+    """
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._application = app
+        self._access = admission.access
+        self._limits = admission.limits
+        self._refused = admission.metrics.refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._application(scope, receive, send)
+            return
+        named = dict(scope["headers"]).get(b"x-request-id")
+        answer = Sender(send, self._limits.read_timeout_s, mint())
+        state = scope.setdefault("state", {})
+        try:
+            if named is not None:
+                answer.request_id = request_id(named.decode("latin-1"))
+            state["request_id"] = answer.request_id
+            if scope["path"] not in OPEN_PATHS:  # before the body is read
+                said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+                state["account"] = self._access.account(said)
+            body = await self._body(scope, receive)
+            check_text(body)
+            state["since"] = time.monotonic()
+            await self._application(scope, replay(body, receive), answer.send)
+        except ClientLeft:
+            pass
+        except Exception as error:
+            refused = refusal(error)
+            self._refused(refused.status.code)
+            if not answer.started:
+                with contextlib.suppress(ClientLeft):
+                    await answer.refuse(refused)
+
+    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
+        """All of it; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
+        most = self._limits.max_body_bytes
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > most:
+            raise TooLarge(f"The body has {int(length[:20])} bytes: this server reads at most {most}")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise TooLarge(f"The body has more than {most} bytes: this server reads no more")
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise DeadlineExceeded(f"The body did not come within {self._limits.body_timeout_s:g} s") from None
+
+
+class Sender:
+    """Sends to one client, which must go on reading."""
+
+    def __init__(self, send: Send, timeout_s: float, request_id: str) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self.request_id = request_id
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        """Raises `ClientLeft` if the client takes nothing for too long."""
+        if message["type"] == "http.response.start":
+            self.started = True
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            log.info("A client that took nothing for %g s was dropped", self._timeout_s)
+            raise ClientLeft from None
+        except OSError:
+            raise ClientLeft from None
+
+    async def refuse(self, refused: Refusal) -> None:
+        """The error in OpenAI's form."""
+        body = json.dumps(refused.body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.encode(), value.encode()) for name, value in refused.metadata]
+        await self.send({"type": "http.response.start", "status": refused.status.http, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def check_text(body: bytes) -> None:
+    """Raise `InvalidRequest` if a string in it is no text; whatever else is wrong with it, the application says."""
+    if not SURROGATE.search(body):
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"The body cannot be taken: {LONE_SURROGATE}") from None
+    except (ValueError, RecursionError):
+        return
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Gives ``body`` first, then whatever the server says."""
+    waiting = [body]
+
+    async def first() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return first

@@ -1,0 +1,190 @@
+"""Answers in OpenAI's form, whole and in pieces."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from cascade.answer import Chunk, Completion
+from deployments.gateway.chat.reader import TurnReader, finish_reason, read
+from deployments.gateway.http.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What an answer begins with: the prompt, if it is to be repeated."""
+
+    text: str = ""
+    begins: tuple[int, ...] = ()  # of the prompt's tokens in the text, if log-probabilities are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all pieces of an answer have in common."""
+
+    kind: Literal["chat", "text"]
+    id: str
+    model: str
+    history: bool = False
+    usage: bool = False  # after the last piece
+    prompt_tokens: int | None = None  # of all prompts, if each piece tells the tokens so far
+    name: Name | None = None  # of a token, if log-probabilities are asked for
+    reader: Callable[[], TurnReader] | None = None  # of each answer, if it may call tools or think
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, streamed: bool) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self.kind == "chat" and streamed else "chat.completion"
+        head = {"id": self.id, "object": name if self.kind == "chat" else "text_completion"}
+        usage = {"usage": None} if streamed and self.usage else {}
+        return {**head, "created": self.created, "model": self.model, **usage}
+
+
+def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]) -> dict[str, Any]:
+    """The answers at once, from all their pieces."""
+    choices = []
+    completions = [_end(chunks) for chunks in answers]
+    readers = [None if form.reader is None else form.reader() for _ in answers]
+    for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
+        if form.kind == "chat":
+            why, message = _message(readers[index], answers[index], completion)
+            body: dict[str, Any] = {"message": message, "finish_reason": why}
+        else:
+            body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
+        logprobs = _logprobs(form, answers[index], len(echo.text))
+        if logprobs is not None and form.name is not None and completion.prompt:
+            before = prompt_logprobs(completion.prompt, echo.begins, form.name)
+            logprobs = {key: before[key] + logprobs[key] for key in before}
+        extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
+        choices.append({"index": index, **body, "logprobs": logprobs, **extra})
+    return form.head(False) | {"choices": choices, "usage": usage(completions, readers), **drafted(completions)}
+
+
+def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
+    """What comes before the ``first`` piece of a choice."""
+    if form.kind == "chat":
+        return _choice(form, index, {"delta": {"role": "assistant", "content": None if form.reader else ""}})
+    if not echo.text:
+        return None
+    said = prompt_logprobs(first.prompt, echo.begins, form.name) if first.prompt and form.name is not None else None
+    return _choice(form, index, {"text": echo.text}, extra={"logprobs": said})
+
+
+def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader | None = None) -> dict[str, Any] | None:
+    """A piece of a choice, ``offset`` characters after its begin; ``None`` if there is nothing to say yet."""
+    end = chunk.completion
+    if reader is not None:
+        delta = reader.take(chunk)
+        text: dict[str, Any] = {"delta": delta.body}
+        if not (delta or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
+            return None
+    else:
+        text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
+    extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
+    extra |= {"lanes": [asdict(lane) for lane in chunk.lanes]} if chunk.lanes else {}
+    extra |= {} if chunk.seed is None else {"seed": chunk.seed}
+    return _choice(
+        form,
+        index,
+        text,
+        None if end is None else finish_reason(end, reader),
+        {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
+    )
+
+
+def closing(form: Form, completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
+    """What the whole answer took, after the last piece."""
+    return form.head(True) | {"choices": [], "usage": usage(completions, readers), **drafted(completions)}
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
+    """Tokens; a prompt with several answers counts once. With those of thoughts if the ``readers`` tell them apart."""
+    prompt = sum(c.stats.prompt_tokens for c in {c.index: c for c in completions}.values())
+    output = sum(c.stats.completion_tokens for c in completions)
+    thoughts = [n for reader in readers if reader is not None and (n := reader.num_thought_tokens) is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
+    return counted(prompt, output) | details
+
+
+def counted(prompt: int, output: int) -> dict[str, Any]:
+    """So many tokens of prompts and answers."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def drafted(completions: Sequence[Completion]) -> dict[str, Any]:
+    """How guesses fared at the full tier, as vLLM tells it: of one answer that had any, else nothing."""
+    edge = completions[0].stats.drafted
+    if len(completions) > 1 or not edge.passes:
+        return {}
+    at_least = (edge.passes, *edge.accepted_by_position, 0)  # passes that accepted so many guesses
+    histogram = {str(number): more - most for number, (more, most) in enumerate(pairwise(at_least)) if more > most}
+    told = {
+        "mean_acceptance_length": 1 + edge.accepted / edge.passes,
+        "draft_acceptance_rate": edge.accepted / edge.proposed,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": edge.passes,
+        "num_accepted_draft_tokens": edge.accepted,
+        "num_accepted_tokens": edge.accepted,
+        "num_draft_tokens": edge.proposed,
+        "num_spec_tokens": len(edge.proposed_by_position),
+    }
+    return {"metrics": {"speculative_decoding": told}}
+
+
+def report(completion: Completion) -> dict[str, Any]:
+    """What happened: the seed, and every edge between two tiers."""
+    edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in completion.stats.edges]
+    stats = completion.stats
+    said = {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
+    return said | {"rule": stats.rule}
+
+
+def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
+    """Of each token: its id, the characters that are complete with it, and who wrote it (`cascade.messages.origin`)."""
+    ids: list[int] = []
+    ends: list[int] = []
+    origins: list[int] = []
+    num_chars = 0
+    for chunk in chunks:
+        ids += chunk.token_ids
+        ends += [num_chars + end for end in chunk.ends]
+        origins += chunk.origins
+        num_chars += len(chunk.text)
+    return {"token_ids": ids, "ends": ends, "origins": origins}
+
+
+def _message(reader: TurnReader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
+    """Why a whole answer ended, and what it thinks, says and calls."""
+    said, why = read(chunks, completion, reader)
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    message |= said.reasoning
+    if said.calls:
+        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]
+    return why, message
+
+
+def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
+    if form.name is None:
+        return None
+    return chat_logprobs(chunks, form.name) if form.kind == "chat" else text_logprobs(chunks, form.name, offset)
+
+
+def _end(chunks: Sequence[Chunk]) -> Completion:
+    completion = chunks[-1].completion
+    assert completion is not None, "the last piece brings the completion"
+    return completion
+
+
+def _choice(
+    form: Form, index: int, text: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": None, **(extra or {})}
+    return form.head(True) | {"choices": [choice]}

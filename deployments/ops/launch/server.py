@@ -1,0 +1,295 @@
+"""A server on this machine, or on the cluster it belongs to: the comfortable front door of `cascade serve`."""
+
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import ray
+import ray.util
+from pydantic import ValidationError
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
+
+from cascade.client.connection import SECURE
+from cascade.errors import ConfigError, ModelError
+from cascade.settings.config import CascadeConfig
+from cascade.settings.router import ListenConfig
+from cascade.settings.sentence import sentence
+from deployments.app import bind, build, emulated_gpus, parse, shortage
+from deployments.gateway.admission.access import Access
+from deployments.links.tls import check, check_door
+
+log = logging.getLogger(__name__)
+
+APPLICATION = "cascade"
+LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_000)  # above those of Ray's workers
+CONNECT_S = 10.0
+QUIET = {"enable_access_log": False}  # which would have a line for each lease
+LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
+
+
+class Server:
+    """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top,
+    ``names`` those of drafters inside them, too."""
+
+    def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool, name: str = APPLICATION) -> None:
+        self.config = config
+        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host)
+        self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
+        self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
+        self.tiers = config.names
+        self.names = config.chain_names
+        self.model = config.model_names[0]
+        self._listen = listen
+        self._owns_ray = owns_ray
+        self._name = name
+        self._deployed = False
+
+    @classmethod
+    def start(
+        cls,
+        config: CascadeConfig | Mapping[str, Any] | Path | None = None,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        grpc_port: int | None = None,
+        name: str = APPLICATION,
+        tell: Callable[[str], object] = lambda phase: None,
+    ) -> Self:
+        """Start everything and return when all tiers are ready; a port of 0 takes any free one.
+
+        ``port`` is for HTTP; if it is 0, ``grpc_port`` is too unless given. Listens on this machine's loopback, or where
+        ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
+        Ray on this machine. ``name`` is the application's, which nothing on the cluster may have. ``tell`` hears what is done.
+
+        Raises `ConfigError`, or `ModelError` if a tier does not come up.
+        """
+        parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
+        listen = listening(parsed.router.listen or ListenConfig(), host, port, grpc_port)
+        server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
+        try:
+            server._start(tell)
+        except RuntimeError as error:  # a replica that does not come up, with its traceback
+            cause = _cause(error, name)
+            server.stop()
+            raise ModelError(f"The tiers did not start: {cause}") from error
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    def _start(self, tell: Callable[[str], object]) -> None:
+        """Return when all tiers are ready."""
+        tell("Reading configurations")
+        config = self.config
+        application = build(config)  # before Ray is started: wrong configurations are told soonest
+        _check_files(config)
+        if not ray.is_initialized():
+            tell("Starting Ray")
+            _start_ray(emulated_gpus(config))
+        if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
+            from cascade.settings.check import limits  # with PyTorch
+
+            application = bind(at_door(config, self._listen, ray.util.get_node_ip_address()), limits(config))
+        self._check_room()
+        tell(f"Starting the tiers {', '.join(self.tiers)}")
+        self._run(application)
+
+    def _run(self, application: Application) -> None:
+        serve.start(
+            # clients come to the router's own servers; a cluster's other applications may need proxies
+            proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
+            http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        if not self._owns_ray and self._name in serve.status().applications:  # which Serve would replace without a word
+            raise ConfigError(
+                f"The cluster runs an application named {self._name!r} already: choose another --name, "
+                f"or end that one (serve.delete({self._name!r}))"
+            )
+        self._deployed = True
+        route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
+        try:
+            serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
+        except RayServeException as error:  # such as another application at the same route
+            raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
+
+    def _check_room(self) -> None:
+        """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
+        problem = shortage(self.config, ray.cluster_resources())
+        if problem and self._owns_ray:
+            raise ConfigError(problem)
+        if problem:
+            log.warning("%s. Waiting for it", problem)
+
+    def wait(self) -> None:
+        """Until Ctrl-C or a request to terminate."""
+        stopped = threading.Event()
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            stopped.set()
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            stopped.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
+        if not ray.is_initialized():
+            return
+        try:
+            if self._deployed:  # else whatever has the name is somebody else's
+                with contextlib.suppress(RayServeException, TimeoutError):  # Serve did not start; or it takes long, and goes on
+                    serve.delete(self._name)
+        finally:
+            if self._owns_ray:
+                ray.shutdown()  # not `serve.shutdown` before: Ray complains of the controller that it kills
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port: int | None) -> ListenConfig:
+    """Where to listen: ``given``, but for what is not ``None``; raises `ConfigError` if somebody else listens there."""
+    if host == "":
+        raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
+    ports = {"http_port": port, "grpc_port": 0 if grpc_port is None and port == 0 else grpc_port}
+    said: dict[str, Any] = {name: number or free_port() for name, number in ports.items() if number is not None}
+    try:
+        chosen = ListenConfig.model_validate(given.model_dump() | said | ({} if host is None else {"host": host}))
+    except ValidationError as error:
+        raise ConfigError(sentence(error)) from None
+    for name, taken in (("gRPC", chosen.grpc_port), ("HTTP", chosen.http_port)):
+        family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((chosen.host, taken))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ConfigError(
+                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another port or host"
+                ) from None
+    return chosen
+
+
+def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
+    """``config`` with a router that listens at ``listen``, and stays on ``node`` of a cluster."""
+    router = config.router.model_copy(update={"listen": listen})
+    if node is not None:
+        deployment = router.deployment_config
+        actor = dict(deployment.ray_actor_options)
+        actor["resources"] = {f"node:{node}": 0.001} | dict(actor.get("resources") or {})
+        update = {"deployment_config": deployment.model_copy(update={"ray_actor_options": actor})}
+        router = router.model_copy(update=update)
+    return config.model_copy(update={"router": router})
+
+
+def _check_files(config: CascadeConfig) -> None:
+    """Raise `ConfigError` if keys or certificates cannot be used."""
+    Access.load(config.router.access)
+    if config.link_tls is not None:
+        check(config.link_tls)
+    if config.router.listen is not None and config.router.listen.tls is not None:
+        check_door(config.router.listen.tls)
+
+
+def _cause(error: Exception, application: str) -> str:
+    """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
+    text = str(error)
+    with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
+        states = serve.status().applications[application].deployments.items()
+        text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
+    return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
+
+
+def _line(error: Exception) -> str:
+    """What it says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def free_port() -> int:
+    """A port that nobody listens on; below those that the system gives to connections, for it is used many seconds later."""
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+
+
+def _cluster() -> str:
+    """Address of the Ray cluster to join, "" if there is none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+def _check_cluster(address: str) -> None:
+    """Raise `ConfigError` if nobody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:  # such as auto, or ray://HOST:PORT
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({reason}): start it, or unset it") from None
+
+
+def _keep_token() -> None:
+    """Give Ray a token for this process and its own, unless the user has one.
+
+    Ray would write one to the user's folder, and from then on clusters that know nothing of it refuse this machine.
+    """
+    chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not chosen and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _start_ray(num_gpus: int = 0) -> None:
+    """Join a cluster, or start one on this machine and tell it of ``num_gpus`` that are not there, or of those that are."""
+    address = _cluster()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if address:
+        _check_cluster(address)
+        try:
+            ray.init(address=address, **options)
+        except Exception as error:  # whatever Ray raises: nobody is there, or another version
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, which cannot be joined ({_line(error)}): start the cluster, or unset it"
+            ) from None
+        return
+    _keep_token()
+    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
+    options |= {"num_gpus": num_gpus} if num_gpus else {}
+    try:
+        ray.init(**options)
+    except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
+        log.warning("Ray did not start (%s): once more", error)
+        ray.shutdown()
+        try:
+            ray.init(**options)
+        except Exception as again:
+            raise ConfigError(f"Ray does not start on this machine: {_line(again)}") from again

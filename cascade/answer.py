@@ -47,7 +47,7 @@ class Stats:
         """What all drafters together did for the full tier; its passes are those that scored guesses."""
         top = self.edges[0].verifier if self.edges else ""
         total = sum((edge for edge in self.edges if edge.verifier == top and edge.drafter), Edge("", top))
-        return replace(total, passes=total.passes - total.bare, bare=0)
+        return replace(total, passes=total.passes - total.undrafted_passes, undrafted_passes=0)
 
     @property
     def tokens_per_full_pass(self) -> float:
@@ -119,7 +119,7 @@ class Answer:
     _num_sent_tokens: int = 0
     _edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
-    _spared: str = ""  # why the full tier leaves out those below, if it does
+    _skip_reason: str = ""  # why the full tier leaves out those below, if it does
 
     def __post_init__(self) -> None:
         """Take up the text after the tokens that the client has: as it would stand, had they been written here."""
@@ -162,7 +162,7 @@ class Answer:
         if not self._tokens and self.opening.params.prompt_logprobs is not None:
             self._prompt = _prompt_tokens(self.opening, proposal.prompt_logprobs)
         if proposal.edges:
-            self._edges, self._spared = proposal.edges, proposal.spared
+            self._edges, self._skip_reason = proposal.edges, proposal.skip_reason
         if self.opening.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
             self._logprobs += proposal.logprobs[known:]
@@ -255,7 +255,7 @@ class Answer:
             return None
         seed = self.opening.params.seed
         assert seed is not None
-        reason = undrafted(self.opening, self._edges, self._spared)
+        reason = undrafted(self.opening, self._edges, self._skip_reason)
         rule = self.opening.rules.rule
         stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason, rule)
         new = slice(self._num_known, num_tokens)
@@ -271,7 +271,7 @@ def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptT
     return (PromptToken(first), *(PromptToken(id, said.logprob, said.top) for id, said in pairs))
 
 
-def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undrafted | None:
+def undrafted(opening: Open, edges: Sequence[Edge], skip_reason: str = "") -> Undrafted | None:
     """Why no guess was scored at the full tier: ``None`` if one was.
 
     ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
@@ -285,7 +285,7 @@ def undrafted(opening: Open, edges: Sequence[Edge], spared: str = "") -> Undraft
     if not opening.chain and not opening.drafters:
         return "disabled"
     for reason in ("load", "low_acceptance", "short"):
-        if spared == reason:
+        if skip_reason == reason:
             return reason
     alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
     if not opening.chain:

@@ -78,7 +78,7 @@ class Capabilities:
         if speculation.rule == "coupled" or not drafted or params.temperature == 0:
             return COUPLED
         top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
-        return Rules(speculation.rule, likeliest=top_k)
+        return Rules(speculation.rule, draft_top_k=top_k)
 
     def _check_known(self, known: Sequence[int], params: SamplingParams) -> None:
         if known and params.seed is None:

@@ -36,9 +36,9 @@ class Edge:
     accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
     proposed_by_rank: tuple[int, ...] = ()
     corrected: int = 0  # times that the verifier said another token than the drafter's own
-    prepared: int = 0  # of these, times that the drafter had written after that token before it heard of it
-    waiting: int = 0  # tokens that it had written there, together
-    bare: int = 0  # passes that scored no guess
+    prefetched: int = 0  # of these, times that the drafter had written after that token before it heard of it
+    prefetched_tokens: int = 0  # tokens that it had written there, together
+    undrafted_passes: int = 0  # passes that scored no guess
     agreed: int = 0  # own tokens of the drafter that the verifier said too, whether they came in time to be scored or not
 
     @property
@@ -70,9 +70,9 @@ class Edge:
             _sum(self.accepted_by_rank, other.accepted_by_rank),
             _sum(self.proposed_by_rank, other.proposed_by_rank),
             self.corrected + other.corrected,
-            self.prepared + other.prepared,
-            self.waiting + other.waiting,
-            self.bare + other.bare,
+            self.prefetched + other.prefetched,
+            self.prefetched_tokens + other.prefetched_tokens,
+            self.undrafted_passes + other.undrafted_passes,
             self.agreed + other.agreed,
         )
 
@@ -115,15 +115,15 @@ class Rules:
     rule: Rule = "coupled"  # of the edge to the tier below
     above: Rule = "coupled"  # of the edge to the tier above
     hop: int = 0  # 1 if an edge above is not coupled: the tiers below it share another noise
-    likeliest: int = 0  # tokens that a guess is drawn from where its distribution is told; 0: all
+    draft_top_k: int = 0  # tokens that a guess is drawn from where its distribution is told; 0: all
 
     @property
-    def keyed(self) -> bool:
+    def independent_noise(self) -> bool:
         """Own tokens are drawn with noise of their own, not with that which all tiers share."""
         return self.rule != "coupled" or self.hop > 0
 
     @property
-    def told(self) -> bool:
+    def wants_q(self) -> bool:
         """The tier above asks what each own token was drawn from."""
         return self.above != "coupled"
 
@@ -205,7 +205,7 @@ class Proposal:
     draft: Draft  # its root is the text before ``start``
     edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
-    spared: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
+    skip_reason: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
     lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
 

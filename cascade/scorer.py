@@ -91,7 +91,7 @@ class Draw:
 
     keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
     rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.acceptance`
-    likeliest: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
+    draft_top_k: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ class Row:
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     draft: Draft = NO_DRAFT  # after tokens; the own token after each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
-    guesses: int = 0  # that a drafter which reads the model may make after the text, along the likeliest line, or `UNREAD`
+    guesses: int = 0  # that a drafter which reads the model may make after the text, along the draft_top_k line, or `UNREAD`
     draw: Draw | None = None  # instead of shared noise; the draft is a line then
-    fed: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
+    input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fed", [*self.tokens, *self.draft.tokens] if self.draft else self.tokens)
+        object.__setattr__(self, "input_ids", [*self.tokens, *self.draft.tokens] if self.draft else self.tokens)
 
     @property
     def num_scored(self) -> int:
@@ -130,7 +130,7 @@ class Scored:
     own: Sequence[int] = ()  # after the last `Row.num_own` tokens, then after each node of its draft, as far as is known
     draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses after these, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
-    dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.likeliest` asked for it
+    dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.draft_top_k` asked for it
 
 
 class Scorer(Protocol):

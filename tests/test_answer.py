@@ -211,7 +211,7 @@ def test_what_cannot_be_served_is_not_admitted(
 
 
 RULED = [
-    ({"rule": "ratio"}, {}, Rules("ratio", likeliest=DRAFT_TOP_K)),
+    ({"rule": "ratio"}, {}, Rules("ratio", draft_top_k=DRAFT_TOP_K)),
     ({"rule": "block", "draft_top_k": 0}, {}, Rules("block")),
     ({"rule": "block"}, {"temperature": 0}, COUPLED),  # where all rules are one
     ({"rule": "block", "mode": "off"}, {}, COUPLED),

@@ -72,9 +72,11 @@ def branches(edge: Edge) -> dict[str, Any]:
     """What corrections of the medium tier found there."""
     return {
         "corrected": edge.corrected,
-        "prepared": edge.prepared,
-        "prepared_share": round(edge.prepared / edge.corrected, 3) if edge.corrected else None,
-        "mean_waiting": round(edge.waiting / edge.prepared, 2) if edge.prepared else None,  # tokens after the corrected one
+        "prepared": edge.prefetched,
+        "prepared_share": round(edge.prefetched / edge.corrected, 3) if edge.corrected else None,
+        "mean_waiting": round(edge.prefetched_tokens / edge.prefetched, 2)
+        if edge.prefetched
+        else None,  # tokens after the corrected one
         "accepted_by_rank": edge.accepted_by_rank,
         "proposed_by_rank": edge.proposed_by_rank,
     }

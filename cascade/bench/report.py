@@ -109,8 +109,8 @@ def _edge_entry(edge: Edge) -> dict[str, Any]:
         "accepted_by_rank": edge.accepted_by_rank,
         "proposed_by_rank": edge.proposed_by_rank,
         "corrected": edge.corrected,
-        "prepared": edge.prepared,
-        "waiting": edge.waiting,
+        "prefetched": edge.prefetched,
+        "prefetched_tokens": edge.prefetched_tokens,
     }
 
 

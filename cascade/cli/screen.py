@@ -96,13 +96,13 @@ def acceptance(edges: Iterable[Edge]) -> Table:
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
         beside, right = edge.runner_ups
-        ready = f" +{edge.waiting / edge.prepared:.1f}" if edge.prepared else ""
+        ready = f" +{edge.prefetched_tokens / edge.prefetched:.1f}" if edge.prefetched else ""
         table.add_row(
             f"{edge.drafter or '(alone)'} → {edge.verifier}",
             str(edge.passes),
             f"{edge.accepted}/{edge.proposed} {edge.accepted / edge.proposed:.0%}" if edge.proposed else "-",
             f"{right}/{beside}" if beside else "-",
-            f"{edge.prepared}/{edge.corrected}{ready}" if edge.corrected else "-",
+            f"{edge.prefetched}/{edge.corrected}{ready}" if edge.corrected else "-",
             f"{edge.mean_accepted_len:.2f}" if edge.passes else "-",
             f"{edge.waited_s:.2f}",
         )

@@ -170,7 +170,7 @@ def _runner_ups(change: Scrape, drafter: str, verifier: str) -> str:
 
 def _prepared(change: Scrape, drafter: str, verifier: str) -> str:
     """After how many of the corrections the drafter had written already."""
-    names = ("prepared_corrections_total", "corrections_total")
+    names = ("prefetched_corrections_total", "corrections_total")
     prepared, corrected = (change.of_edge(name, drafter, verifier) for name in names)
     return f"{prepared:,.0f}/{corrected:,.0f}" if corrected else "-"
 

@@ -33,9 +33,9 @@ EDGE_TOTALS = (  # of `Edge`, with the same name and type in `pb.Edge` and `Link
     "emitted",
     "waited_s",
     "corrected",
-    "prepared",
-    "waiting",
-    "bare",
+    "prefetched",
+    "prefetched_tokens",
+    "undrafted_passes",
     "agreed",
 )
 EDGE_COUNTS = {  # likewise, each with as many numbers as it has at most

@@ -30,7 +30,7 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
     n, vocab_size = logits.shape
     keys = torch.tensor(draw.keys[:n]).to(logits.device, non_blocking=True)
     ids, best = _choices(logits, row, draw)
-    dists = _dists(ids, best) if draw.likeliest is not None else ()
+    dists = _dists(ids, best) if draw.draft_top_k is not None else ()
     # that after the last one, too: whether there is an own token there must not change what becomes of it
     guesses = row.draft.first(n)
     if draw.rule not in RULES or not guesses.dists:
@@ -60,8 +60,8 @@ def _choices(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Tensor]:
     """Token ids ``[n, k]`` that own tokens are among, and their scores."""
     vocab_size = logits.shape[-1]
     scores = adjust(logits, [row.params] * len(logits))
-    if draw.likeliest is not None and 0 < draw.likeliest < vocab_size:
-        best, ids = scores.topk(draw.likeliest, dim=-1)
+    if draw.draft_top_k is not None and 0 < draw.draft_top_k < vocab_size:
+        best, ids = scores.topk(draw.draft_top_k, dim=-1)
         return ids, best
     return torch.arange(vocab_size, device=logits.device).expand_as(scores), scores
 

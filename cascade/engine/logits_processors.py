@@ -44,7 +44,7 @@ def _shape(scores: Tensor, row: Row, state: SequenceState) -> int:
     """
     params = row.params
     position = _first(row)
-    guesses = row.fed[len(row.fed) - row.num_scored + 1 :]
+    guesses = row.input_ids[len(row.input_ids) - row.num_scored + 1 :]
     if params.biases:
         ids, bias = state.bias(scores)
         scores.index_add_(1, ids, bias.expand(len(scores), -1))
@@ -116,7 +116,7 @@ def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) ->
 
 def _first(row: Row) -> int:
     """Position of the row's first own token."""
-    return row.start + len(row.fed) - row.num_scored + 1
+    return row.start + len(row.input_ids) - row.num_scored + 1
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:

@@ -200,7 +200,7 @@ class Model:
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
-        with self._busy, self.threads.use(sum(len(row.fed) for row in rows)):
+        with self._busy, self.threads.use(sum(len(row.input_ids) for row in rows)):
             found = run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)
             return found if self.reader is None else self.reader.draft(rows, found)
 

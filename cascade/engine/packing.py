@@ -20,10 +20,10 @@ class Packed(NamedTuple):
     def of(cls, rows: Sequence[Row]) -> Self:
         packed = cls([], [], [], [])
         for row in rows:
-            begin, end = len(packed.tokens), len(packed.tokens) + len(row.fed)
+            begin, end = len(packed.tokens), len(packed.tokens) + len(row.input_ids)
             packed.spans.append(Span(row.cache, begin, end, row.start))
-            packed.tokens.extend(row.fed)
-            packed.positions.extend(range(row.start, row.start + len(row.fed)))
+            packed.tokens.extend(row.input_ids)
+            packed.positions.extend(range(row.start, row.start + len(row.input_ids)))
             packed.keep.extend(range(end - row.num_scored, end))
         return packed
 

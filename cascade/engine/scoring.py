@@ -19,7 +19,7 @@ Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `ca
 def asked(rows: Sequence[Row]) -> list[Asked]:
     """Parameters, first position and number of the own tokens that each row wants."""
     return [
-        (row.params if row.draw is None else UNDRAWN, row.start + len(row.fed) - row.num_scored + 1, row.num_scored)
+        (row.params if row.draw is None else UNDRAWN, row.start + len(row.input_ids) - row.num_scored + 1, row.num_scored)
         for row in rows
     ]
 

@@ -152,7 +152,7 @@ def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_p
     trees = [Tree(row, shares_pass=shares_pass) for row in rows]
     if not shares_pass:
         for row in rows:  # before forks have what memory is left
-            row.cache.prepare(row.start, row.start + len(row.fed))
+            row.cache.prepare(row.start, row.start + len(row.input_ids))
     told: list[tuple[Tensor, Sequence[Row]]] = []
     try:
         lines = [line.row for tree in trees for line in tree.grow()]

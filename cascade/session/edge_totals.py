@@ -28,7 +28,9 @@ class EdgeTotals:
         """That of the current drafter."""
         if self._bare or self._waited_s or self.agreed:
             drafter, emitted, bare = self._edge.drafter, self._emitted, self._bare
-            counted = Edge(drafter, self.tier, bare, emitted=emitted, waited_s=self._waited_s, bare=bare, agreed=self.agreed)
+            counted = Edge(
+                drafter, self.tier, bare, emitted=emitted, waited_s=self._waited_s, undrafted_passes=bare, agreed=self.agreed
+            )
             self._edge, self._bare, self._emitted, self._waited_s, self.agreed = self._edge + counted, 0, 0, 0.0, 0
         return self._edge
 
@@ -76,7 +78,7 @@ class EdgeTotals:
 
     def prepared(self, num_waiting: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
-        self._edge += Edge(self._edge.drafter, self.tier, prepared=1, waiting=num_waiting)
+        self._edge += Edge(self._edge.drafter, self.tier, prefetched=1, prefetched_tokens=num_waiting)
 
     def waited(self, seconds: float) -> None:
         """The verifier waited for guesses."""

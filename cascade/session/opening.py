@@ -20,7 +20,7 @@ def below(opening: Open, text: Sequence[int], drafter: str, session: str, chain:
         window=opening.draft_window,
         branches=opening.draft_branches,
         adaptive=False,
-        lockstep=opening.lockstep and not opening.rules.keyed,
+        lockstep=opening.lockstep and not opening.rules.independent_noise,
         rules=rules,
         ends=unended(opening, rules),
     )

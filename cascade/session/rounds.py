@@ -29,7 +29,7 @@ _MASK = 2**64 - 1
 def unended(opening: Open, below: Rules) -> frozenset[int]:
     """Ending tokens that the session below stops at: none in rounds, but where what comes after them could not be shaped."""
     shaped = opening.params.structured is not None or opening.params.min_tokens
-    return frozenset() if below.told and not shaped else opening.ends
+    return frozenset() if below.wants_q and not shaped else opening.ends
 
 
 class Rounds:
@@ -50,7 +50,7 @@ class Rounds:
     @classmethod
     def of(cls, opening: Open, text: Sequence[int]) -> "Rounds | None":
         """None where all noise is shared."""
-        return cls(opening, text) if opening.rules.keyed else None
+        return cls(opening, text) if opening.rules.independent_noise else None
 
     def draw(self, work: Work) -> Draw | None:
         """How the own tokens of a row are drawn, if it has any."""
@@ -59,7 +59,7 @@ class Rounds:
         rules, keys = self._rules, [self._key(len(self._text))]
         for token in work.draft.tokens:
             keys.append(_next(keys[-1], token))
-        return Draw(keys, rules.rule, rules.likeliest if rules.told else None)
+        return Draw(keys, rules.rule, rules.draft_top_k if rules.wants_q else None)
 
     def guesses(self, pool: Pool, room: int, *, whole: bool) -> list[tuple[float, int]]:
         """Guesses that the next row has judged, each with its chance; ``whole`` if all of a round are here.
@@ -91,7 +91,7 @@ class Rounds:
         """
         size = len(tokens)
         self._forget(start, start + size)
-        dists = tuple(self._dists.values()) if self._rules.told and len(self._dists) == size else ()
+        dists = tuple(self._dists.values()) if self._rules.wants_q and len(self._dists) == size else ()
         return Draft(tuple(tokens), origins, dists=dists)
 
     def _forget(self, start: int, end: int) -> None:

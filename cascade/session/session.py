@@ -309,7 +309,7 @@ class Session:
         grown = branches is not None and branches.grown
         if not watch and not grown and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
             return None
-        if self.opening.rules.told and not self.stalled:  # no part of a round is of use
+        if self.opening.rules.wants_q and not self.stalled:  # no part of a round is of use
             return None
         self._told = len(self.text)
         start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
@@ -320,7 +320,7 @@ class Session:
         else:
             draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
-        return Proposal(self.opening.session, start, draft, self.edges, spared=self.skip_reason, lanes=lanes)
+        return Proposal(self.opening.session, start, draft, self.edges, skip_reason=self.skip_reason, lanes=lanes)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

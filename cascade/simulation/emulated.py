@@ -82,7 +82,7 @@ class Emulated:
 
     def seconds(self, rows: Sequence[Row]) -> float:
         """That the device takes for a pass."""
-        return self._cost.predict(sum(len(row.fed) for row in rows), sum(row.start for row in rows))
+        return self._cost.predict(sum(len(row.input_ids) for row in rows), sum(row.start for row in rows))
 
     def close(self) -> None:
         """There is nothing outside this process."""

@@ -154,7 +154,7 @@ class ToyModel:
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""
         scored = [self._score(row) for row in rows]
-        num_tokens = sum(len(row.fed) for row in rows)
+        num_tokens = sum(len(row.input_ids) for row in rows)
         self.passes += 1
         self.tokens += num_tokens
         if self.pass_s or self.token_s:
@@ -185,10 +185,10 @@ class ToyModel:
 
     def _score(self, row: Row) -> Scored:
         assert isinstance(row.cache, ToyCache | ToyFork)
-        assert 0 <= row.num_scored <= len(row.fed) > 0
+        assert 0 <= row.num_scored <= len(row.input_ids) > 0
         end = row.start + len(row.tokens)
         assert end + row.draft.height <= self.context_len, f"a context of {self.context_len} ends before {end}"
-        assert all(0 <= token < self.vocab_size for token in row.fed), "a token is not of the vocabulary"
+        assert all(0 <= token < self.vocab_size for token in row.input_ids), "a token is not of the vocabulary"
         row.cache.write(row.start, row.tokens)
         draft, before = row.draft, row.cache.before(end, self.order + row.num_own)
         ends = [end - row.num_own + 1 + i for i in range(row.num_own)]
@@ -247,7 +247,7 @@ class ToyModel:
         from cascade.engine.sampling import own_tokens
 
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
-        position = row.start + len(row.fed) - row.num_scored + 1
+        position = row.start + len(row.input_ids) - row.num_scored + 1
         shaped, [known] = shape(logits, [row])
         own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:known]
         report(logits, [row], [own])

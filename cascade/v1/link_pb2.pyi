@@ -74,16 +74,16 @@ class Open(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[Rules, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Rules(_message.Message):
-    __slots__ = ("rule", "above", "hop", "likeliest")
+    __slots__ = ("rule", "above", "hop", "draft_top_k")
     RULE_FIELD_NUMBER: _ClassVar[int]
     ABOVE_FIELD_NUMBER: _ClassVar[int]
     HOP_FIELD_NUMBER: _ClassVar[int]
-    LIKELIEST_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOP_K_FIELD_NUMBER: _ClassVar[int]
     rule: str
     above: str
     hop: int
-    likeliest: int
-    def __init__(self, rule: _Optional[str] = ..., above: _Optional[str] = ..., hop: _Optional[int] = ..., likeliest: _Optional[int] = ...) -> None: ...
+    draft_top_k: int
+    def __init__(self, rule: _Optional[str] = ..., above: _Optional[str] = ..., hop: _Optional[int] = ..., draft_top_k: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")
@@ -100,13 +100,13 @@ class Close(_message.Message):
     def __init__(self, keep: _Optional[bool] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "spared", "prompt_logprobs", "lanes", "confidences", "parents", "dists")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "skip_reason", "prompt_logprobs", "lanes", "confidences", "parents", "dists")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    SPARED_FIELD_NUMBER: _ClassVar[int]
+    SKIP_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
@@ -117,13 +117,13 @@ class Proposal(_message.Message):
     origins: bytes
     edges: _containers.RepeatedCompositeFieldContainer[LinkEdge]
     logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
-    spared: str
+    skip_reason: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     lanes: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Lane]
     confidences: bytes
     parents: _containers.RepeatedScalarFieldContainer[int]
     dists: _containers.RepeatedCompositeFieldContainer[Dist]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., spared: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., dists: _Optional[_Iterable[_Union[Dist, _Mapping]]] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., dists: _Optional[_Iterable[_Union[Dist, _Mapping]]] = ...) -> None: ...
 
 class Dist(_message.Message):
     __slots__ = ("ids", "probs")
@@ -144,7 +144,7 @@ class LinkLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LinkEdge(_message.Message):
-    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prepared", "waiting", "bare", "agreed")
+    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prefetched", "prefetched_tokens", "undrafted_passes", "agreed")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
@@ -157,9 +157,9 @@ class LinkEdge(_message.Message):
     ACCEPTED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
-    PREPARED_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    BARE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_PASSES_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     verifier: str
@@ -173,11 +173,11 @@ class LinkEdge(_message.Message):
     accepted_by_rank: _containers.RepeatedScalarFieldContainer[int]
     proposed_by_rank: _containers.RepeatedScalarFieldContainer[int]
     corrected: int
-    prepared: int
-    waiting: int
-    bare: int
+    prefetched: int
+    prefetched_tokens: int
+    undrafted_passes: int
     agreed: int
-    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prepared: _Optional[int] = ..., waiting: _Optional[int] = ..., bare: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
+    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prefetched: _Optional[int] = ..., prefetched_tokens: _Optional[int] = ..., undrafted_passes: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "tier", "fault")

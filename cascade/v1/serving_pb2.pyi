@@ -208,7 +208,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., undrafted: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ..., rule: _Optional[str] = ...) -> None: ...
 
 class Edge(_message.Message):
-    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "mean_accepted_len", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prepared", "waiting", "bare", "agreed")
+    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "mean_accepted_len", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prefetched", "prefetched_tokens", "undrafted_passes", "agreed")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
@@ -222,9 +222,9 @@ class Edge(_message.Message):
     ACCEPTED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
-    PREPARED_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    BARE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_PASSES_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     verifier: str
@@ -239,11 +239,11 @@ class Edge(_message.Message):
     accepted_by_rank: _containers.RepeatedScalarFieldContainer[int]
     proposed_by_rank: _containers.RepeatedScalarFieldContainer[int]
     corrected: int
-    prepared: int
-    waiting: int
-    bare: int
+    prefetched: int
+    prefetched_tokens: int
+    undrafted_passes: int
     agreed: int
-    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., mean_accepted_len: _Optional[float] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prepared: _Optional[int] = ..., waiting: _Optional[int] = ..., bare: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
+    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., mean_accepted_len: _Optional[float] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prefetched: _Optional[int] = ..., prefetched_tokens: _Optional[int] = ..., undrafted_passes: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ("text", "tokens", "finish", "prompt")

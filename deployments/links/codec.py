@@ -79,7 +79,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         edges=(pb.LinkEdge(**encode_edge(edge)) for edge in proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
-        spared=proposal.spared,
+        skip_reason=proposal.skip_reason,
         lanes=map(encode_lane, proposal.lanes),
         dists=map(_encode_dist, draft.dists),
     )
@@ -141,7 +141,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
 def _decode_rules(said: pb.Rules) -> Rules:
     if unknown := {said.rule, said.above} - {*RULES}:
         raise ValueError(f"there is no rule {unknown.pop()!r}")
-    return Rules(said.rule, said.above, said.hop, said.likeliest)  # type: ignore[arg-type]
+    return Rules(said.rule, said.above, said.hop, said.draft_top_k)  # type: ignore[arg-type]
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
@@ -150,7 +150,7 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(decode_edge, said.edges))
     lanes = tuple(map(decode_lane, said.lanes))
-    return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.spared, prompt, lanes)
+    return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.skip_reason, prompt, lanes)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:

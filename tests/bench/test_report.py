@@ -103,16 +103,16 @@ def test_branches_are_reported() -> None:
     top = next(edge for edge in trees.edges if edge.drafter == "medium")
     assert sum(top.proposed_by_rank) == top.proposed > 0
     assert top.runner_ups[0] >= top.runner_ups[1]
-    assert top.prepared <= top.corrected  # how many depends on the machine; tests/simulation has what depends on nothing
+    assert top.prefetched <= top.corrected  # how many depends on the machine; tests/simulation has what depends on nothing
     assert top.proposed_by_position[0] >= top.accepted_by_position[0]
     assert all(edge.runner_ups == (0, 0) for edge in lines.edges)
-    for name in ("corrections", "prepared_corrections", "prepared_tokens"):
+    for name in ("corrections", "prefetched_corrections", "prefetched_tokens"):
         assert f'cascade_{name}_total{{drafter="medium",verifier="full"}}' in text
     for name in ("proposed", "accepted"):
         assert f'cascade_{name}_by_rank_total{{drafter="medium",rank="0",verifier="full"}}' in text
     edge = next(edge for edge in said if edge["drafter"] == "medium")
     assert len(edge["proposed_by_rank"]) > 1
-    assert edge["prepared"] <= edge["corrected"]
+    assert edge["prefetched"] <= edge["corrected"]
 
 
 def test_costs_of_passes_are_metrics(served: House) -> None:

@@ -38,8 +38,8 @@ cascade_proposed_by_rank_total{drafter="tiny",rank="1",verifier="full"} 8.0
 cascade_proposed_by_rank_total{drafter="tiny",rank="2",verifier="full"} 1.0
 # TYPE cascade_corrections_total counter
 cascade_corrections_total{drafter="tiny",verifier="full"} 6.0
-# TYPE cascade_prepared_corrections_total counter
-cascade_prepared_corrections_total{drafter="tiny",verifier="full"} 4.0
+# TYPE cascade_prefetched_corrections_total counter
+cascade_prefetched_corrections_total{drafter="tiny",verifier="full"} 4.0
 # TYPE cascade_inter_token_latency_seconds histogram
 cascade_inter_token_latency_seconds_bucket{le="+Inf"} 4.0
 cascade_inter_token_latency_seconds_count 4.0
@@ -82,7 +82,7 @@ def test_counters_and_their_change() -> None:
 
 def test_branches_are_shown() -> None:
     """Guards shares of runner-ups and of corrections against own tokens among them; an answer's table says the same."""
-    edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=(18, 2), proposed_by_rank=(30, 8, 1), corrected=6, prepared=4)
+    edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=(18, 2), proposed_by_rank=(30, 8, 1), corrected=6, prefetched=4)
     for table in (view(Frame(0.0, scrape=Scrape.parse(COUNTERS))), acceptance([edge])):
         with console.capture() as captured:
             console.print(table, width=120)

@@ -297,7 +297,7 @@ def test_long_texts_are_not_read_again(attention: str, params: SamplingParams) -
         tree = Tree(session.row(STAR), shares_pass=True)
         lines = tree.grow()
         tree.free()
-        few = sum(len(line.row.fed) for line in lines) - size - len(STAR)
+        few = sum(len(line.row.input_ids) for line in lines) - size - len(STAR)
         assert few <= (len(lines) - 1) * MAX_READ_AGAIN + 2
         assert few == 0 or params.shaped
         [scored] = model.run([session.row(session.guess(STAR.parents))])

@@ -116,10 +116,10 @@ def test_bare_passes_and_agreement_of_an_answer(served: House) -> None:
     with Client(served.grpc) as client:
         edges = client.generate([5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)).stats.edges
     for edge in edges:
-        assert 0 <= edge.bare <= edge.passes
+        assert 0 <= edge.undrafted_passes <= edge.passes
         assert edge.emitted == edge.passes + edge.accepted
         if not edge.drafter:
-            assert edge.bare == edge.passes
+            assert edge.undrafted_passes == edge.passes
             assert edge.agreement is None
         elif edge.accepted:
             assert edge.agreed
@@ -132,7 +132,7 @@ def test_bare_passes_and_agreement_of_an_answer(served: House) -> None:
     [
         (Edge("tiny", "full", agreed=30, corrected=10, proposed_by_position=(9,)), (30, 10)),
         (Edge("suffix", "full", proposed_by_position=(9, 4), accepted_by_position=(6, 1)), (6, 3)),
-        (Edge("tiny", "full", passes=3, bare=3), (0, 0)),
+        (Edge("tiny", "full", passes=3, undrafted_passes=3), (0, 0)),
     ],
 )
 def test_what_drafters_are_judged_by(edge: Edge, expected: tuple[int, int]) -> None:
@@ -171,7 +171,10 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
 def test_vllms_series_of_several_routers_are_joined() -> None:
     """Guards the page of several routers: theirs are on it, and add up."""
     metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
-    edges = (Edge("tiny", "full", passes=5, bare=1, proposed=9, accepted=6, accepted_by_position=(4, 2)), Edge("", "full", 3))
+    edges = (
+        Edge("tiny", "full", passes=5, undrafted_passes=1, proposed=9, accepted=6, accepted_by_position=(4, 2)),
+        Edge("", "full", 3),
+    )
     metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, edges)), 1.0, sampled=True)
     page = metrics.text().decode()
     both = Scrape.parse(joined({"one": page, "two": page}).decode())

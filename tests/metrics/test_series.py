@@ -97,7 +97,7 @@ def test_the_dashboard_can_be_provisioned() -> None:
 def test_what_only_a_cascade_has_is_shown() -> None:
     """Guards the dashboard's purpose: acceptance by edge and position, bubbles, worth, drift, failovers, leases."""
     shown = {found[1] for name, said in expressions().items() for found in SELECTOR.finditer(said)}
-    edges = ("accepted_by_position", "bare_passes", "waited_seconds", "acceptance_drift")
+    edges = ("accepted_by_position", "undrafted_passes", "waited_seconds", "acceptance_drift")
     for name in (*edges, "tier_worth", "failovers", "leases"):
         assert SERIES[name].by_ray in shown, name
 

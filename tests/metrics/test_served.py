@@ -27,9 +27,9 @@ EDGE = {"drafter": "medium", "verifier": "full"}
 NEVER_YET = {"failovers", "resumed_answers", "refused", "undrafted_answers", "num_preemptions", "tier_pass_failures"}
 PERHAPS = {
     "corrections",
-    "prepared_corrections",
-    "prepared_tokens",
-    "bare_passes",
+    "prefetched_corrections",
+    "prefetched_tokens",
+    "undrafted_passes",
     "prefix_cache_hits",
     "prefix_routes",
 }  # or not

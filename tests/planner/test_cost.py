@@ -98,7 +98,7 @@ def test_passes_are_timed_as_they_follow_each_other() -> None:
         read = 0
 
         def run(self, rows: Sequence[Row]) -> list[Scored]:
-            tokens = sum(len(row.fed) for row in rows)
+            tokens = sum(len(row.input_ids) for row in rows)
             time.sleep(0.02 if self.read > CHUNK else 0.0)
             self.read = tokens
             return super().run(rows)

@@ -239,7 +239,7 @@ def test_branches_come_true(page: Page) -> None:
     ``medium`` offers 9 in place of 7, with 8 and then 5 after it; ``tiny`` offers 9 at the same place of another text.
     """
     tree = lane("medium", 1, [6, 7, 9, 8, 5, 99], (-1, 0, 0, 2, 3, -1))
-    counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prepared": 1}
+    counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prefetched": 1}
     edge = {"drafter": "medium", "verifier": "full", **counts}
     answer = streamed(
         {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [tree, lane("tiny", 1, [3, 4, 9], (-1, 0, 0))]},

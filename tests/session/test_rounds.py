@@ -39,7 +39,7 @@ SETUPS = {  # tiers, and rules at the full one
     "ratio": (2, RATIO),
     "block": (2, BLOCK),
     "block over coupled": (3, BLOCK),
-    "two likeliest": (2, Rules("block", likeliest=2)),
+    "two likeliest": (2, Rules("block", draft_top_k=2)),
 }
 
 
@@ -239,7 +239,7 @@ def test_rounds_are_whole_or_nothing() -> None:
     first = opening(1, RATIO, 2, params=params(1, 12), draft_window=3)
     session = Session(first, "1", 1, VOCAB)
     below = session.attach("0", "below", ())
-    assert (below.rules, below.rules.told, below.lockstep, below.in_rounds) == (RATIO.below(), True, False, True)
+    assert (below.rules, below.rules.wants_q, below.lockstep, below.in_rounds) == (RATIO.below(), True, False, True)
     assert not below.ends
     guess = Draft((0, 1, 0, 1), bytes(4), dists=(Dist((0, 1), (0.5, 0.5)),) * 4)
     ended = Draft((0, END), bytes(2), dists=guess.dists[:2])
@@ -301,7 +301,7 @@ def test_guesses_that_nobody_drew_are_compared(rule: Rule) -> None:
     work = session.work(100)
     draw = session.rounds.draw(work) if session.rounds is not None else None
     assert draw is not None
-    assert (len({*draw.keys}), draw.rule, draw.likeliest) == (4, rule, None)
+    assert (len({*draw.keys}), draw.rule, draw.draft_top_k) == (4, rule, None)
     session.advance(work, Scored([0, 1, END, 0]))
     assert session.text == [*PROMPT, 0, 1, END]
     assert session.done

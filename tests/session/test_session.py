@@ -643,7 +643,7 @@ def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
             session.advance(work, Scored(own[done : done + work.num_scored]))
         [edge] = session.edges
         assert (edge.agreed, edge.corrected, edge.agreement) == (3, 1, 0.75)
-        assert edge.bare == bare
+        assert edge.undrafted_passes == bare
 
 
 def test_origins_tell_who_said_it_first() -> None:

@@ -164,9 +164,9 @@ def test_corrections_find_what_was_prepared() -> None:
     asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(8))
     top, lines = (simulate(Scenario(toy_tiers(3), asks, branches=count)).edges[0] for count in (MOST_BRANCHES, 0))
     assert top.runner_ups[0] >= top.runner_ups[1] > 0
-    assert 0 < top.prepared <= top.corrected
-    assert top.waiting > 0
-    assert (lines.runner_ups, lines.prepared, lines.waiting) == ((0, 0), 0, 0)
+    assert 0 < top.prefetched <= top.corrected
+    assert top.prefetched_tokens > 0
+    assert (lines.runner_ups, lines.prefetched, lines.prefetched_tokens) == ((0, 0), 0, 0)
 
 
 def test_batch_mates_share_passes() -> None:

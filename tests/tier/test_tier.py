@@ -63,7 +63,7 @@ class CountingModel(ToyModel):
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         if any(self.poison in row.tokens for row in rows):  # among guesses it may be in anyone's row
             raise RuntimeError("poison")
-        if self.room is not None and sum(len(row.fed) for row in rows) > self.room:
+        if self.room is not None and sum(len(row.input_ids) for row in rows) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().run(rows)
 

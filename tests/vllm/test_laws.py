@@ -168,7 +168,7 @@ def test_sampled_tokens_follow_the_law(pair: Pair) -> None:
 def test_rules_draw_what_they_draw_on_our_own_engine(pair: Pair, rule: Any) -> None:
     """Guards rows whose noise is not the shared one."""
     draft, params = Draft((4, 9, 33), bytes(3)), SamplingParams(temperature=0.9, seed=3)
-    draw = Draw(keys=(11, 12, 13, 14), rule=rule, likeliest=0)
+    draw = Draw(keys=(11, 12, 13, 14), rule=rule, draft_top_k=0)
     said = []
     for model in (pair.vllm, pair.own):
         store = model.new_cache()

@@ -113,7 +113,7 @@ class Reader:
         text = Text(row.cache, row.start, [*row.tokens, *new], wanted, row.params, row.state, len(new))
         if not isinstance(row.cache, Fork | BlockedFork):
             return text
-        return text._replace(guesses=0) if new and text.end == row.start + len(row.fed) + 1 else None
+        return text._replace(guesses=0) if new and text.end == row.start + len(row.input_ids) + 1 else None
 
     # what the head asks for
 

@@ -170,15 +170,15 @@ class VllmModel:
     def _run(self, rows: Sequence[Row], number: int, *, simple: bool) -> Any:
         packed = Packed.of(rows)
         for row in rows:
-            row.cache.prepare(row.start, row.start + len(row.fed))
+            row.cache.prepare(row.start, row.start + len(row.input_ids))
         if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
             self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
             self._blocks.copies.clear()
         batch = Batch(
             tokens=packed.tokens,
             starts=[row.start for row in rows],
-            lengths=[len(row.fed) for row in rows],
-            tables=[row.cache.table[: -(-(row.start + len(row.fed)) // self._blocks.block)] for row in rows],
+            lengths=[len(row.input_ids) for row in rows],
+            tables=[row.cache.table[: -(-(row.start + len(row.input_ids)) // self._blocks.block)] for row in rows],
             keep=packed.keep,
             adapters=[self._numbers[row.params.adapter] for row in rows] if self.adapters else [],
             asked=asked(rows) if simple else None,

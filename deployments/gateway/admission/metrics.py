@@ -19,7 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 OF_PASSES = {  # series and what `Edge` calls them
     "passes": "passes",
-    "bare_passes": "bare",
+    "undrafted_passes": "undrafted_passes",
     "waited_seconds": "waited_s",
     "proposed_tokens": "proposed",
     "accepted_tokens": "accepted",
@@ -27,8 +27,8 @@ OF_PASSES = {  # series and what `Edge` calls them
 OF_DRAFTERS = {  # likewise, of edges that have one
     "agreed_tokens": "agreed",
     "corrections": "corrected",
-    "prepared_corrections": "prepared",
-    "prepared_tokens": "waiting",
+    "prefetched_corrections": "prefetched",
+    "prefetched_tokens": "prefetched_tokens",
 }
 BY_NUMBER = {  # likewise, each with numbers by rank or position
     "proposed_by_rank": "proposed_by_rank",

@@ -97,7 +97,7 @@ REQUESTS = (
 )
 EDGES = (
     _counter("passes", "Passes that gave own tokens, by edge.", *EDGE),
-    _counter("bare_passes", "Of these, passes that had no guess to score.", *EDGE),
+    _counter("undrafted_passes", "Of these, passes that had no guess to score.", *EDGE),
     _counter("waited_seconds", "Time that answers waited for guesses.", *EDGE),
     _counter("proposed_tokens", "Guesses that were scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
     _counter("accepted_tokens", "Guesses that were right, by edge.", *EDGE, vllm="spec_decode_num_accepted_tokens"),
@@ -113,8 +113,8 @@ EDGES = (
     _counter("accepted_by_rank", "Guesses that were right, likewise.", *EDGE, "rank"),
     _counter("agreed_tokens", "Own tokens of a drafter that its verifier said too, in time to be scored or not.", *EDGE),
     _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
-    _counter("prepared_corrections", "Corrections after which the drafter had already written.", *EDGE),
-    _counter("prepared_tokens", "Tokens that it had written there.", *EDGE),
+    _counter("prefetched_corrections", "Corrections after which the drafter had already written.", *EDGE),
+    _counter("prefetched_tokens", "Tokens that it had written there.", *EDGE),
     _gauge("drafter_agreement", "Share of a drafter's tokens that its verifier said too, lately.", *EDGE, "sampling"),
     _gauge("drafter_agreement_level", "The same in the long run.", *EDGE, "sampling"),
     _gauge("acceptance_drift", "1 while it is lately far below its long-run level.", *EDGE, "sampling"),

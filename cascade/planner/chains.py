@@ -116,7 +116,7 @@ class Choice:
             self._judge()
         elif not seen.settled:  # slowed by what exploring has left at work below
             self.budget.spent_s += share * max(0.0, lost_s)
-        elif self.rows >= MIN_ROWS:
+        elif self.passes >= MIN_ROWS:  # of a crowd, twelve rows are over before its drafters have read their prompts
             self._seek(1 / seen.alone_s, seconds)
 
     def _judge(self) -> None:
@@ -136,11 +136,11 @@ class Choice:
     def _seek(self, alone: float, turn_s: float) -> None:
         """Use a chain that is known to be better than the best by now, else explore one that may be.
 
-        ``alone`` is the rate without drafts as predicted: it counts until it has been measured.
+        ``alone`` is the rate without drafts as predicted: it counts until it has been measured, but for `SHARE` of it.
         """
         best = self.estimates[self.best].rate
         rates = {chain: estimate.rate for chain, estimate in self.estimates.items()}
-        rates[ALONE] = rates[ALONE] or alone
+        rates[ALONE] = rates[ALONE] or alone / (1 + SHARE)
         fastest = max(rates, key=lambda chain: rates[chain])
         if rates[fastest] > (1.0 if fastest == ALONE else BETTER) * best:
             self.best = fastest

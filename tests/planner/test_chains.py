@@ -93,7 +93,7 @@ def test_tiers_with_processors_of_their_own_draft_at_once() -> None:
     assert play(Planner(ALLOWED), speed, 20) == [ALONE] * 20
 
 
-def test_a_chain_that_does_not_pay_is_left_within_twelve_rows() -> None:
+def test_a_chain_that_does_not_pay_is_left_within_twelve_passes() -> None:
     """Guards tiers that agree too seldom: what the tier would give alone is known without trying it."""
     used = play(Planner(), dict(zip(CHAINS, (1.0, 0.5, 0.5, 0.7), strict=True)), 2 * MIN_ROWS)
     assert used[MIN_ROWS:] == [ALONE] * MIN_ROWS

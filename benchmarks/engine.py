@@ -24,7 +24,6 @@ import torch
 import transformers
 from rich.console import Console
 
-from benchmarks import reference
 from benchmarks.baseline import generate, generate_batch, hold, load, quiet
 from cascade import family
 from cascade.engine.devices import has_bfloat16, processor
@@ -37,6 +36,7 @@ from cascade.scorer import Row
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16") if has_bfloat16() else ("float32",)  # where it is slow nobody would serve it
+GREEDY = SamplingParams(temperature=0, seed=0)
 REPEATS = 3
 NEW_TOKENS = 48
 PASS_SIZES = (1, 2, 4, 8)
@@ -113,8 +113,8 @@ def decoding(rival: Executor, cascade: Cascade) -> dict[str, Any]:
 def passes(model: Model) -> dict[str, Any]:
     """Milliseconds of a pass after 150 tokens, every position scored."""
     cache = model.new_cache()
-    model.run([Row(cache, 0, tokens(150, 1), 1, reference.GREEDY)])
-    rows = {n: Row(cache, 150, tokens(n, 2), n, reference.GREEDY) for n in PASS_SIZES}
+    model.run([Row(cache, 0, tokens(150, 1), 1, GREEDY)])
+    rows = {n: Row(cache, 150, tokens(n, 2), n, GREEDY) for n in PASS_SIZES}
     best = dict.fromkeys(PASS_SIZES, float("inf"))
     for _ in range(4 * REPEATS):
         for n, row in rows.items():

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.affinity import Load, values
 from cascade.bench.scrape import scrape
 from cascade.client import Client
 from cascade.errors import Overloaded
@@ -23,9 +22,19 @@ SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
     """Toys, after two routers that share their ports; everybody together may have three answers at once."""
-    described = values(Load(), affinity=True)
-    described["router"] |= {"deployment_config": {"num_replicas": 2}, "access": {"default_limits": {"max_running": 3}}}
-    with Server.start(CascadeConfig.parse(described), port=0, name="siblings") as server:
+    device = {"pass_ms": {1: 10, 64: 15, 512: 80}, "agreement": []}
+    full = {
+        "name": "full",
+        "model_loading_config": {"model_id": "toy-full", "model_source": "embedded:tiny"},
+        "engine_kwargs": {"drafter": [], "num_threads": 1, "emulated": device, "cache_tokens": 4096},
+        "deployment_config": {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "num_gpus": 1}},
+    }
+    router = {
+        "prefix_affinity": True,
+        "deployment_config": {"num_replicas": 2},
+        "access": {"default_limits": {"max_running": 3}},
+    }
+    with Server.start(CascadeConfig.parse({"tiers": [full], "router": router}), port=0, name="siblings") as server:
         yield server
 
 

@@ -7,52 +7,34 @@ how fast the machine is; where tiers do not wait for each other they do. Beside 
 that are the same for all rules, and what the distribution of a guess weighs on the wire. The last line is one JSON document.
 """
 
-import argparse
 import asyncio
-import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.asked import stamp
-from benchmarks.baseline import quiet
-from benchmarks.turns import AGAIN, ALONE, Answers, Question, at, in_turns, questions
+from benchmarks.asked import by_category, chat_ids
+from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.turns import AGAIN, ALONE, Size, at, in_turns
 from cascade import family
-from cascade.answer import Completion
+from cascade.bench.load import joined
 from cascade.bench.measure import Mode
 from cascade.draft import Draft
 from cascade.engine.acceptance import RULES
 from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.messages import Proposal
-from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
+from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, SamplingParams, Speculation
 from cascade.scorer import Draw, Row, Store
 from deployments.links.codec import encode
 
-RESULTS = Path(__file__).parent / "results" / "rules.json"
-TEMPERATURES = (0.7, 1.0)
 STRIDE = 6  # tokens between two lines
 CHAINS = {name: (name,) for name in family.NAMES[:-1]}
-console = Console(stderr=True, highlight=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much is asked."""
-
-    prompts: int = 1  # of each category
-    tokens: int = 64  # of an answer
-    temperatures: tuple[float, ...] = TEMPERATURES
-
-
-QUICK = Size(tokens=2 * STRIDE, temperatures=TEMPERATURES[-1:])
+SIZE, QUICK = Size(temperatures=(0.7, 1.0)), Size(tokens=2 * STRIDE, temperatures=(1.0,))
 
 
 def modes(name: str, chain: tuple[str, ...]) -> list[Mode]:
@@ -69,35 +51,36 @@ def modes(name: str, chain: tuple[str, ...]) -> list[Mode]:
 MODES = (ALONE, AGAIN, *(mode for name, chain in CHAINS.items() for mode in modes(name, chain)))
 
 
-def measure(asked: Sequence[Question], size: Size) -> dict[str, dict[str, Answers]]:
-    """What each mode gave, by temperature."""
-    found: dict[str, dict[str, Answers]] = {}
+def measure(size: Size) -> dict[str, dict[str, dict[str, float]]]:
+    """Tokens per full pass and per second, by temperature and mode."""
+    found = {}
     with Cascade.demo(drafter=None) as cascade:
-
-        async def ask(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
-            completion = await cascade.agenerate(ids, params, speculation, handling)
-            assert isinstance(completion, Completion)
-            return completion
-
         for temperature in size.temperatures:
-            params = SamplingParams(max_tokens=size.tokens, temperature=temperature)
-            found[at(temperature)] = asyncio.run(in_turns(ask, MODES, asked, params, console.print))
+            cells = joined(asyncio.run(in_turns(cascade.astream, MODES, size, temperature)))
+            found[at(temperature)] = {
+                cell.mode.name: {
+                    "tokens_per_pass": round(cell.tokens_per_full_pass, 3),
+                    "tokens_per_s": round(cell.tokens_per_second, 1),
+                }
+                for cell in cells
+            }
     return found
 
 
-def figures(answers: Answers) -> dict[str, float]:
-    """Of a mode."""
-    return {"tokens_per_pass": round(answers.tokens_per_pass(), 3), "tokens_per_s": round(answers.speed(), 1)}
+def prompts(size: Size) -> list[list[int]]:
+    """The same that `measure` asks, in token ids."""
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    return [chat_ids(tokenizer, prompt.text) for prompt in by_category(size.prompts)]
 
 
-def tokens_per_round(temperature: float, asked: Sequence[Question], tokens: int) -> dict[str, float]:
+def tokens_per_round(temperature: float, asked: Sequence[list[int]], tokens: int) -> dict[str, float]:
     """Tokens that a round of medium's guesses gives, by formula: the mean over lines that are the same for all.
 
     Lines are drawn after what the full model writes, every `STRIDE` tokens. It depends on luck far less than answers do.
     """
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1)
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32", drafter=None) as alone:
-        written = [(one.ids, alone.generate(one.ids, params).token_ids) for one in asked]
+        written = [(ids, alone.generate(ids, params).token_ids) for ids in asked]
     full, medium = (Model.from_pretrained(path, dtype="float32") for path in family.paths()[:0:-1])
     sums, number, lines = dict.fromkeys(RULES, 0.0), random.Random(0), 0
     for prompt, output in written:
@@ -132,46 +115,39 @@ def expected(rule: str, chances: Sequence[float]) -> float:
     return sum(place * chance * none for place, (chance, none) in enumerate(zip(chances, rest, strict=True), start=1))
 
 
-def bytes_per_token(temperature: float, asked: Sequence[Question], **shape: Any) -> dict[str, float]:
+def bytes_per_token(temperature: float, asked: Sequence[list[int]], **shape: Any) -> dict[str, float]:
     """Bytes of a proposal of one round on the wire, by token: ids alone, with the likeliest tokens, and with all."""
     model = Model.from_pretrained(family.paths()[1], dtype="float32")
     params, found = SamplingParams(temperature=temperature, seed=0, **shape), {}
     for name, likeliest in (("coupled", None), (f"of {DRAFT_TOP_K} tokens", DRAFT_TOP_K), ("of all tokens", 0)):
         sizes = []
-        for one in asked:
-            n = min(LOCKSTEP_WINDOW, len(one.ids))
-            row = Row(model.new_cache(), 0, one.ids, n, params, draw=Draw(range(n), "coupled", likeliest))
+        for ids in asked:
+            n = min(LOCKSTEP_WINDOW, len(ids))
+            row = Row(model.new_cache(), 0, ids, n, params, draw=Draw(range(n), "coupled", likeliest))
             [scored] = model.run([row])
             draft = Draft(tuple(scored.own), bytes(n), dists=tuple(scored.dists))
-            sizes.append(encode([Proposal("0" * 32, len(one.ids), draft)]).ByteSize() / n)
+            sizes.append(encode([Proposal("0" * 32, len(ids), draft)]).ByteSize() / n)
         found[name] = round(sum(sizes) / len(sizes), 1)
     return found
 
 
-def head(found: dict[str, dict[str, Answers]], asked: Sequence[Question], size: Size) -> dict[str, Any]:
+def head(by_temperature: Mapping[str, Mapping[str, Mapping[str, float]]], size: Size) -> dict[str, Any]:
     """All figures, and in how many cells the block rule gives as many tokens as the ratio rule, as it should."""
-    by_temperature = {name: {mode: figures(one) for mode, one in answers.items()} for name, answers in found.items()}
-    wire = {at(temperature): bytes_per_token(temperature, asked) for temperature in size.temperatures}
+    asked, wire = prompts(size), {}
     for temperature in size.temperatures:
-        narrow = bytes_per_token(temperature, asked, top_p=0.9)["of all tokens"]
-        wire[at(temperature)]["top_p 0.9, of all"] = narrow
+        wire[at(temperature)] = bytes_per_token(temperature, asked)
+        wire[at(temperature)]["top_p 0.9, of all"] = bytes_per_token(temperature, asked, top_p=0.9)["of all tokens"]
+    more = [
+        each[f"block lines, {name}"]["tokens_per_pass"] >= each[f"ratio lines, {name}"]["tokens_per_pass"]
+        for each in by_temperature.values()
+        for name in CHAINS
+    ]
     return {
         "modes": by_temperature,
         "tokens_per_round": {at(one): tokens_per_round(one, asked, size.tokens) for one in size.temperatures},
-        "block_at_least_ratio": _at_least(by_temperature, "block lines", "ratio lines"),
+        "block_at_least_ratio": f"{sum(more)} of {len(more)} cells",
         "bytes_per_token": wire,
     }
-
-
-def _at_least(by_temperature: dict[str, dict[str, dict[str, float]]], one: str, other: str) -> str:
-    """In how many cells modes named ``one`` give at least as many tokens per pass as the ``other`` ones beside them."""
-    pairs = [(mode.name, mode.name.replace(one, other)) for mode in MODES if mode.name.startswith(one)]
-    more = [
-        each[name]["tokens_per_pass"] >= each[beside]["tokens_per_pass"]
-        for each in by_temperature.values()
-        for name, beside in pairs
-    ]
-    return f"{sum(more)} of {len(more)} cells"
 
 
 def table(first: dict[str, Any]) -> Table:
@@ -184,21 +160,11 @@ def table(first: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rules", description="Every rule of acceptance beside every other."
-    )
-    parser.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
-    parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
-    chosen = parser.parse_args(arguments)
-    quiet()
-    size = QUICK if chosen.quick else Size()
-    asked = questions(size.prompts)
-    first = head(measure(asked, size), asked, size) | stamp()
+    chosen = parsed(parser("rules", "Every rule of acceptance beside every other."), arguments)
+    size = QUICK if chosen.quick else SIZE
+    first = head(measure(size), size) | stamp()
     console.print(table(first))
-    if results := chosen.results or (None if chosen.quick else RESULTS):
-        results.parent.mkdir(exist_ok=True)
-        results.write_text(json.dumps(first, indent=1) + "\n")
-    print(json.dumps(first))
+    finish(first, first, chosen.results)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,60 @@
-"""Modes that take turns on every prompt, what they gave, and how their figures are named."""
+"""Modes that take turns on the same prompts, one request at a time, and how their figures are named."""
 
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from benchmarks.asked import by_category, chat_ids
+from benchmarks.document import console
 from cascade import family
-from cascade.answer import Completion
-from cascade.bench.load import rotated
-from cascade.bench.measure import EdgeTotals, Mode, stranger
+from cascade.answer import Chunk, Completion
+from cascade.bench import report
+from cascade.bench.load import Cell, Workload, load
+from cascade.bench.measure import Mode
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import Handling, SamplingParams, Speculation
 
-Text: TypeAlias = tuple[int, ...]  # token ids
-Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
+Stream: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], AsyncIterator[Chunk]]
 
 ALONE = Mode("alone", Speculation("off"))
 AGAIN = Mode("alone, again", Speculation("off"))  # the same a second time: how far it is from 1 says how well all are known
 AUTO = Mode("auto", Speculation())
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is asked."""
+
+    prompts: int = 1  # of each category
+    tokens: int = 64  # of an answer
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+
+
+def at(temperature: float) -> str:
+    """The name of a temperature in documents: ``t0``, ``t0.7``, ``t1.0``."""
+    return f"t{temperature:.1f}" if temperature else "t0"
+
+
+async def in_turns(stream: Stream, modes: Sequence[Mode], size: Size, temperature: float) -> list[Cell]:
+    """Every mode on the family's chats, a cell for each category and mode, alone first; each cell is shown when it is done."""
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+
+    def ask(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
+        return stream(chat_ids(tokenizer, prompt), *how)
+
+    def tell(cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            console.print(at(temperature), report.line(cell, cells), markup=False, soft_wrap=True)
+
+    params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=0)
+    return await load(ask, Workload(tuple(modes), by_category(size.prompts), (1,), params), done=tell)
+
+
+Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
+Text: TypeAlias = tuple[int, ...]  # token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,69 +69,6 @@ def questions(count: int | None) -> tuple[Question, ...]:
     """The first ``count`` built-in prompts of each category, all if ``None``, for the family."""
     tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
     return tuple(Question(chat_ids(tokenizer, prompt.text), prompt.category) for prompt in by_category(count))
-
-
-@dataclass(slots=True)
-class Answers:
-    """What one mode gave, one entry for each answer."""
-
-    mode: Mode
-    categories: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # from asking to the last token
-    passes: list[int] = field(default_factory=list)  # of the full tier
-    texts: list[Text] = field(default_factory=list)
-    edges: EdgeTotals = field(default_factory=EdgeTotals)
-
-    def add(self, category: str, seconds: float, completion: Completion) -> None:
-        """Count an answer."""
-        self.categories.append(category)
-        self.seconds.append(seconds)
-        self.passes.append(completion.stats.full_passes)
-        self.texts.append(completion.token_ids)
-        self.edges.add(completion.stats.edges)
-
-    def speed(self, category: str | None = None) -> float:
-        """Tokens per second of all answers, or of those to one kind of prompt."""
-        chosen = self._of(category)
-        return sum(len(self.texts[i]) for i in chosen) / sum(self.seconds[i] for i in chosen)
-
-    def tokens_per_pass(self, category: str | None = None) -> float:
-        """Of the full tier."""
-        chosen = self._of(category)
-        return sum(len(self.texts[i]) for i in chosen) / max(1, sum(self.passes[i] for i in chosen))
-
-    def _of(self, category: str | None) -> list[int]:
-        return [i for i, kind in enumerate(self.categories) if category in (None, kind)]
-
-
-def at(temperature: float) -> str:
-    """The name of a temperature in documents: ``t0``, ``t0.7``, ``t1.0``."""
-    return f"t{temperature:.1f}" if temperature else "t0"
-
-
-async def in_turns(
-    ask: Ask, modes: Sequence[Mode], asked: Sequence[Question], params: SamplingParams, tell: Callable[[str], object]
-) -> dict[str, Answers]:
-    """Every mode on every prompt, by its name, after one prompt that does not count; seeds number the prompts.
-
-    No prompt is known from another mode. ``tell`` is called with a line when a prompt is through.
-    """
-    found = {mode.name: Answers(mode) for mode in modes}
-    for number in range(-1, len(asked)):
-        question, own = asked[max(0, number)], replace(params, seed=max(0, number))
-        for mode in rotated(modes, number):
-            begin = time.perf_counter()
-            completion = await ask(question.ids, own, mode.speculation, stranger())
-            if number >= 0:
-                found[mode.name].add(question.category, time.perf_counter() - begin, completion)
-        if number >= 0:
-            tell(f"{at(params.temperature)} {number + 1}/{len(asked)} {question.category}: {_last(found)}")
-    return found
-
-
-def _last(found: dict[str, Answers]) -> str:
-    """What each mode gave of the last prompt."""
-    return ", ".join(f"{name} {len(one.texts[-1]) / one.seconds[-1]:.0f}" for name, one in found.items()) + " tokens/s"
 
 
 async def level_load(
@@ -120,8 +91,3 @@ async def level_load(
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return tokens / seconds, answers
-
-
-def same_text(modes: Iterable[Answers]) -> bool:
-    """Whether all modes gave the same texts in the same order."""
-    return len({tuple(answers.texts) for answers in modes}) <= 1

@@ -1,29 +1,26 @@
-"""What benchmarks of modes beside each other make of answers: fair turns, ratios, alarms, documents."""
+"""What benchmarks of modes beside each other make of answers: ratios, alarms, documents."""
 
 import asyncio
 import io
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks import asked, never_slower, rules, turns
-from benchmarks.drafters import __main__ as drafters
-from benchmarks.drafters import cost, report
-from benchmarks.drafters.modes import MODES
-from benchmarks.trees import __main__ as trees
-from benchmarks.trees import acceptance, served
-from benchmarks.turns import ALONE, AUTO, Answers, Question
-from cascade.answer import Completion, Stats
+from benchmarks import document, drafters, never_slower, rules, trees, turns
+from benchmarks.asked import by_category
+from benchmarks.turns import ALONE, Question, Size
+from cascade.answer import Chunk, Completion, Stats
+from cascade.bench.load import Cell
+from cascade.bench.measure import EdgeTotals
 from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
 from cascade.params import LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
 
-RESULTS = Path(asked.__file__).parent / "results"
 QUESTIONS = (Question([1, 2], "code"), Question([3], "chat"))
-PARAMS = SamplingParams(max_tokens=8, temperature=0)
 
 
 async def answer(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
@@ -32,47 +29,46 @@ async def answer(ids: list[int], params: SamplingParams, speculation: Speculatio
     return Completion("", text, "length", 0, Stats(len(ids), len(text), (Edge("tiny", "full", passes=4),)))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+async def stream(ids: list[int], *how: SamplingParams | Speculation | Handling) -> AsyncIterator[Chunk]:
+    completion = await answer(ids, *how)  # type: ignore[arg-type]
+    yield Chunk("", completion.token_ids, (), b"", completion)
+
+
+@pytest.mark.parametrize("path", sorted(document.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_results_say_of_what_they_are(path: Path) -> None:
     """Guards figures that nobody can place: each document has its date, its processor and its family."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    assert all(document[key] for key in ("date", "processor", "family"))
-    assert len(document["date"]) == len("2026-11-25")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert all(kept[key] for key in ("date", "processor", "family"))
+    assert len(kept["date"]) == len("2026-11-25")
 
 
-def test_documents_are_stamped() -> None:
-    """Guards the same of the next run."""
-    stamp = asked.stamp()
+def test_documents_are_stamped_and_whole(tmp_path: Path) -> None:
+    """Guards the same of the next run, and documents that are laid out against other texts than were measured."""
+    stamp = document.stamp()
     assert {*stamp} == {"date", "processor", "family"}
     assert all("layers of" in shape for shape in stamp["family"].values())
+    kept = {"deep": {"list": [1, [2, 3], {}], "text": "[a,\n  {b}] \\"}} | stamp
+    document.keep(kept, tmp_path / "results" / "some.json")
+    assert json.loads((tmp_path / "results" / "some.json").read_text()) == kept
 
 
-def test_modes_take_turns_on_every_prompt() -> None:
-    """Guards comparisons: each mode answers each prompt with the same seed, alone with it, and none always comes first."""
-    calls: list[tuple[str, int, str, int | None]] = []
-
-    async def ask(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
-        calls.append((speculation.mode, ids[0], handling.cache_salt, params.seed))
-        return await answer(ids, params, speculation, handling)
-
-    told: list[str] = []
-    found = asyncio.run(turns.in_turns(ask, (ALONE, AUTO), QUESTIONS, PARAMS, told.append))
-    counted = calls[2:]  # after the prompt that warms up
-    assert [call[:2] for call in counted] == [("off", 1), ("auto", 1), ("auto", 3), ("off", 3)]
-    assert [call[3] for call in counted] == [0, 0, 1, 1]
-    assert len({call[2] for call in calls}) == len(calls)
-    assert len(told) == len(QUESTIONS)
-    assert [len(text) for text in found["auto"].texts] == [8, 8]
-    assert found["auto"].tokens_per_pass("code") == 2
-    assert found["auto"].speed() > 0
+def test_only_whole_runs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `benchmarks/results` against a quick run or a part of one; and the alarm that ends a run."""
+    made = document.parser("trees", "About trees.", ("one", "two"))
+    assert document.parsed(made, []).results == document.RESULTS / "trees.json"
+    assert [document.parsed(made, one).results for one in (["--quick"], ["--parts", "one"])] == [None, None]
+    assert [document.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
+    with pytest.raises(SystemExit, match="different texts"):
+        document.finish({"a": {"same_text": False}}, {"line": 1}, None)
+    assert json.loads(capsys.readouterr().out) == {"line": 1}
 
 
 def test_prompts_are_of_every_kind() -> None:
-    """Guards what all figures rest on: as many of each category, and chats where the model has a template for them."""
+    """Guards what all figures rest on: as many of each category."""
     kinds = {prompt.category for prompt in BUILT_IN}
-    assert {prompt.category for prompt in asked.by_category(1)} == kinds
-    assert len(asked.by_category(2)) == 2 * len(kinds)
-    assert asked.by_category(None) == BUILT_IN
+    assert {prompt.category for prompt in by_category(1)} == kinds
+    assert len(by_category(2)) == 2 * len(kinds)
+    assert by_category(None) == BUILT_IN
 
 
 def test_loads_are_level() -> None:
@@ -93,20 +89,22 @@ def test_loads_are_level() -> None:
 
 def test_served_trees_are_compared_with_lines() -> None:
     """Guards the figures of served trees, and their alarm: one mode that writes another text fails the run."""
-    found = served.figures(asyncio.run(served.measure(answer, QUESTIONS, 8, lambda line: None)))
-    assert {name.partition("_")[0] for name in served.headline(found)} == {"t0", "t0.7"}
-    assert [found[name]["same_text"] for name in ("t0", "t0.7")] == [True, False]
-    assert not asked.lossless({"served": found})
-    assert served.prepared(found) == {"t0": None, "t1.0": None}
-    assert not served.branched(found)
-    assert [asked.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
+    found = {"served": asyncio.run(trees.served(stream, Size(tokens=8)))}
+    head = trees.head(found)
+    assert {name.partition("_")[0] for name in head["served"]} == {"t0", "t0.7"}
+    assert {name.partition("_")[2] for name in head["served"]} == {"vs_alone", "vs_lines"}
+    assert [found["served"][name]["same_text"] for name in ("t0", "t0.7")] == [True, False]
+    assert not document.lossless(found)
+    assert head["prepared"] == {"t0": None, "t0.7": None, "t1.0": None}
+    assert found["served"]["t0"]["tokens_per_full_pass"]["alone"] == 2
+    assert len(trees.tables(found)) == 1
 
 
 def test_crowds_are_compared() -> None:
     """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
     size = never_slower.Size(tokens=8, rounds=2, round_s=0.01, loads=(1, 3))
     found = asyncio.run(never_slower.measure(answer, QUESTIONS, size, lambda line: None))
-    assert asked.lossless(found)
+    assert document.lossless(found)
     assert found["t0"]["3"]["rounds"] == 2
     assert {*never_slower.headline(found)} == {"t0", "t0.7"}
     given = {"alone": never_slower.Given([10.0, 10.0], {0: (1,)}), "auto": never_slower.Given([10.0, 12.0], {0: (2,)})}
@@ -115,16 +113,15 @@ def test_crowds_are_compared() -> None:
 
 
 @pytest.mark.slow
-def test_runner_ups_add_to_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_ups_add_to_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the part of bench-trees that serves nothing: a runner-up can only add to a share, on real texts of the family."""
-    monkeypatch.setattr(trees, "Plan", lambda: trees.QUICK)
-    trees.main(["--parts", "acceptance", "--results", str(tmp_path / "trees.json")])
-    head = json.loads(capsys.readouterr().out.splitlines()[-1])
-    document = json.loads((tmp_path / "trees.json").read_text())
-    assert head == document["head"]
-    for edges in document["acceptance"].values():
+    path = tmp_path / "trees.json"
+    trees.main(["--quick", "--parts", "acceptance", "--results", str(path)])
+    head, kept = json.loads(capsys.readouterr().out.splitlines()[-1]), json.loads(path.read_text())
+    assert head == kept["head"]
+    for edges in kept["acceptance"].values():
         assert all(0 <= one <= two <= three <= 1 for one, two, three in edges.values())
-    assert head["acceptance"]["t1.0"] == document["acceptance"]["t1.0"][acceptance.TOP][2]
+    assert head["acceptance"]["t1.0"] == kept["acceptance"]["t1.0"]["medium → full"][2]
 
 
 @pytest.mark.slow
@@ -132,7 +129,7 @@ def test_drafters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Guards `make bench-drafters` against kinds and modes that have changed: its last line names them all, and texts agree."""
     drafters.main(["--quick", "--results", str(tmp_path / "drafters.json"), "--picture", str(tmp_path / "drafters.svg")])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {*line["drafters"]} == {mode.name for mode in MODES if mode is not ALONE}
+    assert {*line["drafters"]} == {mode.name for mode in drafters.MODES if mode is not ALONE}
     assert all(one["t0"]["speedup"] > 0 and one["t0"]["accepted_len"] >= 1 for one in line["drafters"].values())
     assert line["best"] in line["drafters"]
     assert json.loads((tmp_path / "drafters.json").read_text())["head"] == line
@@ -143,22 +140,22 @@ def test_drafters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_drafters_fit_into_a_window(tmp_path: Path) -> None:
     """Guards what is kept and what is shown: a full run's document is small, its tables are no wider than a window."""
     kinds = ["chat", "code", "maths", "summary", "translation", "documents"]
-    made = {mode.name: Answers(mode, kinds, [1.5] * 6, [40] * 6, [tuple(range(96))] * 6) for mode in MODES}
-    found = {turns.at(temperature): made for temperature in drafters.Plan().temperatures}
+    edges = EdgeTotals({("suffix", "full"): Edge("suffix", "full", passes=40)})
+    cells = [Cell(mode, kind, 1, 96, 1.5, 1, edges=edges) for kind in kinds for mode in drafters.MODES]
+    kept = drafters.entries({turns.at(temperature): cells for temperature in Size().temperatures})
     path = tmp_path / "drafters.json"
-    drafters.write({"head": report.head(found), "cells": report.entries(found)}, path)
-    document = json.loads(path.read_text())
-    assert len(document["cells"]) == 3 * (len(kinds) + 1) * len(MODES)
-    assert document["cells"][-1]["tokens_per_full_pass"] == 2.4
+    document.keep({"head": drafters.head(kept), "cells": kept}, path)
+    assert len(kept) == 3 * (len(kinds) + 1) * len(drafters.MODES)
+    assert kept[-1]["tokens_per_full_pass"] == 2.4
     assert path.stat().st_size < 100_000
-    console = Console(width=drafters.WIDTH, file=io.StringIO())
-    assert console.measure(report.table("t0", made)).minimum <= drafters.WIDTH
+    console = Console(width=100, file=io.StringIO())
+    assert console.measure(drafters.table(kept, "t0")).minimum <= 100
 
 
-@pytest.mark.parametrize("kind", cost.KINDS)
+@pytest.mark.parametrize("kind", drafters.INSIDE)
 def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
     """Guards long contexts: at most 64 bytes a position."""
-    assert (cost.measure(kind)["bytes_a_position"] or 0) <= 64
+    assert (drafters.guess_cost(kind)["bytes_a_position"] or 0) <= 64
 
 
 def test_rules_are_compared_fairly() -> None:
@@ -178,9 +175,9 @@ def test_rules_by_formula() -> None:
 
     `tests/engine/test_acceptance.py` holds that mean.
     """
-    [question, *_] = turns.questions(1)
-    given = rules.tokens_per_round(1.0, [question], 12)
+    asked = rules.prompts(Size())[:1]
+    given = rules.tokens_per_round(1.0, asked, 12)
     assert all(1 <= tokens <= 1 + LOCKSTEP_WINDOW for tokens in given.values())
     assert {"ratio", "block"} <= {*given}
-    weights = list(rules.bytes_per_token(1.0, [question], top_p=0.9).values())
+    weights = list(rules.bytes_per_token(1.0, asked, top_p=0.9).values())
     assert 1 < weights[0] < weights[1] <= weights[2]

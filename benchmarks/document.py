@@ -1,0 +1,95 @@
+"""What all benchmarks share: their arguments, what they show on the way, and the JSON document that they leave."""
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from cascade import family
+from cascade.engine.checkpoint import read_config
+from cascade.engine.devices import processor
+
+RESULTS = Path(__file__).parent / "results"
+LEAF = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # of JSON: what holds no other list or object
+console = Console(stderr=True, highlight=False)
+T = TypeVar("T")
+
+
+def parser(name: str, about: str, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The arguments of ``python -m benchmarks.<name>``, which each benchmark may add to."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    made.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
+    made.add_argument(
+        "--results", type=Path, help=f"where the document is kept; of a whole run, benchmarks/results/{name}.json"
+    )
+    if parts:
+        made.add_argument("--parts", nargs="+", choices=parts, help="that are measured; all if not given")
+    made.set_defaults(name=name, parts=None)
+    return made
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for: ``parts`` is `None` for all, ``results`` if the document is only printed. Quiets the libraries."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    chosen = parser.parse_args(arguments)
+    if chosen.results is None and chosen.parts is None and not chosen.quick:
+        chosen.results = RESULTS / f"{chosen.name}.json"
+    return chosen
+
+
+def timed(label: str, work: Callable[[], T]) -> T:
+    """The result of ``work``; how long it took is shown."""
+    begin = time.perf_counter()
+    result = work()
+    console.print(f"[bold]{label}[/]: {time.perf_counter() - begin:.0f} s")
+    return result
+
+
+def stamp() -> dict[str, Any]:
+    """Date, processor and family, without which figures mean nothing."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "family": dict(zip(family.NAMES, map(shape, family.paths()), strict=True)),
+    }
+
+
+def shape(source: str) -> str:
+    """Of a model, such as ``llama, 30 layers of 576, 49152 tokens``."""
+    config = read_config(source)
+    return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
+
+
+def lossless(found: Any) -> bool:
+    """Whether no figure of a document, however deep, is of texts that differ."""
+    if not isinstance(found, dict):
+        return True
+    return found.get("same_text", True) and all(map(lossless, found.values()))
+
+
+def keep(document: dict[str, Any], path: Path) -> None:
+    """Write a document, each innermost list or object on a line."""
+    path.parent.mkdir(exist_ok=True)
+    text = LEAF.sub(lambda leaf: re.sub(r"\n\s*", " ", leaf[0]), json.dumps(document, indent=1))
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def finish(document: dict[str, Any], line: dict[str, Any], results: Path | None) -> None:
+    """Keep the document, print its last line, and end the run with an error if modes gave different texts."""
+    if results is not None:
+        keep(document, results)
+    print(json.dumps(line))
+    if not lossless(document):
+        raise SystemExit("Modes gave different texts")

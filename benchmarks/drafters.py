@@ -1,0 +1,177 @@
+"""Every drafter of the family beside every other, alone and with tiers below: accepted length and speed.
+
+    make bench-drafters
+
+Modes take turns on every prompt, at three temperatures, one request at a time, in the library of this process. No request knows
+another's text. The full model alone is there twice: how far ``alone, again`` is from 1 says how well all figures are known.
+Loads of many requests are `benchmarks.never_slower`'s. All modes must give the same text, else the run fails. A full run draws
+`docs/drafters.svg`. The last line is one JSON document.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.turns import AGAIN, ALONE, AUTO, Size, Stream, at, in_turns
+from cascade import family
+from cascade.bench import report
+from cascade.bench.load import Cell, same_text
+from cascade.bench.measure import Mode
+from cascade.draft import NO_DRAFT
+from cascade.drafters import EXIT, TEXT, DrafterSpec, make
+from cascade.drafters.matching import Matcher
+from cascade.local import Cascade
+from cascade.params import Handling, SamplingParams, Speculation
+from cascade.scorer import Scored
+
+PICTURE = Path(__file__).parents[1] / "docs" / "drafters.svg"
+QUICK = Size(tokens=8, temperatures=(0.0,))
+LOWER = family.NAMES[:-1]
+INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
+HEADS = (family.HEAD, EXIT)  # which read the full model
+CHAINS = (
+    *((kind,) for kind in (*INSIDE, *HEADS, *LOWER)),
+    LOWER,
+    ("suffix", LOWER[0]),
+    ("suffix", family.HEAD),
+)
+NAMED = tuple(Mode(" + ".join(chain), Speculation(tiers=chain)) for chain in CHAINS)
+MODES = (ALONE, AGAIN, AUTO, *NAMED)
+FIGURES = ("mode", "category", "tokens_per_second", "speed_up", "tokens_per_full_pass")  # that are kept of a cell
+CONTEXT, GUESSED, VOCAB = 8192, 2000, 500  # of a text whose guesses are timed; few words, so that there is much to find
+
+
+@contextmanager
+def family_in_process() -> Iterator[Stream]:
+    """A cascade with what is on if nobody says anything, one with all that needs no model, and one for each head beside that.
+
+    None has a head where that is not asked for: the full model alone is to be at its best.
+    """
+    inside = [DrafterSpec(kind) for kind in INSIDE]
+    heads = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
+    with ExitStack() as stack:
+        default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=inside)))
+        by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in heads}
+
+        def stream(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Any:
+            named = next((by_head[kind] for kind in speculation.tiers or () if kind in by_head), plain)
+            chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else named
+            return chosen.astream(ids, params, speculation, handling)
+
+        yield stream
+
+
+def entries(found: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
+    """What is kept of each mode, kind of prompt and all kinds together, and temperature."""
+    return [
+        {key: round(one[key], 3) if isinstance(one[key], float) else one[key] for key in FIGURES} | {"temperature": temperature}
+        for temperature, cells in found.items()
+        for one in report.document(cells)["cells"]
+    ]
+
+
+def head(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Speed and tokens a full pass of each mode, and which of those that are named is the best: by the product over all
+    temperatures."""
+    drafters: dict[str, dict[str, dict[str, float]]] = {mode.name: {} for mode in MODES if mode is not ALONE}
+    for one in kept:
+        if one["category"] == "all" and one["mode"] in drafters:
+            figures = {"speedup": one["speed_up"], "accepted_len": one["tokens_per_full_pass"]}
+            drafters[one["mode"]][one["temperature"]] = figures
+    best = max((mode.name for mode in NAMED), key=lambda name: prod(one["speedup"] for one in drafters[name].values()))
+    return {"drafters": drafters, "best": best}
+
+
+def table(kept: Sequence[Mapping[str, Any]], temperature: str) -> Table:
+    """Speed over the full model alone, by kind of prompt; * is the best of a column."""
+    here = [one for one in kept if one["temperature"] == temperature and one["mode"] != ALONE.name]
+    kinds = dict.fromkeys(one["category"] for one in here)
+    most = {kind: max(one["speed_up"] for one in here if one["category"] == kind) for kind in kinds}
+    result = Table("mode", *kinds, "a pass", title=f"Over alone, {temperature}", box=SIMPLE)
+    for mode in dict.fromkeys(one["mode"] for one in here):
+        row = [one for one in here if one["mode"] == mode]
+        shown = (f"{one['speed_up']:.2f}{'*' if one['speed_up'] == most[one['category']] else ''}" for one in row)
+        result.add_row(mode, *shown, f"{row[-1]['tokens_per_full_pass']:.2f}")
+    return result
+
+
+def guess_cost(kind: str) -> dict[str, Any]:
+    """Microseconds a token that a drafter without a model takes, and bytes a position of the text."""
+    [drafter] = make([DrafterSpec(kind)], [kind], None)
+    guesser, chance = drafter.begin(""), random.Random(1)
+    text = [chance.randrange(VOCAB) for _ in range(CONTEXT)]
+    guesser.guess(text, 0, 16)
+    times: list[float] = []
+    for _ in range(GUESSED):
+        last = text[-1]
+        text.append(chance.randrange(VOCAB))
+        begin = time.perf_counter()
+        guesser.saw(last, NO_DRAFT, Scored(text[-1:]))
+        guesser.guess(text, len(text) - 1, 16)
+        times.append(time.perf_counter() - begin)
+    held = round(guesser.own.nbytes / len(text), 1) if isinstance(guesser, Matcher) else None
+    return {"us_a_token": round(median(times) * 1e6, 1), "bytes_a_position": held}
+
+
+def draw(drafters: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """Write `head`'s ``drafters`` as SVG, a row of bars for each mode; raises `OSError`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from cascade.bench.picture import BARS, COLOURS
+
+    names, temperatures = list(drafters), list(next(iter(drafters.values())))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "drafters", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(8, 1.2 + 0.32 * len(names)), layout="constrained")
+        axes: Any = figure.subplots()
+        thick = BARS / len(temperatures)
+        for number, (temperature, colour) in enumerate(zip(temperatures, COLOURS, strict=False)):
+            places = [row + (number + 0.5) * thick - BARS / 2 for row in range(len(names))]
+            speeds = [drafters[name][temperature]["speedup"] for name in names]
+            label = f"temperature {temperature.removeprefix('t')}"
+            axes.barh(places, speeds, 0.92 * thick, label=label, color=colour)
+        axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+        axes.set_xlabel("tokens per second over those of the full model alone")
+        figure.legend(loc="outside upper center", ncols=len(temperatures), frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser("drafters", "Every drafter beside every other.")
+    made.add_argument("--prompts", type=int, metavar="N", help=f"of each kind ({Size().prompts})")
+    made.add_argument("--tokens", type=int, metavar="N", help=f"of an answer ({Size().tokens})")
+    made.add_argument("--picture", type=Path, help="where it is drawn, if not docs")
+    chosen = parsed(made, arguments)
+    size = QUICK if chosen.quick else Size()
+    size = replace(size, prompts=chosen.prompts or size.prompts, tokens=chosen.tokens or size.tokens)
+    found: dict[str, Sequence[Cell]] = {}
+    with family_in_process() as stream:
+        for temperature in size.temperatures:
+            found[at(temperature)] = asyncio.run(in_turns(stream, MODES, size, temperature))
+            console.print(table(entries(found), at(temperature)))
+    kept = entries(found)
+    costs = {kind: guess_cost(kind) for kind in INSIDE}
+    console.print("Guesses without a model:", costs)
+    if picture := chosen.picture or (None if chosen.quick else PICTURE):
+        draw(head(kept)["drafters"], picture)
+    same = all(map(same_text, found.values()))
+    finish({"head": head(kept), "cost": costs, "same_text": same} | stamp() | {"cells": kept}, head(kept), chosen.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Every drafter beside every other; see `__main__`."""

@@ -1,1 +1,0 @@
-"""What guess trees give beside lines: on paper, and served."""

@@ -9,17 +9,16 @@ tiers and load are those that real sessions have in the discrete-event simulator
 them again. The last line is one JSON document.
 """
 
-import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arrivals import Arrival, bursty, nightly, rising
+from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.fleet import Course, Fleet, run, static
 from cascade.planner.cost import PassCost
 from cascade.planner.replicas import Goal, Layout, TierLoad, devices
@@ -50,7 +49,6 @@ TRACES: dict[str, tuple[Callable[..., list[Arrival]], float, float]] = {  # requ
     "bursty": (bursty, 6.0, 6.0),
     "nightly": (nightly, 8.0, 24.0),
 }
-console = Console(stderr=True, highlight=False)
 
 
 def measure_gains() -> dict[str, list[tuple[int, float]]]:
@@ -67,11 +65,11 @@ def measure_gains() -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def fleet(start_s: float, least: int = 1) -> Fleet:
+def fleet(start_s: float) -> Fleet:
     tiers = (
         TierLoad("tiny", 1.0, 0, MOST_DRAFT, TINY),
         TierLoad("medium", 1.0, 0, MOST_DRAFT, MEDIUM),
-        TierLoad("full", 1.0, least, MOST_FULL, FULL),
+        TierLoad("full", 1.0, 1, MOST_FULL, FULL),
     )
     return Fleet(tiers, GAINS, start_s)
 
@@ -137,59 +135,32 @@ def asked(there: Fleet, trace: Sequence[Arrival], budget: float, latest_s: float
 
 
 def table(found: dict[str, Any]) -> Table:
-    result = Table(
-        "requests",
-        "goal",
-        "static",
-        "device-hours",
-        "saved",
-        "p95 ms a token",
-        "ratio",
-        "p50 ratio",
-        "changes",
-        title="Scaled / static",
-    )
+    columns = ("requests", "goal", "static", "device-hours", "saved", "p95 ms a token", "ratio", "p50 ratio", "changes")
+    result = Table(*columns, title="Scaled / static")
     for name, one in found.items():
         hours, late = ("{1} / {0}".format(*one[key]) for key in ("device_hours", "p95_token_ms"))
-        cells = (
-            one["goal"],
-            one["static"],
-            hours,
-            f"{one['saved']:.0%}",
-            late,
-            one["p95_ratio"],
-            one["p50_ratio"],
-            one["changes"],
-        )
-        result.add_row(f"{name}, {one['requests']}", *map(str, cells))
+        ratios = (f"{one['saved']:.0%}", late, one["p95_ratio"], one["p50_ratio"], one["changes"])
+        result.add_row(f"{name}, {one['requests']}", *map(str, (one["goal"], one["static"], hours, *ratios)))
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.autoscale", description="Replicas by what they are worth, simulated."
-    )
-    parser.add_argument("--traces", type=lambda text: text.split(","), default=list(TRACES), help=",".join(TRACES))
-    parser.add_argument("--start", type=float, default=60.0, help="seconds that a replica takes to start")
-    parser.add_argument("--hours", type=float, help="of each trace")
-    parser.add_argument("--least", type=int, default=1, help="full replicas that are always there")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gains", action="store_true", help="measure the gains of draft tiers, and nothing else")
-    chosen = parser.parse_args(arguments)
-    if unknown := {*chosen.traces} - {*TRACES}:
-        parser.error(f"--traces has {min(unknown)!r}: it takes {', '.join(TRACES)}")
+    made = parser("autoscale", "Replicas by what they are worth, simulated.", tuple(TRACES), quick=False)
+    made.add_argument("--start", type=float, default=60.0, help="seconds that a replica takes to start")
+    made.add_argument("--hours", type=float, help="of each trace")
+    made.add_argument("--gains", action="store_true", help="measure the gains of draft tiers, and nothing else")
+    chosen = parsed(made, arguments)
     if chosen.gains:
         print(json.dumps(measure_gains()))
         return
     found = {}
-    for name in chosen.traces:
-        begin = time.perf_counter()
+    for name in chosen.only or TRACES:
         make, most, hours = TRACES[name]
-        trace = make(most, (chosen.hours or hours) * HOUR_S, TOKENS, chosen.seed)
-        found[name] = compare(trace, fleet(chosen.start, chosen.least), Goal(1).slowdown)
-        console.print(f"[bold]{name}[/]: {time.perf_counter() - begin:.0f} s")
+        trace = make(most, (chosen.hours or hours) * HOUR_S, TOKENS)
+        found[name] = timed(name, partial(compare, trace, fleet(chosen.start), Goal(1).slowdown))
     console.print(table(found))
-    print(json.dumps({"start_s": chosen.start, "least": chosen.least, "traces": found}))
+    line = {"start_s": chosen.start, "traces": found}
+    finish(line | stamp("simulated"), line, chosen.results)
 
 
 if __name__ == "__main__":

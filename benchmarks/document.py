@@ -23,28 +23,30 @@ console = Console(stderr=True, highlight=False)
 T = TypeVar("T")
 
 
-def parser(name: str, about: str, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(name: str, about: str, parts: Sequence[str] = (), *, quick: bool = True) -> argparse.ArgumentParser:
     """The arguments of ``python -m benchmarks.<name>``, which each benchmark may add to."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
-    made.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
+    if quick:
+        made.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
     made.add_argument(
         "--results", type=Path, help=f"where the document is kept; of a whole run, benchmarks/results/{name}.json"
     )
     if parts:
-        made.add_argument("--parts", nargs="+", choices=parts, help="that are measured; all if not given")
-    made.set_defaults(name=name, parts=None)
+        made.add_argument("--only", nargs="+", choices=parts, help="parts that are measured; all if not given")
+    made.set_defaults(name=name)
     return made
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for: ``parts`` is `None` for all, ``results`` if the document is only printed. Quiets the libraries."""
+    """What was asked for: ``results`` is `None` if the document is only printed. Quiets the libraries."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     chosen = parser.parse_args(arguments)
-    if chosen.results is None and chosen.parts is None and not chosen.quick:
+    whole = not getattr(chosen, "quick", False) and getattr(chosen, "only", None) is None
+    if chosen.results is None and whole:
         chosen.results = RESULTS / f"{chosen.name}.json"
     return chosen
 
@@ -57,12 +59,12 @@ def timed(label: str, work: Callable[[], T]) -> T:
     return result
 
 
-def stamp() -> dict[str, Any]:
-    """Date, processor and family, without which figures mean nothing."""
+def stamp(models: object = None) -> dict[str, Any]:
+    """Date, processor and models, without which figures mean nothing: the package's family unless others are named."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "processor": f"{processor()}, {os.cpu_count()} cores",
-        "family": dict(zip(family.NAMES, map(shape, family.paths()), strict=True)),
+        "family": models or dict(zip(family.NAMES, map(shape, family.paths()), strict=True)),
     }
 
 

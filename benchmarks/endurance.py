@@ -8,7 +8,6 @@ mid-answer; every text is held against what the full model writes alone. After t
 lease left. The last line is one JSON document.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,18 +21,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 from ray import serve
-from rich.console import Console
 
-from benchmarks.baseline import quiet
+from benchmarks.document import console, finish, parsed, parser, stamp
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
-from cascade.engine.devices import processor
 from cascade.settings.config import CascadeConfig
 from deployments.ops.launch.server import APPLICATION, Server
 
@@ -50,7 +46,6 @@ BACK_S = 120.0  # to come back
 WINDOW_S = 60.0  # of which one line is shown
 SETTLE_S = 60.0  # after the last answer, for what it holds
 ANSWER_S = 180.0  # that a client gives an answer
-console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +89,18 @@ class Course:
     kills: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds until each was back
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance", description="Clients for a long time.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="%(default)s unless given")
-    parser.add_argument("--clients", type=int, default=CLIENTS, help="at once (%(default)s)")
-    parser.add_argument("--kills", action="store_true", help="kill a process of each kind in turn")
-    parser.add_argument("--results", type=Path, help="where the document is kept")
-    chosen = parser.parse_args()
-    quiet()
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser("endurance", "Clients for a long time.", quick=False)
+    made.add_argument("--minutes", type=float, default=30.0, help="%(default)s unless given")
+    made.add_argument("--clients", type=int, default=CLIENTS, help="at once (%(default)s)")
+    made.add_argument("--kills", action="store_true", help="kill a process of each kind in turn")
+    chosen = parsed(made, arguments)
     asks = list(expected())
     with Server.start(config(), port=0, tell=console.print) as server:
         course = asyncio.run(run(server, asks, 60 * chosen.minutes, chosen.clients, kills=chosen.kills))
         left = settled()
-    said = report(course, left) | {"clients": chosen.clients, "hardware": f"{processor()}, {os.cpu_count()} cores"}
-    if chosen.results:
-        chosen.results.write_text(json.dumps(said, indent=1) + "\n")
-    print(json.dumps(said))
+    said = report(course, left) | {"clients": chosen.clients} | stamp()
+    finish(said, said, chosen.results)
     sys.exit(bool(course.faults or left))
 
 

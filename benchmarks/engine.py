@@ -5,16 +5,14 @@
 SmolLM2-135M-Instruct in float32 and, where the processor has instructions for it, in bfloat16: one request against
 ``generate``; passes of a few tokens; two batches of 16 requests of different lengths against Transformers' continuous batching
 and against a padded ``generate``; the time to the first token after a prefix that is known. What is compared takes turns, and
-of each the best run counts: a busy machine only ever adds. Then what keys and values hold, and what 10,000 short requests leave
-after. OMP_NUM_THREADS is honoured. The last line is one JSON document.
+of each the best run counts: a busy machine only ever adds. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
 import asyncio
 import gc
-import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,21 +20,17 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
-from benchmarks.baseline import generate, generate_batch, hold, load, quiet
+from benchmarks.baseline import generate, generate_batch, hold, load
+from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.passes import DTYPES, pass_ms
 from cascade import family
-from cascade.engine.devices import has_bfloat16, processor
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.params import SamplingParams
-from cascade.scorer import Row
 
-RESULTS = Path(__file__).parent / "results"
-DTYPES = ("float32", "bfloat16") if has_bfloat16() else ("float32",)  # where it is slow nobody would serve it
-GREEDY = SamplingParams(temperature=0, seed=0)
 REPEATS = 3
 NEW_TOKENS = 48
 PASS_SIZES = (1, 2, 4, 8)
@@ -51,8 +45,6 @@ Batch = list[tuple[int, int]]
 BATCHES: dict[str, Batch] = {"batch16": EVEN, "chat16": CHAT}
 PREFIX = 1000
 LARGE = 10**8  # parameters of a model whose batches run once
-SHORT_REQUESTS = 10_000
-console = Console(stderr=True)
 
 
 def tokens(n: int, seed: int) -> list[int]:
@@ -111,16 +103,9 @@ def decoding(rival: Executor, cascade: Cascade) -> dict[str, Any]:
 
 
 def passes(model: Model) -> dict[str, Any]:
-    """Milliseconds of a pass after 150 tokens, every position scored."""
-    cache = model.new_cache()
-    model.run([Row(cache, 0, tokens(150, 1), 1, GREEDY)])
-    rows = {n: Row(cache, 150, tokens(n, 2), n, GREEDY) for n in PASS_SIZES}
-    best = dict.fromkeys(PASS_SIZES, float("inf"))
-    for _ in range(4 * REPEATS):
-        for n, row in rows.items():
-            best[n] = min(best[n], seconds(lambda row=row: model.run([row])))  # type: ignore[misc]
-    cache.free()
-    return {"pass_ms": {n: round(s * 1e3, 2) for n, s in best.items()}, "pass_8_vs_2": round(best[8] / best[2], 3)}
+    """Milliseconds of passes, of which one of eight tokens should take hardly longer than one of two."""
+    best = pass_ms(model, PASS_SIZES, 4 * REPEATS)
+    return {"pass_ms": best, "pass_8_vs_2": round(best["8"] / best["2"], 3)}
 
 
 def batching(rival: Executor, cascade: Cascade, name: str, repeats: int) -> dict[str, Any]:
@@ -163,17 +148,6 @@ def prefix(cascade: Cascade) -> dict[str, Any]:
     }
 
 
-def held(cascade: Cascade, model: Model) -> dict[str, Any]:
-    """Peak memory of one session's keys and values against its tokens times bytes per token, looked at with every token."""
-    pool = cascade.tiers[0].kv_admission.block_manager
-    prompt, peak, written = tokens(PREFIX, 400), 0, 0
-    for chunk in cascade.stream(prompt, params(64)):
-        written += len(chunk.token_ids)
-        peak = max(peak, sum(one.capacity * model.bytes_per_token for one in list(pool._allocations) if one.in_use))
-    needed = (len(prompt) + written) * model.bytes_per_token
-    return {"cache_bytes": peak, "bytes_per_token": model.bytes_per_token, "cache_vs_tokens": round(peak / needed, 4)}
-
-
 def compare(source: str, dtype: str) -> dict[str, Any]:
     """Everything about one model in one dtype."""
     model, tokenizer = apart(lambda: Model(load(source, dtype))), Tokenizer.from_pretrained(source)
@@ -191,35 +165,12 @@ def compare(source: str, dtype: str) -> dict[str, Any]:
             **batching(rival, cascade, "batch16", repeats),
             **batching(rival, cascade, "chat16", repeats),
             **prefix(cascade),
-            **held(cascade, model),
             "taken_by_others": round(others.share(), 3),
         }
 
 
-def resident() -> float:
-    """Memory of this process, MiB."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def endurance() -> dict[str, Any]:
-    """What short requests of the tiny model leave behind, after a fifth of them has warmed it up."""
-    source = family.path("tiny")
-    size, after = 100, {}
-    with Cascade(
-        [Model.from_pretrained(source, cache_tokens=4096)], Tokenizer.from_pretrained(source), drafter=None
-    ) as cascade:
-        for count in range(size, SHORT_REQUESTS + 1, size):
-            cascade.generate([tokens(4 + i % 8, count + i) for i in range(size)], params(2))
-            if count in (SHORT_REQUESTS // 5, SHORT_REQUESTS):
-                after[count] = resident()
-        cascade.tiers[0].kv_admission.block_manager.check()
-    first, last = after.values()
-    return {"requests": SHORT_REQUESTS, "resident_mib": round(last, 1), "growth_mib": round(last - first, 1)}
-
-
-def main() -> None:
-    quiet()
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = parsed(parser("engine", "One tier against Transformers.", quick=False), arguments)
     source = apart(family.full)  # this thread must not compute, see `cascade.engine.threads.apart`
     models: dict[str, dict[str, Any]] = {}
     for dtype in DTYPES:
@@ -229,28 +180,19 @@ def main() -> None:
         models[dtype] = found
         gc.collect()
         console.print(f"[bold]{dtype}[/] {time.perf_counter() - begin:.0f} s", found)
-    report(models, endurance())
-
-
-def report(models: dict[str, dict[str, Any]], short: dict[str, Any]) -> None:
-    """The JSON document, to a file named by the threads and to the last line of standard output; the worst ratios count."""
     low = ("decode_vs_generate", *(f"{name}_vs_{other}" for name in BATCHES for other in ("generate_batch", "padded_generate")))
-    high = ("prefix_ttft", "pass_8_vs_2", "cache_vs_tokens")
     document = {
+        # the worst of all dtypes
         "ratios": {name: min(found[name] for found in models.values()) for name in low}
-        | {name: max(found[name] for found in models.values()) for name in high},
+        | {name: max(found[name] for found in models.values()) for name in ("prefix_ttft", "pass_8_vs_2")},
         "taken_by_others": max(found["taken_by_others"] for found in models.values()),  # of all processors
-        "family": family.MODEL,
         "models": models,
-        "short_requests": short,
         "prefix_tokens": PREFIX,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "hardware": f"{processor()}, {os.cpu_count()} cores",
+        **stamp(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"engine-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    finish(document, document, chosen.results)
 
 
 if __name__ == "__main__":

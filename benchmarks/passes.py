@@ -8,23 +8,20 @@ them to read. Beside them, in the same run: what one sweep over a large tensor r
 a tier adds when its model needs nothing. OMP_NUM_THREADS is honoured. The last line is one JSON document.
 """
 
-import json
-import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.baseline import load, quiet
+from benchmarks.baseline import load
+from benchmarks.document import console, finish, parsed, parser, stamp
 from cascade import family
 from cascade.cpu.linear import Linear
-from cascade.engine.devices import has_bfloat16, processor
+from cascade.engine.devices import has_bfloat16
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.messages import Close, Link, Message, Open, Proposal
@@ -33,7 +30,7 @@ from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 
-RESULTS = Path(__file__).parent / "results"
+DTYPES = ("float32", "bfloat16") if has_bfloat16() else ("float32",)  # where it is slow nobody would serve it
 SHAPES = {family.MODEL: (576, 1536), "8 B": (4096, 4096)}  # in and out features
 ROWS = (1, 2, 4, 8, 16)
 NBYTES = 150 * 2**20  # of one way's matrices
@@ -44,7 +41,6 @@ PASSES_OF_A_TIER = 2000
 PREFIX = 150  # positions after which passes are timed
 
 Way: TypeAlias = Callable[[Tensor], Tensor]
-console = Console(stderr=True)
 
 
 def ways(depth: int, width: int) -> dict[str, tuple[list[Way], int]]:
@@ -106,14 +102,21 @@ def _all(matrices: list[Way], x: Tensor) -> Callable[[], object]:
     return lambda: [times(x) for times in matrices]
 
 
-def passes(source: str, dtype: str) -> dict[str, float]:
-    """Milliseconds of passes of so many tokens, all scored."""
-    model, params = Model(load(source, dtype)), SamplingParams(temperature=0, seed=0)
-    cache, text = model.new_cache(), [token % model.vocab_size for token in range(5, 5 + PREFIX)]
+def pass_ms(model: Model, sizes: Sequence[int], rounds: int) -> dict[str, float]:
+    """Milliseconds of passes of so many tokens after `PREFIX` positions, all scored."""
+    params, cache = SamplingParams(temperature=0, seed=0), model.new_cache()
+    text = [token % model.vocab_size for token in range(5, 5 + PREFIX)]
     model.run([Row(cache, 0, text, 1, params)])
-    rows = {str(n): Row(cache, PREFIX, text[:n], n, params) for n in ROWS}
-    found = best({n: lambda row=row: model.run([row]) for n, row in rows.items()}, PASSES)  # type: ignore[misc]
-    return {n: round(1000 * seconds, 2) for n, seconds in found.items()} | {"parameters": model.num_parameters}
+    rows = {str(n): Row(cache, PREFIX, text[:n], n, params) for n in sizes}
+    found = best({n: lambda row=row: model.run([row]) for n, row in rows.items()}, rounds)  # type: ignore[misc]
+    cache.free()
+    return {n: round(1000 * seconds, 2) for n, seconds in found.items()}
+
+
+def passes(source: str, dtype: str) -> dict[str, float]:
+    """`pass_ms` of a model, and how many parameters it has."""
+    model = Model(load(source, dtype))
+    return pass_ms(model, ROWS, PASSES) | {"parameters": model.num_parameters}
 
 
 class Idle(ToyModel):
@@ -152,37 +155,30 @@ class _Hear(Link):
             self._heard.put(message)
 
 
-def main() -> None:
-    quiet()
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = parsed(parser("passes", "What a pass is made of.", quick=False), arguments)
     source = apart(family.full)  # this thread must not compute, see `cascade.engine.threads.apart`
     speeds, times = {}, {}
     for name, (depth, width) in SHAPES.items():
         with torch.inference_mode():
             speeds[name] = apart(lambda depth=depth, width=width: products(depth, width))  # type: ignore[misc]
         console.print(f"[bold]{name}[/] {depth} x {width}, GB/s by rows", speeds[name])
-    for dtype in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
+    for dtype in DTYPES:
         times[dtype] = apart(lambda dtype=dtype: passes(source, dtype))  # type: ignore[misc]
         console.print(f"[bold]{family.MODEL} {dtype}[/], ms by tokens", times[dtype])
-    report(speeds, times, overhead_us())
-
-
-def report(speeds: dict[str, Any], times: dict[str, dict[str, float]], overhead: float) -> None:
-    """The JSON document, to a file named by the threads and to the last line of standard output."""
     sweep = max(speed["sweep"]["1"] for speed in speeds.values())
     reads = {name: 1000 * one["parameters"] * (4 if name == "float32" else 2) / sweep / 1e9 for name, one in times.items()}
     document = {
-        "family": family.MODEL,
         "gigabytes_per_second": speeds,
         "pass_ms": times,
         "pass_vs_reading": {name: round(one["1"] / reads[name], 2) for name, one in times.items()},
         "pass_8_vs_1": {name: round(one["8"] / one["1"], 2) for name, one in times.items()},
-        "tier_overhead_us": overhead,
+        "tier_overhead_us": overhead_us(),
         "threads": torch.get_num_threads(),
-        "hardware": f"{processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
+        **stamp(),
     }
-    (RESULTS / f"passes-{torch.get_num_threads()}.json").write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    finish(document, document, chosen.results)
 
 
 if __name__ == "__main__":

@@ -162,10 +162,10 @@ def serve(size: Size) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("trees", "Guess trees beside lines.", PARTS), arguments)
     found: dict[str, Any] = {}
-    if "acceptance" in (chosen.parts or PARTS):  # apart: this thread must not compute, see `cascade.engine.threads.apart`
+    if "acceptance" in (chosen.only or PARTS):  # apart: this thread must not compute, see `cascade.engine.threads.apart`
         size = QUICK if chosen.quick else ACCEPTANCE
         found["acceptance"] = timed("Acceptance", lambda: apart(lambda: acceptance(size)))
-    if "served" in (chosen.parts or PARTS):
+    if "served" in (chosen.only or PARTS):
         found["served"] = timed("Served", lambda: serve(QUICK if chosen.quick else SERVED))
     console.print(*tables(found))
     finish({"head": head(found)} | found | stamp(), head(found), chosen.results)

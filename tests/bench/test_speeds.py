@@ -56,7 +56,7 @@ def test_only_whole_runs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `benchmarks/results` against a quick run or a part of one; and the alarm that ends a run."""
     made = document.parser("trees", "About trees.", ("one", "two"))
     assert document.parsed(made, []).results == document.RESULTS / "trees.json"
-    assert [document.parsed(made, one).results for one in (["--quick"], ["--parts", "one"])] == [None, None]
+    assert [document.parsed(made, one).results for one in (["--quick"], ["--only", "one"])] == [None, None]
     assert [document.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
     with pytest.raises(SystemExit, match="different texts"):
         document.finish({"a": {"same_text": False}}, {"line": 1}, None)
@@ -116,7 +116,7 @@ def test_crowds_are_compared() -> None:
 def test_runner_ups_add_to_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the part of bench-trees that serves nothing: a runner-up can only add to a share, on real texts of the family."""
     path = tmp_path / "trees.json"
-    trees.main(["--quick", "--parts", "acceptance", "--results", str(path)])
+    trees.main(["--quick", "--only", "acceptance", "--results", str(path)])
     head, kept = json.loads(capsys.readouterr().out.splitlines()[-1]), json.loads(path.read_text())
     assert head == kept["head"]
     for edges in kept["acceptance"].values():

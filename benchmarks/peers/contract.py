@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 POSITIONS = 2048  # of context, of every engine that asks for a number
 NUM_DRAFTED = 4  # tokens a round of a draft model, where an engine asks for a number
@@ -74,3 +74,14 @@ def parsed_setup(fields: Mapping[str, object]) -> Setup:
     given["models"] = Models(**given["models"])  # type: ignore[arg-type]
     given["modes"], given["end_ids"] = tuple(given["modes"]), tuple(given["end_ids"])  # type: ignore[arg-type]
     return Setup(**given)  # type: ignore[arg-type]
+
+
+def vllm_drafts(mode: str, tiny: str) -> dict[str, Any] | None:
+    """How vLLM, its offline class and its server, is told to draft; ``tiny`` is the folder of the draft model."""
+    ngrams = {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    known: dict[str, dict[str, Any]] = {
+        "vllm_ngram": {**ngrams, "num_speculative_tokens": NUM_DRAFTED},
+        "vllm_suffix": {"method": "suffix"},
+        "vllm_draft": {"method": "draft_model", "model": tiny, "num_speculative_tokens": NUM_DRAFTED},
+    }
+    return known.get(mode)

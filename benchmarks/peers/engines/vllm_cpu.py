@@ -6,8 +6,7 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 
-from benchmarks.peers.contract import POSITIONS, Said, Setup, Turn
-from benchmarks.peers.vllm_drafts import configuration
+from benchmarks.peers.contract import POSITIONS, Said, Setup, Turn, vllm_drafts
 
 
 class VLLM:
@@ -21,7 +20,7 @@ class VLLM:
             max_model_len=POSITIONS,
             max_num_seqs=1,
             enable_prefix_caching=False,
-            speculative_config=configuration(mode, setup.models.tiny),
+            speculative_config=vllm_drafts(mode, setup.models.tiny),
         )
         self._end_ids = list(setup.end_ids)
         self.versions = {"vllm": vllm.__version__, "torch (below vllm)": torch.__version__}

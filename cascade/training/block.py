@@ -1,46 +1,47 @@
-"""Trains a head of blocks for a model, and writes it as such heads are published.
+"""Trains heads of blocks for a model, and writes them as such heads are published: DFlash, and DSpark, which is one with more.
 
 Blocks begin at random places of a text. Each sees the model's hidden states before it and its own first token, and is to say
 at each of its places what the model says there:
 
     loss = sum_k exp(-(k - 1) / g) * cross entropy of softmax(logits_k) against the model's distribution
 
-The first guesses count most, for after a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036. What comes on
-top of it in a DSpark head is in `cascade.training.markov`.
+The first guesses count most, for after a wrong one the others are lost. Chen et al., "DFlash", arXiv 2602.06036.
+
+Guesses of a DSpark head follow upon each other, and it learns how sure it may be. Each guess is made after the text's own
+token, as it will be after a right guess:
+
+    loss = DFlash's, of logits_k + W2 W1[x_{k-1}]
+         + binary cross entropy of the confidence against sum_x min(p(x), q(x))
+
+p is the model's distribution and q the head's, so the sum is the chance that the ratio rule accepts a guess. What confidence
+learns changes no guess. Cheng et al., "DSpark", arXiv 2607.05147.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cascade.engine.heads.checkpoint import ATTENTION, MASK
 from cascade.engine.heads.dflash import BlockAttention, DFlash, Layout, Seen
+from cascade.engine.heads.dspark import Confidence, DSpark, Markov
 from cascade.engine.heads.head import Verifier
-from cascade.training.fitting import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, Shape, begun, by_row, fit, save
 
 PARTS = ("mask_embedding", f"{ATTENTION}q_norm.weight")  # that not every such head has
+RANK = 64  # of a DSpark: numbers between a token and what it adds to logits, unless the model has fewer
 
-Kind = TypeVar("Kind", bound=DFlash)
 
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(Shape):
+    """Size of a head, whose embedding and projection to tokens are its model's, too."""
 
-@dataclass(frozen=True)
-class BlockShape:
-    """Size of a head; its hidden size, embedding and projection to tokens are its model's."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    reads: tuple[int, ...]  # hidden states, as Transformers counts them
     block_size: int  # its first place is known
     mask: int  # token id
 
@@ -76,40 +77,9 @@ def train_dflash(network: PreTrainedModel, batch: Batch, shape: BlockShape, sche
 
 def new_dflash(network: PreTrainedModel, shape: BlockShape) -> DFlash:
     """An untrained head."""
-    head = DFlash(config_of(network, shape), Verifier.of(network), shape.layout(shifted=False), PARTS, reads=shape.reads)
-    return prepared(head, network)
-
-
-def prepared(head: Kind, network: PreTrainedModel) -> Kind:
-    """``head`` whose last norm is the model's, and whose layers leave what they are given as it is."""
-    size = network.config.get_text_config().hidden_size
-    with torch.no_grad():
-        head.mask_embedding.normal_(std=0.02)
-        last = getattr(getattr(network.base_model, "norm", None), "weight", None)
-        if isinstance(last, Tensor):
-            head.norm.weight.copy_(last)
-        for layer in head.own_layers:
-            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                part.weight.zero_()
-        head.fc.weight.zero_()
-        head.fc.weight[:, -size:].fill_diagonal_(1.0)
-    return head.to(network.device)
-
-
-def config_of(network: PreTrainedModel, shape: BlockShape) -> LlamaConfig:
-    """Of a head's layers."""
-    text = network.config.get_text_config()
-    return LlamaConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=text.hidden_size // shape.num_heads,
-        num_hidden_layers=shape.num_layers,
-        rms_norm_eps=1e-6,
-        vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-    )
+    head = DFlash(shape.config(network), Verifier.of(network), shape.layout(shifted=False), PARTS, reads=shape.reads)
+    torch.nn.init.normal_(head.mask_embedding, std=0.02)
+    return begun(head, network)
 
 
 def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
@@ -117,6 +87,44 @@ def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape
     with torch.autocast(ids.device.type, torch.bfloat16):
         found = guessed(network, head, ids)
         return nats(head.logits(found.hidden), found.wanted, shape)
+
+
+def train_dspark(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
+    """As `train_dflash`; the loss is that of guesses and confidence together."""
+    torch.manual_seed(0)
+    head = new_dspark(network, shape)
+    mean = fit(head, lambda ids: _loss_and_confidence(network, head, ids, shape), batch, schedule, folder)
+    said = {"architectures": ["Qwen3DSparkModel"]}
+    write(head, shape, network.config.get_text_config().num_hidden_layers, folder, said=said)
+    return mean
+
+
+def new_dspark(network: PreTrainedModel, shape: BlockShape) -> DSpark:
+    """An untrained head, whose guesses do not depend on each other yet."""
+    verifier = Verifier.of(network)
+    size, rank = verifier.hidden_size, min(RANK, verifier.hidden_size)
+    markov = Markov("plain", rank=rank, vocab_size=verifier.vocab_size, tokens=verifier.vocab_size, hidden_size=size)
+    head = DSpark(
+        shape.config(network),
+        verifier,
+        shape.layout(shifted=True),
+        PARTS,
+        reads=shape.reads,
+        markov=markov,
+        confidence=Confidence(size + rank),
+    )
+    torch.nn.init.zeros_(markov.markov_w2.weight)
+    torch.nn.init.normal_(head.mask_embedding, std=0.02)
+    return begun(head, network)
+
+
+def _loss_and_confidence(network: PreTrainedModel, head: DSpark, ids: Tensor, shape: BlockShape) -> Tensor:
+    """Mean nats per guess, and of its confidence."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        found = guessed(network, head, ids)
+        logits, sure = head.behind(found.hidden, found.before)
+        right = torch.minimum(logits.detach().float().softmax(-1), found.wanted).sum(-1)
+        return nats(logits, found.wanted, shape) + F.binary_cross_entropy_with_logits(sure.float(), right)
 
 
 def nats(logits: Tensor, wanted: Tensor, shape: BlockShape) -> Tensor:
@@ -160,9 +168,9 @@ def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor
     seen = torch.cat([before, (own[:, None] == own).expand(rows, -1, -1)], -1)[:, None]
 
     def attend(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        queries = _by_row(query, rows)
+        queries = by_row(query, rows)
         keys, values = (
-            torch.cat([_by_row(old, rows), _by_row(new, rows)], 2) for old, new in zip(held[layer], (key, value), strict=True)
+            torch.cat([by_row(old, rows), by_row(new, rows)], 2) for old, new in zip(held[layer], (key, value), strict=True)
         )
         out = F.scaled_dot_product_attention(queries, keys.to(queries.dtype), values.to(queries.dtype), seen, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)[None]
@@ -172,28 +180,19 @@ def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor
     return out
 
 
-def _by_row(part: Tensor, rows: int) -> Tensor:
-    """``[1, heads, rows * n, head_dim]`` as ``[rows, heads, n, head_dim]``."""
-    by_row: Tensor = part[0].unflatten(1, (rows, -1)).transpose(0, 1)
-    return by_row
-
-
 def write(
     head: DFlash,
     shape: BlockShape,
     num_layers: int,
     folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
     said: Mapping[str, Any] = MappingProxyType({"architectures": ["DFlashDraftModel"]}),
 ) -> None:
     """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are.
 
     What is ``said`` in the configuration depends on the kind of head.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
-    torch.save({"mask_token_id": shape.mask, "embedding": weights.pop("mask_embedding")}, folder / MASK)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = head.state_dict()
+    mask = weights.pop("mask_embedding").bfloat16()
     config = head.config.to_dict() | {
         "model_type": "qwen3",
         "block_size": shape.block_size,
@@ -202,4 +201,5 @@ def write(
         "num_target_layers": num_layers,
         **said,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+    save(weights, config, folder)
+    torch.save({"mask_token_id": shape.mask, "embedding": mask}, folder / MASK)

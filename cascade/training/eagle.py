@@ -9,7 +9,6 @@ k - 1, attends to the hidden states up to i and to its own steps, and is to say 
 Li et al., "EAGLE-3", arXiv 2503.01840.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +16,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.head import Verifier
-from cascade.training.fitting import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, Shape, begun, by_row, decayed, fit, save
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Size of a head; its hidden size is its model's."""
+@dataclass(frozen=True, kw_only=True)
+class EagleShape(Shape):
+    """Size of a head, which has one layer."""
 
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    reads: tuple[int, ...]  # hidden states, as Transformers counts them
     tokens: tuple[int, ...]  # that it knows, increasing
 
 
@@ -47,7 +41,9 @@ class Unrolled:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """See `Place.attend`; rows lie one after another."""
         group = query.shape[1] // key.shape[1]
-        query, key, value = (self._by_row(part) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value))))
+        query, key, value = (
+            by_row(part, self._rows) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value)))
+        )
         steps = self._steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
         steps.append((key, value))
         (keys, values), *later = steps
@@ -62,13 +58,8 @@ class Unrolled:
         whole: Tensor = out.transpose(1, 2).flatten(0, 1)[None]
         return whole
 
-    def _by_row(self, part: Tensor) -> Tensor:
-        """``[1, heads, rows * n, head_dim]`` as ``[rows, heads, n, head_dim]``."""
-        rows: Tensor = part[0].unflatten(1, (self._rows, -1)).transpose(0, 1)
-        return rows
 
-
-def train_eagle3(network: PreTrainedModel, batch: Batch, shape: Shape, schedule: Schedule, folder: Path) -> float:
+def train_eagle3(network: PreTrainedModel, batch: Batch, shape: EagleShape, schedule: Schedule, folder: Path) -> float:
     """Train a head for ``network`` and write it to ``folder``; see `fit`."""
     torch.manual_seed(0)
     head = new_head(network, shape)
@@ -77,34 +68,13 @@ def train_eagle3(network: PreTrainedModel, batch: Batch, shape: Shape, schedule:
     return mean
 
 
-def new_head(network: PreTrainedModel, shape: Shape) -> Eagle3:
+def new_head(network: PreTrainedModel, shape: EagleShape) -> Eagle3:
     """An untrained head, whose last norm and projection to its tokens are the model's."""
-    text, verifier, ids = network.config.get_text_config(), Verifier.of(network), torch.tensor(shape.tokens)
-    head = Eagle3(_config(text, shape), verifier, reads=shape.reads, ids=ids)
+    verifier, ids = Verifier.of(network), torch.tensor(shape.tokens)
+    head = Eagle3(shape.config(network), verifier, reads=shape.reads, ids=ids)
     with torch.no_grad():
         head.lm_head.weight.copy_(network.get_output_embeddings().weight[ids])
-        last = getattr(getattr(network.base_model, "norm", None), "weight", None)
-        if isinstance(last, Tensor):
-            head.norm.weight.copy_(last)
-        for layer in head.own_layers:  # so that it begins as what it reads
-            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                part.weight.zero_()
-        head.fc.weight.zero_()
-        head.fc.weight[:, -text.hidden_size :].fill_diagonal_(1.0)
-    return head.to(network.device)
-
-
-def _config(text: Any, shape: Shape) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        num_hidden_layers=1,
-        rms_norm_eps=1e-6,
-        vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-    )
+    return begun(head, network)
 
 
 def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
@@ -115,12 +85,11 @@ def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedul
             said = network(ids, output_hidden_states=True, use_cache=False)
             known = torch.tensor(head.known, device=ids.device)
             wanted = said.logits[:, 1:, known].float().softmax(-1)
-        total, weight = torch.zeros((), device=ids.device), 0.0
-        for step, logits in enumerate(unroll(head, said.hidden_states, ids, schedule.unrolled)):
-            target = wanted[:, step : step + n].flatten(0, 1)
-            total = total + schedule.decay**step * F.cross_entropy(logits.float(), target)
-            weight += schedule.decay**step
-    return total / weight
+        losses = (
+            F.cross_entropy(logits.float(), wanted[:, step : step + n].flatten(0, 1))
+            for step, logits in enumerate(unroll(head, said.hidden_states, ids, schedule.unrolled))
+        )
+        return decayed(losses, schedule.decay)
 
 
 def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> Iterator[Tensor]:
@@ -139,17 +108,13 @@ def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> I
         states = head.next_state(out)
 
 
-def write(head: Eagle3, shape: Shape, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def write(head: Eagle3, shape: EagleShape, folder: Path) -> None:
     """The head's files; ids of hidden states count as those of the ``speculators`` library."""
-    folder.mkdir(parents=True, exist_ok=True)
     ids = torch.tensor(shape.tokens)
-    weights = {name: tensor.to(dtype).contiguous() for name, tensor in head.state_dict().items()}
-    weights["d2t"] = ids - torch.arange(len(ids))
-    weights["t2d"] = torch.zeros(head.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    known = torch.zeros(head.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     config = head.config.to_dict() | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(ids),
         "eagle_aux_hidden_state_layer_ids": list(shape.reads),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+    save(head.state_dict() | {"d2t": ids - torch.arange(len(ids)), "t2d": known}, config, folder)

@@ -16,10 +16,9 @@ from cascade.engine.checkpoint import context_len
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.training.block import BlockShape, train_dflash
-from cascade.training.eagle import Shape, train_eagle3
+from cascade.training.block import BlockShape, train_dflash, train_dspark
+from cascade.training.eagle import EagleShape, train_eagle3
 from cascade.training.fitting import Batch, Schedule
-from cascade.training.markov import train_dspark
 from cascade.training.medusa import train_medusa
 from cascade.training.writing import Turns, end_tokens, own_prompts, write
 
@@ -114,14 +113,11 @@ def _own_tokens(network: PreTrainedModel, tokenizer: Tokenizer, wanted: int, kep
     return torch.tensor(tokens)
 
 
-def _shape(text: Any, tokens: Tensor, vocab_size: int) -> Shape:
+def _shape(text: Any, tokens: Tensor, vocab_size: int) -> EagleShape:
     """A layer like the model's own, over a low, a middle and a high hidden state."""
     counts = torch.bincount(tokens, minlength=text.vocab_size)
     known = counts.argsort(descending=True, stable=True)[: min(vocab_size, int((counts > 0).sum()))]
-    return Shape(
-        **_sizes(text),
-        tokens=tuple(sorted(known.tolist())),
-    )
+    return EagleShape(**_sizes(text), tokens=tuple(sorted(known.tolist())))
 
 
 def _block_shape(text: Any, tokens: Tensor, block_size: int) -> BlockShape:

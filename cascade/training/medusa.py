@@ -8,13 +8,11 @@ after it.
 Heads begin as the model's own output embedding. Cai et al., arXiv 2401.10774.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +20,7 @@ from cascade.engine.heads.checkpoint import MEDUSA_FILES
 from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.medusa import Block, Medusa
 from cascade.engine.heads.reader import decoder
-from cascade.training.fitting import Batch, Schedule, fit
+from cascade.training.fitting import Batch, Schedule, decayed, fit, save
 
 LAYERS = 1  # of each head, before its output embedding
 
@@ -62,23 +60,20 @@ def _loss(network: PreTrainedModel, head: Medusa, ids: Tensor, schedule: Schedul
     with torch.autocast(ids.device.type, torch.bfloat16):
         with torch.no_grad():
             states = model(input_ids=ids, use_cache=False)[0][:, :n].flatten(0, 1)
-        total, weight = torch.zeros((), device=ids.device), 0.0
-        for place, block in enumerate(head.blocks):
-            wanted = ids[:, place + 2 : place + 2 + n].flatten()  # the next one is the model's own
-            total = total + schedule.decay**place * F.cross_entropy(block(states).float(), wanted)
-            weight += schedule.decay**place
-    return total / weight
+        losses = (  # the next token is the model's own
+            F.cross_entropy(block(states).float(), ids[:, place + 2 : place + 2 + n].flatten())
+            for place, block in enumerate(head.blocks)
+        )
+        return decayed(losses, schedule.decay)
 
 
-def write(head: Medusa, folder: Path, base: str, dtype: torch.dtype = torch.bfloat16) -> None:
+def write(head: Medusa, folder: Path, base: str) -> None:
     """The heads' files, under their authors' names."""
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, tensor in head.state_dict().items():
         _, block, part, *rest = name.split(".")
         published = f"{block}.{LAYERS}.weight" if part == "lm_head" else f"{block}.{rest[0]}.linear.{rest[1]}"
-        weights[published] = tensor.to(dtype).contiguous()
-    save_file(weights, folder / MEDUSA_FILES[0], metadata={"format": "pt"})
+        weights[published] = tensor
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -88,4 +83,4 @@ def write(head: Medusa, folder: Path, base: str, dtype: torch.dtype = torch.bflo
         "medusa_num_heads": len(head.blocks),
         "medusa_num_layers": LAYERS,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save(weights, config, folder, MEDUSA_FILES[0])

@@ -13,9 +13,8 @@ from cascade.engine.heads.loading import load_head
 from cascade.engine.model import Model
 from cascade.params import SamplingParams
 from cascade.scorer import Row, gap_byte
-from cascade.training.block import BlockShape, blocks, guessed, train_dflash
+from cascade.training.block import BlockShape, blocks, guessed, train_dflash, train_dspark
 from cascade.training.fitting import Schedule
-from cascade.training.markov import train_dspark
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)

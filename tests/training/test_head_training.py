@@ -16,14 +16,14 @@ from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training.block import BlockShape, train_dflash
-from cascade.training.eagle import Shape, train_eagle3, unroll
+from cascade.training.eagle import EagleShape, train_eagle3, unroll
 from cascade.training.fitting import Batch, Schedule
 from cascade.training.medusa import train_medusa
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 Fit = Callable[[PreTrainedModel, Batch, int, Path], float]
-SHAPE = Shape(num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), tokens=tuple(range(0, VOCAB, 2)))
+SHAPE = EagleShape(num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), tokens=tuple(range(0, VOCAB, 2)))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +38,8 @@ def fit_eagle3(network: PreTrainedModel, batch: Batch, steps: int, folder: Path)
 
 
 def fit_dflash(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
-    shape = BlockShape(1, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.intermediate_size, SHAPE.reads, block_size=4, mask=95)
+    sizes = {name: getattr(SHAPE, name) for name in ("num_heads", "num_kv_heads", "intermediate_size", "reads")}
+    shape = BlockShape(**sizes, block_size=4, mask=95)
     return train_dflash(network, batch, shape, Schedule(steps, save_every=3), folder)
 
 

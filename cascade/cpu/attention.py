@@ -38,17 +38,7 @@ from cascade.cpu.jit import (
     run_step,
     thread_num,
 )
-from cascade.cpu.tile import (
-    LANES,
-    ROWS,
-    onward,
-    onward_of_halves,
-    side_by_side,
-    tile,
-    tile_of_halves,
-    wide_tile,
-    wide_tile_of_halves,
-)
+from cascade.cpu.tile import LANES, ROWS, multiply, multiply_onward
 
 # Of a span: first token, tokens, first position; capacity of its storage, position at which that begins and from which on it
 # counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
@@ -145,38 +135,19 @@ def _soften(given: int, scores: int, length: int, first: int, last: int, head: i
 
 
 @inlined
-def _times(given: int, rows: int, x: int, w: int, out: int, shape: Any, blocks: int, apart: int) -> None:
-    """Tiles with blocks of keys or of values that lie as many numbers apart; ``shape`` is an outcome's stride and the depth."""
-    (stride, depth), many, block = shape, side_by_side(rows), 0
-    size = apart * (2 if integer(given, 23) else 4)
-    while many > 1 and block + many <= blocks:
-        if integer(given, 23):
-            wide_tile_of_halves(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth, apart)
-        else:
-            wide_tile(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth, apart)
-        block += many
-    while block < blocks:
-        if integer(given, 23):
-            tile_of_halves(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth)
-        else:
-            tile(rows, x, w + block * size, out + block * LANES * 4, stride, depth, depth)
-        block += 1
-
-
-@inlined
 def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, asked: int, scores: int, spare: int) -> None:
     """Products of ``rows`` queries with the keys of ``length`` positions from ``begin`` on, those of a fork's base first."""
-    key_size, capacity, origin = integer(given, 11), integer(span, 3), integer(span, 4)
-    size, shared = key_size * LANES * (2 if integer(given, 23) else 4), max(0, integer(span, 5) - begin)
+    key_size, capacity, origin, short = integer(given, 11), integer(span, 3), integer(span, 4), integer(given, 23)
+    size, shared = key_size * LANES * (2 if short else 4), max(0, integer(span, 5) - begin)
     own = integer(span, 7) + (head * (capacity // LANES) + (begin - origin) // LANES) * size
     common = integer(span, 9) + (head * (integer(span, 6) // LANES) + begin // LANES) * size
-    before, shape, apart = -(-shared // LANES), (length, key_size), key_size * LANES
-    _times(given, rows, asked, common, scores, shape, before, apart)
-    after = length // LANES - before
-    _times(given, rows, asked, own + before * size, scores + before * LANES * 4, shape, after, apart)
+    before, apart = -(-shared // LANES), key_size * LANES
+    multiply(short, rows, asked, common, scores, length, key_size, key_size, before, apart)
+    after, to = length // LANES - before, scores + before * LANES * 4
+    multiply(short, rows, asked, own + before * size, to, length, key_size, key_size, after, apart)
     if shared % LANES:  # the block in which the fork begins has positions of both
         block = shared // LANES * LANES
-        _times(given, rows, asked, own + block // LANES * size, spare, (LANES, key_size), 1, apart)
+        multiply(short, rows, asked, own + block // LANES * size, spare, LANES, key_size, key_size, 1, apart)
         held, said = floats(scores), floats(spare)
         for one in range(rows):
             for lane in range(shared % LANES, LANES):
@@ -186,21 +157,18 @@ def _score(given: int, span: int, head: int, rows: int, begin: int, length: int,
 @inlined
 def _weigh(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
     """Products of weights with the values of ``length`` positions from ``begin`` on, those of a fork's base first."""
-    capacity, common_capacity = integer(span, 3), integer(span, 6)
+    capacity, common_capacity, short = integer(span, 3), integer(span, 6), integer(given, 23)
     blocks, shared = (integer(given, 12) + LANES - 1) // LANES, max(0, integer(span, 5) - begin)
-    size, stride, rest = LANES * (2 if integer(given, 23) else 4), blocks * LANES, length - shared
+    size, stride, rest = LANES * (2 if short else 4), blocks * LANES, length - shared
     own = integer(span, 8) + (head * blocks * capacity + begin + shared - integer(span, 4)) * size
     common = integer(span, 10) + (head * blocks * common_capacity + begin) * size
     if not shared:
-        _times(given, rows, weights, own, out, (stride, length), blocks, capacity * LANES)
+        multiply(short, rows, weights, own, out, stride, length, length, blocks, capacity * LANES)
         return
-    _times(given, rows, weights, common, out, (stride, shared), blocks, common_capacity * LANES)
+    multiply(short, rows, weights, common, out, stride, shared, shared, blocks, common_capacity * LANES)
     for block in range(blocks):
         at, values = out + block * LANES * 4, own + block * capacity * size
-        if integer(given, 23):
-            onward_of_halves(rows, weights + shared * rows * 4, values, at, stride, rest, rest)
-        else:
-            onward(rows, weights + shared * rows * 4, values, at, stride, rest, rest)
+        multiply_onward(short, rows, weights + shared * rows * 4, values, at, stride, rest)
 
 
 @inlined

@@ -154,111 +154,54 @@ def run_step(step: Step, work: int) -> None:
     run(step.worker, arguments(*step.numbers), work)
 
 
-def _pointer_to(kind: ir.Type) -> Any:
-    return kind.as_pointer()
+def _unary(result: types.Type, given: types.Type, build: Callable[[Any, Any], Any]) -> Any:
+    """A function of one number, which ``build`` writes in LLVM's code with a builder."""
+
+    @intrinsic
+    def function(_: Any, number: Any) -> Any:
+        return result(given), lambda context, b, signature, operands: build(b, operands[0])
+
+    return function
 
 
-@intrinsic
-def integer(_: Any, address: Any, place: Any) -> Any:
+def _pointer(kind: types.Type, to: ir.Type) -> Any:
+    return _unary(types.CPointer(kind), types.int64, lambda b, address: b.inttoptr(address, to.as_pointer()))
+
+
+def _rounded(b: Any, number: Any) -> Any:
+    word = b.bitcast(number, I32)
+    even = b.and_(b.lshr(word, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+    return b.trunc(b.lshr(b.add(b.add(word, even), ir.Constant(I32, 0x7FFF)), ir.Constant(I32, 16)), I16)
+
+
+def _power_of_two(b: Any, exponent: Any) -> Any:
+    return b.bitcast(b.shl(b.add(b.trunc(exponent, I32), ir.Constant(I32, 127)), ir.Constant(I32, 23)), F32)
+
+
+floats = _pointer(types.float32, F32)
+"""A pointer to float32 at an address, which is indexed like an array."""
+floats64 = _pointer(types.float64, ir.DoubleType())
+"""A pointer to float64."""
+halves = _pointer(types.int16, I16)
+"""A pointer to numbers of 16 bits, such as bfloat16."""
+integers = _pointer(types.int64, I64)
+"""A pointer to int64."""
+integers32 = _pointer(types.int32, I32)
+"""A pointer to int32."""
+real = _unary(types.float32, types.int64, lambda b, number: b.bitcast(b.trunc(number, I32), F32))
+"""The float32 whose bits an argument has, see `bits`."""
+bits_of = _unary(types.int32, types.float32, lambda b, number: b.bitcast(number, I32))
+"""The bits of a float32, an int32."""
+power_of_two = _unary(types.float32, types.int64, _power_of_two)
+"""``2 ** exponent`` as a float32, for exponents from -126 to 127."""
+rounded = _unary(types.int16, types.float32, _rounded)
+"""A float32 as bfloat16, an int16: to the nearest, and of two to the even one."""
+
+
+@inlined
+def integer(address: int, place: int) -> Any:
     """The 64-bit integer at a place after an address."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.load(b.gep(b.inttoptr(given[0], _pointer_to(I64)), [given[1]]))
-
-    return types.int64(types.int64, types.int64), build
-
-
-@intrinsic
-def real(_: Any, number: Any) -> Any:
-    """The float32 whose bits an argument has."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.bitcast(b.trunc(given[0], I32), F32)
-
-    return types.float32(types.int64), build
-
-
-@intrinsic
-def bits_of(_: Any, number: Any) -> Any:
-    """The bits of a float32, an int32."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.bitcast(given[0], I32)
-
-    return types.int32(types.float32), build
-
-
-@intrinsic
-def power_of_two(_: Any, exponent: Any) -> Any:
-    """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        biased = b.add(b.trunc(given[0], I32), ir.Constant(I32, 127))
-        return b.bitcast(b.shl(biased, ir.Constant(I32, 23)), F32)
-
-    return types.float32(types.int32), build
-
-
-@intrinsic
-def floats(_: Any, address: Any) -> Any:
-    """A pointer to float32, which is indexed like an array."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float32)))
-
-    return types.CPointer(types.float32)(types.int64), build
-
-
-@intrinsic
-def floats64(_: Any, address: Any) -> Any:
-    """A pointer to float64, which is indexed like an array."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.float64)))
-
-    return types.CPointer(types.float64)(types.int64), build
-
-
-@intrinsic
-def halves(_: Any, address: Any) -> Any:
-    """A pointer to numbers of 16 bits, such as bfloat16, which is indexed like an array."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int16)))
-
-    return types.CPointer(types.int16)(types.int64), build
-
-
-@intrinsic
-def rounded(_: Any, number: Any) -> Any:
-    """A float32 as bfloat16, an int16: to the nearest, and of two to the even one."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        word = b.bitcast(given[0], I32)
-        even = b.and_(b.lshr(word, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        return b.trunc(b.lshr(b.add(b.add(word, even), ir.Constant(I32, 0x7FFF)), ir.Constant(I32, 16)), I16)
-
-    return types.int16(types.float32), build
-
-
-@intrinsic
-def integers(_: Any, address: Any) -> Any:
-    """A pointer to int64, which is indexed like an array."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int64)))
-
-    return types.CPointer(types.int64)(types.int64), build
-
-
-@intrinsic
-def integers32(_: Any, address: Any) -> Any:
-    """A pointer to int32, which is indexed like an array."""
-
-    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        return b.inttoptr(given[0], context.get_value_type(types.CPointer(types.int32)))
-
-    return types.CPointer(types.int32)(types.int64), build
+    return integers(address)[place]
 
 
 def function_of(b: Any, name: str, kind: ir.FunctionType) -> Any:

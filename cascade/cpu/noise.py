@@ -18,11 +18,11 @@ from numba import float32, float64, int32, int64, uint64
 from torch import Tensor
 
 from cascade.cpu.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
+from cascade.splitmix import GOLDEN
 
 ROOM = 64  # contenders of a row; usually there are fewer than ten
 _BLOCK = 64  # tokens that are looked at together
 _FIELDS = 9  # arguments before those of rows
-_GOLDEN = 0x9E3779B97F4A7C15
 _LEAST = -3.4028235e38  # the lowest score that is not filtered
 _MARGIN = 2.0**-9  # hundreds of times what logarithms in float32, here and by the caller, are rounded by
 _PER_BIT = math.log(2) * 2.0**-23  # of a float32, whose bits are a logarithm to base 2 but for a part of 0.09 that is missing
@@ -40,7 +40,7 @@ def _mix(z: int) -> Any:
 @inlined
 def _random(key: int, token: int) -> Any:
     """The 64 bits of a token."""
-    return _mix(key + uint64(token + 1) * uint64(_GOLDEN))
+    return _mix(key + uint64(token + 1) * uint64(GOLDEN))
 
 
 @inlined
@@ -109,7 +109,7 @@ def _contend(given: int, row: int, place: int) -> Any:
         integers(integer(given, 6) + from_here * 8),
     )
     randoms, kept = integers(integer(given, 7) + from_here * 8), floats(integer(given, 8) + from_here * 4)
-    key = _mix(uint64(integer(given, _FIELDS + 2 * row)) + uint64(_GOLDEN))
+    key = _mix(uint64(integer(given, _FIELDS + 2 * row)) + uint64(GOLDEN))
     key = _mix(key ^ uint64(integer(given, _FIELDS + 2 * row + 1)))
     _bound(scores, bounds, size, key)
     count, least = 0, _least(scores, bounds, size, tokens, number, key)

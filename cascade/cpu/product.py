@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, thread_num
-from cascade.cpu.tile import LANES, ROWS, side_by_side, tile, tile_of_halves, wide_tile, wide_tile_of_halves
+from cascade.cpu.tile import LANES, ROWS, multiply
 
 CHAIN = 512  # places of the depth that are added up in one chain: rounding errors grow with its length
 
@@ -22,26 +22,15 @@ def _multiply(given: int) -> None:
     stride, blocks, group, halves = integer(given, 5), integer(given, 6), integer(given, 7), integer(given, 8)
     here, threads = thread_num(), num_threads()
     size = depth * LANES * (2 if halves else 4)
-    block, last = blocks * here // threads, blocks * (here + 1) // threads
-    many = side_by_side(rows)
-    while many > 1 and block + many <= last:
-        to = out + block * LANES * 4
-        if halves:
-            wide_tile_of_halves(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-        else:
-            wide_tile(rows, x, w + block * size, to, stride, depth, CHAIN, depth * LANES)
-        block += many
-    while block < last:
-        row = 0
-        while row < rows:  # a block is read once from memory, and again from a cache
-            count = min(group, rows - row)
+    first, last = blocks * here // threads, blocks * (here + 1) // threads
+    if rows <= group:
+        weights, to = w + first * size, out + first * LANES * 4
+        multiply(halves, rows, x, weights, to, stride, depth, CHAIN, last - first, depth * LANES)
+        return
+    for block in range(first, last):
+        for row in range(0, rows, group):  # a block is read once from memory, and again from a cache
             to = out + (row * stride + block * LANES) * 4
-            if halves:
-                tile_of_halves(count, x + row * depth * 4, w + block * size, to, stride, depth, CHAIN)
-            else:
-                tile(count, x + row * depth * 4, w + block * size, to, stride, depth, CHAIN)
-            row += count
-        block += 1
+            multiply(halves, min(group, rows - row), x + row * depth * 4, w + block * size, to, stride, depth, CHAIN, 1, 0)
 
 
 class Blocks:

@@ -18,20 +18,11 @@ from cascade.cpu.jit import F32, I16, I32, I64, function_of, inlined
 LANES = 16  # columns of a block
 _MANY_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ROWS = 12 if _MANY_REGISTERS else 6  # of a tile at most: their sums stay in registers
-WIDE = {1: 4, 2: 4 if _MANY_REGISTERS else 2, 3: 2}  # blocks side by side, by rows
+WIDE = (1, 4, 4 if _MANY_REGISTERS else 2, 2)  # blocks side by side, by rows; one of more rows
 
 VECTOR = ir.VectorType(F32, LANES)
 HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
-
-
-_SIDE_BY_SIDE = tuple(WIDE.get(rows, 1) for rows in range(len(WIDE) + 1))
-
-
-@inlined
-def side_by_side(rows: int) -> Any:
-    """Blocks that a wide tile of so many rows takes at once; 1 if there is no such tile."""
-    return _SIDE_BY_SIDE[rows] if rows < len(_SIDE_BY_SIDE) else 1
 
 
 class _Loop:
@@ -41,7 +32,7 @@ class _Loop:
         self._b, self._rows, self._blocks, self._width, self._onward = b, rows, blocks, width, onward
         self._chains = [(row, block) for row in range(rows) for block in range(blocks)]
 
-    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any = None) -> None:
+    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any) -> None:
         """Chains are as long as a chunk; chunks are added up. Blocks are as many numbers apart."""
         b, begin, zero, nil = self._b, self._b.block, ir.Constant(VECTOR, [0.0] * LANES), ir.Constant(I64, 0)
         outer, inner, after, done = (b.append_basic_block(name) for name in ("outer", "inner", "after", "done"))
@@ -101,23 +92,11 @@ class _Loop:
         return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def _tile(rows: int, width: int, onward: bool = False) -> Any:
-    @intrinsic
-    def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> Any:
-        def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-            _Loop(b, rows, 1, width, onward).build(*given)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), build
-
-    return tile
-
-
-def _wide(rows: int, width: int) -> Any:
+def _tile(rows: int, blocks: int, width: int, onward: bool = False) -> Any:
     @intrinsic
     def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-            _Loop(b, rows, WIDE[rows], width, onward=False).build(*given)
+            _Loop(b, rows, blocks, width, onward).build(*given)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), build
@@ -127,67 +106,92 @@ def _wide(rows: int, width: int) -> Any:
 
 def _tiles(width: int, onward: bool = False) -> Any:
     """A tile of any number of rows up to `ROWS`; there are no others."""
-    tiles = [_tile(rows, width, onward) for rows in range(1, ROWS + 1)]
+    tiles = [_tile(rows, 1, width, onward) for rows in range(1, ROWS + 1)]
     one, two, three, four, five, six = tiles[:6]
     seven, eight, nine, ten, eleven, twelve = (tiles * 2)[6:12]
 
     @inlined
     def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int) -> None:
         if rows == 1:
-            one(x, w, out, stride, depth, chunk)
+            one(x, w, out, stride, depth, chunk, 0)
         elif rows == 2:
-            two(x, w, out, stride, depth, chunk)
+            two(x, w, out, stride, depth, chunk, 0)
         elif rows == 3:
-            three(x, w, out, stride, depth, chunk)
+            three(x, w, out, stride, depth, chunk, 0)
         elif rows == 4:
-            four(x, w, out, stride, depth, chunk)
+            four(x, w, out, stride, depth, chunk, 0)
         elif rows == 5:
-            five(x, w, out, stride, depth, chunk)
+            five(x, w, out, stride, depth, chunk, 0)
         elif rows == 6:
-            six(x, w, out, stride, depth, chunk)
+            six(x, w, out, stride, depth, chunk, 0)
         elif rows == 7:
-            seven(x, w, out, stride, depth, chunk)
+            seven(x, w, out, stride, depth, chunk, 0)
         elif rows == 8:
-            eight(x, w, out, stride, depth, chunk)
+            eight(x, w, out, stride, depth, chunk, 0)
         elif rows == 9:
-            nine(x, w, out, stride, depth, chunk)
+            nine(x, w, out, stride, depth, chunk, 0)
         elif rows == 10:
-            ten(x, w, out, stride, depth, chunk)
+            ten(x, w, out, stride, depth, chunk, 0)
         elif rows == 11:
-            eleven(x, w, out, stride, depth, chunk)
+            eleven(x, w, out, stride, depth, chunk, 0)
         else:
-            twelve(x, w, out, stride, depth, chunk)
+            twelve(x, w, out, stride, depth, chunk, 0)
 
     return tile
 
 
-def _wide_tiles(width: int) -> Any:
-    one, two, three = (_wide(rows, width) for rows in WIDE)
+def _blocks(width: int) -> Any:
+    """A tile of few rows and several blocks side by side, as often as there are so many, and of one block for the rest."""
+    one, two, three = (_tile(rows, WIDE[rows], width) for rows in (1, 2, 3))
+    nbytes, tile = width // 8, _tiles(width)
+    of_one, of_two, of_three = WIDE[1:]
 
     @inlined
-    def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, apart: int) -> None:
+    def blocks(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, apart: int) -> None:
+        block = 0
         if rows == 1:
-            one(x, w, out, stride, depth, chunk, apart)
+            while block + of_one <= number:
+                one(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                block += of_one
         elif rows == 2:
-            two(x, w, out, stride, depth, chunk, apart)
-        else:
-            three(x, w, out, stride, depth, chunk, apart)
+            while block + of_two <= number:
+                two(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                block += of_two
+        elif rows == 3:
+            while block + of_three <= number:
+                three(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                block += of_three
+        while block < number:
+            tile(rows, x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk)
+            block += 1
 
-    return tile
+    return blocks
 
 
-tile = _tiles(32)
-"""``tile(rows, x, w, out, stride, depth, chunk)``: at ``out`` ``rows`` times `LANES` numbers, rows ``stride`` apart.
+_onward, _onward_of_halves = _tiles(32, onward=True), _tiles(16, onward=True)
+_tile_blocks, _tile_blocks_of_halves = _blocks(32), _blocks(16)
 
-``x`` is the address of ``[depth, rows]`` float32, ``w`` that of ``[depth, LANES]``; ``chunk`` is the length of a chain.
-"""
-onward = _tiles(32, onward=True)
-"""The same in one chain that goes on from what is at ``out``: two tiles of a part of the depth each are one of all of it."""
-tile_of_halves = _tiles(16)
-"""`tile` for weights in bfloat16, which are widened on the way."""
-onward_of_halves = _tiles(16, onward=True)
-"""`onward` for the same."""
-wide_tile = _wide_tiles(32)
-"""`tile` for ``WIDE[rows]`` blocks side by side, whose weights are ``apart`` numbers apart; for few rows alone."""
-wide_tile_of_halves = _wide_tiles(16)
-"""`wide_tile` for weights in bfloat16."""
+
+@inlined
+def multiply(
+    halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, apart: int
+) -> None:
+    """At ``out`` ``rows`` times ``number`` blocks of `LANES` float32, rows ``stride`` numbers apart.
+
+    ``x`` is the address of ``[depth, rows]`` float32, ``rows`` at most `ROWS`; ``w`` that of a block ``[depth, 16]``, float32
+    or, of ``halves``, bfloat16, which is widened on the way; blocks begin ``apart`` numbers apart; ``chunk`` is the length of a
+    chain.
+    """
+    if halves:
+        _tile_blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, apart)
+    else:
+        _tile_blocks(rows, x, w, out, stride, depth, chunk, number, apart)
+
+
+@inlined
+def multiply_onward(halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int) -> None:
+    """`multiply` with one block in a chain that goes on from what is at ``out``: two of parts of the depth are one of all."""
+    if halves:
+        _onward_of_halves(rows, x, w, out, stride, depth, depth)
+    else:
+        _onward(rows, x, w, out, stride, depth, depth)

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those of one floor do not know each other
     ("cascade.errors", "cascade.v1"),
-    ("cascade.params", "cascade.draft"),
+    ("cascade.params", "cascade.draft", "cascade.splitmix"),
     ("cascade.messages",),
     ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
     ("cascade.cpu", "cascade.planner"),

@@ -22,8 +22,8 @@ from cascade.cpu.leading import leading
 from cascade.cpu.noise import ROOM, contenders
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
+from cascade.splitmix import GOLDEN, mix
 
-GOLDEN = 0x9E3779B97F4A7C15
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
@@ -254,10 +254,9 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
-@lru_cache(1024)
 def mixed(z: int) -> int:
     """The same for one Python integer, such as a seed."""
-    return int(_mix(torch.tensor(_signed(z & (2**64 - 1)))))
+    return _signed(mix(z))
 
 
 @lru_cache(1024)

@@ -20,10 +20,9 @@ from cascade.messages import Open, Rules
 from cascade.scorer import Draw, Scored
 from cascade.session.hints import Pool
 from cascade.session.work import Work
+from cascade.splitmix import GOLDEN, mix, signed
 
 MAX_NODES = 64  # of a round
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 
 
 def unended(opening: Open, below: Rules) -> frozenset[int]:
@@ -108,21 +107,9 @@ class Rounds:
 
 def _first(seed: int, hop: int) -> int:
     """The key after the prompt."""
-    return _signed(_mix(_mix(seed) ^ (hop + 1) * _GOLDEN))
+    return signed(mix(mix(seed) ^ (hop + 1) * GOLDEN))
 
 
 def _next(key: int, token: int) -> int:
     """The key after ``token``."""
-    return _signed(_mix(key + (token + 1) * _GOLDEN))
-
-
-def _mix(z: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
-    z &= _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-    return z ^ z >> 31
-
-
-def _signed(z: int) -> int:
-    return z - 2**64 if z >= 2**63 else z
+    return signed(mix(key + (token + 1) * GOLDEN))

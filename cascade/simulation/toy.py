@@ -17,12 +17,11 @@ from cascade.draft import Draft
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
+from cascade.splitmix import GOLDEN, mix
 
 if TYPE_CHECKING:
     from cascade.engine.sequence_state import SequenceState
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 _SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at temperature 1
 _CACHED = 1 << 16  # contexts and positions remembered
 
@@ -164,7 +163,7 @@ class ToyModel:
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
         """Of the token after ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
         logits = _language(self.seed, self.vocab_size, context)
-        lot = mix(fold(context, self.seed ^ hash(self.agreement)) ^ _GOLDEN)
+        lot = mix(fold(context, self.seed ^ hash(self.agreement)) ^ GOLDEN)
         return logits if lot < self.agreement * 2**64 else logits[1:] + logits[:1]
 
     def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
@@ -282,26 +281,18 @@ def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> tuple[flo
 @lru_cache(_CACHED)
 def _gumbel(seed: int, position: int, vocab_size: int) -> tuple[float, ...]:
     """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.gumbel`."""
-    key = mix(mix(position + _GOLDEN) ^ mix(seed))
+    key = mix(mix(position + GOLDEN) ^ mix(seed))
     return tuple(-math.log(-math.log(uniform(key, token))) for token in range(vocab_size))
 
 
 def fold(tokens: tuple[int, ...], seed: int) -> int:
     """A key of 64 bits for tokens and a seed."""
-    key = mix(seed + _GOLDEN)
+    key = mix(seed + GOLDEN)
     for token in tokens:
-        key = mix(key ^ (token + 1) * _GOLDEN)
+        key = mix(key ^ (token + 1) * GOLDEN)
     return key
 
 
 def uniform(key: int, index: int) -> float:
     """The number ``index`` of a key, strictly between 0 and 1."""
-    return ((mix(key + (index + 1) * _GOLDEN) >> 11) + 0.5) * 2.0**-53
-
-
-def mix(z: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
-    z &= _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-    return z ^ z >> 31
+    return ((mix(key + (index + 1) * GOLDEN) >> 11) + 0.5) * 2.0**-53

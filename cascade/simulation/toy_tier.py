@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.simulation.toy import ToyModel, fold, mix, uniform
+from cascade.simulation.toy import ToyModel, fold, uniform
 from cascade.simulation.trace import Closeness
+from cascade.splitmix import mix
 
 Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cascade.scorer import Row, RunnerUp, Scored
+from cascade.splitmix import GOLDEN
 
 STRIDE = 7919  # positions between the parts of a trace that requests of neighbouring seeds read
-MIXER = 0x9E3779B97F4A7C15
 WRONG, FADE = 0.62, 0.95  # see `Closeness`
 # chance that a tier's first runner-up, and its second, is what the next tier says, if that is another token
 ABOVE = (0.58, 0.18)
@@ -226,8 +226,8 @@ class TraceModel:
 
 def _hash(*key: int) -> int:
     """The same in every process: Python salts the hashes of strings, not of integers."""
-    value: int = hash(key) * MIXER % 2**64
-    value = (value ^ value >> 29) * MIXER % 2**64
+    value: int = hash(key) * GOLDEN % 2**64
+    value = (value ^ value >> 29) * GOLDEN % 2**64
     return value >> 64 - _LOT_BITS
 
 

@@ -157,17 +157,20 @@ class Scorer(Protocol):
 
 
 class Guesser(Protocol):
-    """What a drafter inside a tier knows of one text; see `cascade.drafters`."""
+    """What a drafter inside a tier knows of one text; see `cascade.drafters`. Only `guess` has to be written."""
 
     @property
     def wants(self) -> int:
         """Guesses that the next pass shall make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
+        return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass said something of the text, whose last token then was ``last``, and of a draft after it."""
+        return
 
     def cut(self) -> None:
         """The tier above says that the text goes on otherwise."""
+        return
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """What may come after a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.
@@ -177,6 +180,7 @@ class Guesser(Protocol):
 
     def close(self, text: Sequence[int]) -> None:
         """The text goes on no further, or not here."""
+        return
 
 
 class Drafter(Protocol):

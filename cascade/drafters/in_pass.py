@@ -6,7 +6,7 @@ from dataclasses import replace
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.registry import KINDS
 from cascade.planner.choice import MOST_STEPS, paying_steps
-from cascade.scorer import UNREAD, Scored
+from cascade.scorer import UNREAD, Guesser, Scored
 
 BLOCK = 16  # guesses of a pass where they are made at once, else `MOST_STEPS`
 
@@ -34,7 +34,7 @@ class InPass:
         return Asker(self, gives_up=not pays and self._texts % TRY != 0)
 
 
-class Asker:
+class Asker(Guesser):
     """One text: asks each pass for as many guesses as were right of late, and one more, as far as these pay.
 
     Guesses that are not scored, since they do not pay at this load, count like wrong ones. A text that gives up does so for
@@ -77,6 +77,3 @@ class Asker:
     def cut(self) -> None:
         """The text goes on otherwise than the last pass has said."""
         self._said = NO_DRAFT
-
-    def close(self, text: Sequence[int]) -> None:
-        """Nothing is held beside the model's."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
-from cascade.scorer import UNREAD, Scored
+from cascade.scorer import Guesser, Scored
 
 GRAM = 5  # tokens of an n-gram
 BESIDE = 3  # n-grams that are kept of those that begin with the same token
@@ -77,7 +77,7 @@ class Grams:
         return self._known.get(token, ())
 
 
-class Looker:
+class Looker(Guesser):
     """One text."""
 
     def __init__(self, level: int, grams: Grams) -> None:
@@ -88,10 +88,6 @@ class Looker:
         self._offered = False  # with the last guess
         self._once: list[int] = []  # first tokens of n-grams that came once, offered with the last guess
         self._windows, self._grams_once = Rest(), Rest()
-
-    @property
-    def wants(self) -> int:
-        return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         """Own tokens after the window are its next guesses, each a position further."""
@@ -142,9 +138,6 @@ class Looker:
     def cut(self) -> None:
         """What was guessed was guessed after another text."""
         self._window, self._once, self._offered = [], [], False
-
-    def close(self, text: Sequence[int]) -> None:
-        """All that it knows is its tenant's."""
 
     def _move(self, text: Sequence[int]) -> None:
         """Let the window begin after the text. Guesses that are missing are any of its tokens, to begin with."""

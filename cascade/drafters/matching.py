@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cascade.cpu.matches import GRAM, Matches
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
-from cascade.scorer import UNREAD, Scored
+from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
@@ -56,7 +56,7 @@ class Corpus:
         return Matcher(self.level, self._given)
 
 
-class Matcher:
+class Matcher(Guesser):
     """One text, and others that are looked in, too; it ``keeps`` the text for those if they are to grow."""
 
     def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
@@ -64,13 +64,6 @@ class Matcher:
         self.own = Matches()
         self._others = others
         self._keeps = keeps
-
-    @property
-    def wants(self) -> int:
-        return UNREAD
-
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
-        """Only what the text says counts."""
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """The continuation of the longest match, and beside it the first tokens of another one."""
@@ -84,9 +77,6 @@ class Matcher:
             found += self._found(self._others, most)
         found.sort(key=lambda one: -one[0])  # of equals the text's own goes first
         return self._draft(found)
-
-    def cut(self) -> None:
-        """What the text says instead is seen with the next guess."""
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps and self._others is not None:

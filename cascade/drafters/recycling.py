@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.tenants import Tenants
-from cascade.scorer import UNREAD, Scored
+from cascade.scorer import Guesser, Scored
 
 NEXT = 3  # tokens that are known after each
 MAX_KNOWN = 2**15  # tokens of a tenant after which some are known
@@ -54,16 +54,12 @@ class Followers:
         return self._known.get(token, (0, ()))
 
 
-class Recycler:
+class Recycler(Guesser):
     """One text."""
 
     def __init__(self, level: int, followers: Followers) -> None:
         self._origin = bytes([level << 1])
         self._followers = followers
-
-    @property
-    def wants(self) -> int:
-        return UNREAD
 
     def saw(self, last: int, draft: Draft, scored: Scored) -> None:
         for token, own in zip((last, *draft.tokens), scored.own, strict=False):
@@ -87,9 +83,3 @@ class Recycler:
             return NO_DRAFT
         tokens, confidences, parents = zip(*nodes, strict=True)
         return Draft(tokens, self._origin * len(nodes), bytes(confidences), parents)
-
-    def cut(self) -> None:
-        """What the text says instead is seen with the next guess."""
-
-    def close(self, text: Sequence[int]) -> None:
-        """All that it knows is its tenant's."""

@@ -1,4 +1,4 @@
-"""A load that rises, falls and ends on emulated devices: replicas of all tiers by worth (`docs/autoscaling.md`).
+"""A load that rises, falls and ends on emulated devices: replicas of all tiers by worth (`docs/howto/scale.md`).
 
 Replicas come and go while clients write. Nothing may fail, and every text must be what was recorded. The full tier's device is
 one whose passes soon take longer with more tokens, so that a crowd needs more of them and drafts gain little there.

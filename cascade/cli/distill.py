@@ -48,7 +48,7 @@ def distill(
     It goes on where it was interrupted. Several students of one model share their text when they share --work.
 
     \b
-    cascade distill --model Qwen/Qwen3-4B --out tiny --cost 0.1
+    cascade distill --model HuggingFaceTB/SmolLM2-1.7B-Instruct --out tiny --cost 0.1
     """
     import torch
 

@@ -35,7 +35,7 @@ class DeploymentConfig(Section):
     health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
     graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
-    # replicas that start before old ones go, in an update: if not given, where there is room, see docs/updates.md
+    # replicas that start before old ones go, in an update: if not given, where there is room, see docs/howto/update.md
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the replicas replaced at a time
     logging_config: dict[str, Any] | None = None  # the application's if not given

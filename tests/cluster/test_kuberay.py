@@ -17,7 +17,7 @@ from tests.nodes.nodes import KEEPALIVE
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 KUBERAY = CLUSTER / "kuberay" / "rayservice.yaml"
-PAGE = (CLUSTER.parent / "docs" / "cluster.md").read_text()
+PAGE = (CLUSTER.parent / "docs" / "howto" / "kubernetes.md").read_text()
 GPU = "nvidia.com/gpu"
 
 
@@ -164,7 +164,7 @@ def test_models_are_on_a_volume(spec: Any) -> None:
 
 
 def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
-    """Guards volumes: the image's user is that of the pods, and certificates are optional and where docs/tls.md has them."""
+    """Guards volumes: the image's user is that of the pods, and certificates are optional and where docs/howto/secure.md has them."""
     [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     for pod in pods(spec):
         user = pod["securityContext"]
@@ -176,7 +176,7 @@ def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
         secret = volumes["link-tls"]["secret"]
         assert secret["optional"]
         [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "link-tls"]
-        tls = (CLUSTER.parent / "docs" / "tls.md").read_text()
+        tls = (CLUSTER.parent / "docs" / "howto" / "secure.md").read_text()
         assert f"secretName: {secret['secretName']}" in tls
         assert f"certificate: {mount['mountPath']}/tls.crt" in tls
 

@@ -1,4 +1,4 @@
-"""The page docs/cluster.md: its commands, configurations and quoted sentences are those of the programs."""
+"""The pages on clusters: their commands, configurations and quoted sentences are those of the programs."""
 
 import ast
 import re
@@ -19,7 +19,8 @@ from cascade.settings.config import CascadeConfig
 from tests.cluster.kubernetes import unknown
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "cluster.md").read_text()
+PAGES = ("start/cluster", "howto/bare-machines", "howto/kubernetes", "howto/secure")
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 PROGRAMS: dict[str, click.Group] = {"cascade": cascade_command, "ray": ray_command, "serve": serve_command}
 FOREIGN = {"aws", "docker", "export", "gcloud", "kubectl", "sed", "pip", "python3.11", "."}
 RAYS = (
@@ -112,7 +113,7 @@ def sayings(files: Iterator[Path]) -> str:
 
 def test_sentences_are_said() -> None:
     """Guards the table of troubles: who searches the page for an error finds it."""
-    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What it says")[2], re.MULTILINE)
+    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(quoted) > 8
     ours = sayings(path for folder in ("cascade", "deployments") for path in (ROOT / folder).rglob("*.py"))
     theirs = sayings(Path(ray.__file__).parent / file for file in RAYS)

@@ -16,7 +16,7 @@ from tests.nodes.nodes import KEEPALIVE
 CLUSTER = Path(__file__).parents[2] / "cluster"
 FILES = sorted((CLUSTER / "ray-up").glob("*.yaml"))
 CLOUDS = {"aws": "H100", "gcp": "A100-80G"}  # and the accelerator of the full tier there
-PAGE = (CLUSTER.parent / "docs" / "cluster.md").read_text()
+PAGE = (CLUSTER.parent / "docs" / "howto" / "bare-machines.md").read_text()
 AWS = {"m7i.2xlarge": {"CPU": 8}, "g6.2xlarge": {"CPU": 8, "GPU": 1, "accelerator_type:L4": 1}}  # what AWS says of them
 AWS["p5.4xlarge"] = {"CPU": 16, "GPU": 1, "accelerator_type:H100": 1}
 

@@ -247,8 +247,8 @@ def test_served_cascade_over_tls(secure: Secure) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_documented_certificates_work(tmp_path: Path) -> None:
-    """Guards users against commands in docs/tls.md that make certificates which peers refuse."""
-    page = (Path(__file__).parents[2] / "docs" / "tls.md").read_text(encoding="utf-8")
+    """Guards users against commands in docs/howto/secure.md that make certificates which peers refuse."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "secure.md").read_text(encoding="utf-8")
     commands = page.split("```sh\n")[1].split("```")[0]
     subprocess.run(["sh", "-ec", commands], cwd=tmp_path, check=True, capture_output=True)
     files = {"certificate": "tls.crt", "key": "tls.key", "authority": "ca.crt"}

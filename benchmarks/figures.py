@@ -1,0 +1,171 @@
+"""Every figure of README and docs comes from `benchmarks/results`: this writes them into the pages.
+
+    make figures
+
+`docs/figures.md` is written whole. In the README, what stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by the
+table of that name. A test compares both with the documents.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.document import RESULTS
+
+ROOT = Path(__file__).parent.parent
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
+ENGINES = {"alone": "cascade, alone", "auto": "cascade", "vllm": "vLLM"}
+
+Document = Mapping[str, Any]
+
+
+def load(name: str) -> Document:
+    """A document of `benchmarks/results`, empty if it is not there."""
+    file = RESULTS / f"{name}.json"
+    found: Document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def rows(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown; all columns but the first are numbers."""
+    body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([f"| {' | '.join(header)} |", f"|---|{'--:|' * (len(header) - 1)}", *body]) + "\n"
+
+
+def number(value: float | None, times: float | None = None) -> str:
+    """With its ratio to ``times``, if that is given."""
+    if value is None:
+        return "-"
+    return f"{value:.1f}" + (f" ({value / times:.2f}x)" if times else "")
+
+
+def one(peers: Document) -> str:
+    """Tokens per second of one request at a time, beside peers."""
+    names = {"auto": "cascade", "best": "cascade, best drafter", "vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
+    names |= {"llama_alone": "llama.cpp", "llama_best": "llama.cpp, best drafter"}
+    header = ("temperature", "full model alone", *names.values())
+    lines = []
+    for key, label in TEMPERATURES.items():
+        found = peers["one"][key]
+        ours = [number(found[name], found["alone"]) for name in ("auto", "best")]
+        lines.append([label, number(found["alone"]), *ours, *(number(found[name]) for name in [*names][2:])])
+    return rows(header, lines)
+
+
+def loads(never: Document) -> str:
+    """The planner's choice over the full model alone, with several requests at once."""
+    header = [f"{load} at once" for load in next(iter(never["loads"].values()))]
+    lines = [
+        [TEMPERATURES[key], *(f"{cell['ratio']:.2f} ± {cell['error']:.2f}" for cell in cells.values())]
+        for key, cells in never["loads"].items()
+    ]
+    return rows(("temperature", *header), lines)
+
+
+def served(peers: Document) -> str:
+    """Tokens per second over HTTP, `vllm bench serve` as the client."""
+    lines = [[load, *(number(cell[name]) for name in ENGINES)] for load, cell in peers["served"].items()]
+    return rows(("requests at once", *ENGINES.values()), lines)
+
+
+def engine(vllm: Document) -> str:
+    """A full tier on vLLM beside vLLM's own server."""
+    names = ("alone_vs_vllm", "suffix_vs_alone", "suffix_vs_vllm_ngram")
+    lines = [[load, *(f"{cell[name]:.2f}" for name in names)] for load, cell in vllm["served"].items()]
+    header = ("requests at once", "alone over `vllm serve`", "`suffix` over alone", "`suffix` over vLLM's n-gram drafter")
+    return rows(header, lines)
+
+
+def devices(cluster: Document) -> str:
+    """Three tiers with an emulated device each, and what the planner chooses, over the full model alone."""
+    cells = cluster["scale"]
+    header = [f"{load} at once" for load in next(iter(cells.values()))]
+    lines = [
+        [replicas, *(f"{cell['ratios']['three']:.2f}, {cell['ratios']['auto']:.2f}" for cell in found.values())]
+        for replicas, found in cells.items()
+    ]
+    return rows(("replicas: tiny/medium/full", *header), lines)
+
+
+def drafters(document: Document) -> str:
+    """Every drafter alone, and the planner's choice, over the full model alone."""
+    keys = list(TEMPERATURES)
+    lines = [
+        [name, *(f"{found[key]['speedup']:.2f}" if key in found else "-" for key in keys)]
+        for name, found in document["head"]["drafters"].items()
+    ]
+    return rows(("drafter", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
+
+
+SECTIONS: Sequence[
+    tuple[str, str, str, str, Callable[[Document], str]]
+] = (  # of the page: title, document, command, what it is, table
+    (
+        "One request at a time",
+        "peers",
+        "make bench-peers",
+        "Tokens per second, all engines in turns on the same weights and threads. In brackets: over the full model alone.",
+        one,
+    ),
+    (
+        "Several requests at once",
+        "never_slower",
+        "make bench-never-slower",
+        "Tokens per second of all requests together: what the planner chooses over the full model alone, in turns, with the standard error.",
+        loads,
+    ),
+    ("Over HTTP", "peers", "make bench-peers", "Tokens per second, `vllm bench serve` as the client.", served),
+    (
+        "A tier on vLLM",
+        "vllm",
+        "make bench-vllm",
+        "A full tier whose passes are vLLM's, beside vLLM's own server, float32, temperature 0. Ratios of tokens per second.",
+        engine,
+    ),
+    (
+        "A device for each replica, emulated",
+        "cluster",
+        "make bench-cluster",
+        "Three tiers, and what the planner chooses, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B would take "
+        "on an H100 each; texts and agreement are those of the models that ship.",
+        devices,
+    ),
+    ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
+)
+
+
+def page() -> str:
+    """`docs/figures.md`."""
+    parts = [
+        "# Figures\n",
+        "Written by `make figures` from `benchmarks/results/*.json`. Ratios are of one run, in turns. [What each target compares]"
+        "(howto/benchmark.md#this-projects-own-figures).\n",
+    ]
+    for title, name, command, what, table in SECTIONS:
+        if document := load(name):
+            source = f"`{command}`, {document['date']}, {document['processor']}, SmolLM2-135M-Instruct."
+            parts.append(f"## {title}\n\n{what}\n\n{table(document)}\n{source}\n")
+    return "\n".join(parts)
+
+
+def filled(text: str) -> str:
+    """The README with its tables as the documents have them."""
+    tables: dict[str, Callable[[], str]] = {
+        "one": lambda: one(load("peers")),
+        "loads": lambda: loads(load("never_slower")),
+        "devices": lambda: devices(load("cluster")),
+    }
+    return MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
+
+
+def main() -> None:
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,8 @@
 
     make figures
 
-`docs/figures.md` is written whole. In the README, what stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by the
-table of that name. A test compares both with the documents.
+`docs/figures.md` is written whole. In the README, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
+by the table of that name. A test compares both with the documents.
 """
 
 import json
@@ -101,9 +101,7 @@ def drafters(document: Document) -> str:
     return rows(("drafter", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
 
 
-SECTIONS: Sequence[
-    tuple[str, str, str, str, Callable[[Document], str]]
-] = (  # of the page: title, document, command, what it is, table
+SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
     (
         "One request at a time",
         "peers",
@@ -115,7 +113,8 @@ SECTIONS: Sequence[
         "Several requests at once",
         "never_slower",
         "make bench-never-slower",
-        "Tokens per second of all requests together: what the planner chooses over the full model alone, in turns, with the standard error.",
+        "Tokens per second of all requests together: what the planner chooses over the full model alone, in turns, with the "
+        "standard error.",
         loads,
     ),
     ("Over HTTP", "peers", "make bench-peers", "Tokens per second, `vllm bench serve` as the client.", served),
@@ -130,8 +129,8 @@ SECTIONS: Sequence[
         "A device for each replica, emulated",
         "cluster",
         "make bench-cluster",
-        "Three tiers, and what the planner chooses, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B would take "
-        "on an H100 each; texts and agreement are those of the models that ship.",
+        "Three tiers, and what the planner chooses, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B "
+        "would take on an H100 each; texts and agreement are those of the models that ship.",
         devices,
     ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
@@ -142,7 +141,7 @@ def page() -> str:
     """`docs/figures.md`."""
     parts = [
         "# Figures\n",
-        "Written by `make figures` from `benchmarks/results/*.json`. Ratios are of one run, in turns. [What each target compares]"
+        "Written by `make figures` from `benchmarks/results/*.json`. Ratios are of one run, in turns. [What targets compare]"
         "(howto/benchmark.md#this-projects-own-figures).\n",
     ]
     for title, name, command, what, table in SECTIONS:

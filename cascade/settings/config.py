@@ -34,12 +34,13 @@ GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 class TierConfig(Section):
     """One tier: a model and its deployment."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
-    model_loading_config: ModelLoadingConfig
-    engine_kwargs: EngineKwargs = EngineKwargs()
-    accelerator_type: str | None = None  # such as L4, A100, H100
-    placement_group_config: dict[str, Any] | None = None  # bundles, strategy
-    deployment_config: DeploymentConfig = DeploymentConfig()
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]  # unique; of the tier and its deployment
+    model_loading_config: ModelLoadingConfig  # where the model comes from
+    engine_kwargs: EngineKwargs = EngineKwargs()  # how a replica runs the model
+    accelerator_type: str | None = None  # GPU that a replica asks Ray for, such as L4, A100 or H100
+    # resources of a replica beyond one actor's: Ray Serve's bundles and strategy
+    placement_group_config: dict[str, Any] | None = None
+    deployment_config: DeploymentConfig = DeploymentConfig()  # replicas, resources and health checks
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -51,23 +52,29 @@ class TierConfig(Section):
 class LinkTLS(Section):
     """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
 
-    certificate: Annotated[str, Field(min_length=1)]  # and the chain after it; each process shows it, as server and as client
-    key: Annotated[str, Field(min_length=1)]
-    authority: Annotated[str, Field(min_length=1)]  # whose certificates are trusted, and no others
-    # all certificates are for it: replicas have no host names
+    certificate: Annotated[
+        str, Field(min_length=1)
+    ]  # certificate and its chain, which each process shows as server and as client
+    key: Annotated[str, Field(min_length=1)]  # private key of the certificate
+    authority: Annotated[str, Field(min_length=1)]  # certificate authority; certificates of no other are trusted
+    # name that all certificates are issued for, since replicas have no host names
     server_name: Annotated[str, Field(min_length=1)] = "cascade-link"
 
 
 class CascadeConfig(Section):
     """A whole cascade."""
 
-    tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
-    router: RouterConfig = RouterConfig()
-    autoscaling: AutoscalingConfig | None = None  # of all tiers together; without it each deployment_config says it
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW  # tokens a lower tier may run ahead
-    max_model_len: Annotated[int, Field(ge=2)] | None = None  # prompt and output, tokens; the shortest context if not given
-    link_tls: LinkTLS | None = None  # without it links are not encrypted; secrets guard them either way
-    verify: bool = True  # compare tokenizers and contexts before anything starts
+    tiers: Annotated[
+        tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)
+    ]  # models bottom to top, the full one last
+    router: RouterConfig = RouterConfig()  # ingress that clients talk to
+    autoscaling: AutoscalingConfig | None = None  # scale all tiers together; without it each tier's deployment_config decides
+    # tokens that a tier may run ahead of the one above, unless a request says otherwise
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
+    # prompt and output together, tokens; without it the shortest context of the models
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
+    verify: bool = True  # compare tokenizers and contexts of all tiers before anything starts
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:

@@ -25,22 +25,23 @@ REFUSED = {  # what Serve knows and a cascade does not hand on, and what to do
 class DeploymentConfig(Section):
     """Options of the Ray Serve deployment, handed on as they are."""
 
-    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    autoscaling_config: dict[str, Any] | None = None
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-    max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
-    max_queued_requests: Annotated[int, Field(ge=-1)] = -1
-    max_replicas_per_node: Annotated[int, Field(ge=1)] | None = None
-    health_check_period_s: Annotated[float, Field(gt=0)] = 2.0
-    health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
-    graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2
-    # replicas that start before old ones go, in an update: if not given, where there is room, see docs/howto/update.md
+    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None  # fixed number, or `auto`; 1 by default
+    autoscaling_config: dict[str, Any] | None = None  # Ray Serve's, by ongoing requests, which are sessions here
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)  # `num_gpus`, `num_cpus`, `resources`, `runtime_env`
+    max_ongoing_requests: Annotated[int, Field(ge=1)] = 256  # sessions of a replica at once
+    max_queued_requests: Annotated[int, Field(ge=-1)] = -1  # calls that wait for a replica; -1: any number
+    max_replicas_per_node: Annotated[int, Field(ge=1)] | None = None  # replicas on one node at most
+    health_check_period_s: Annotated[float, Field(gt=0)] = 2.0  # seconds between two health checks
+    health_check_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # seconds after which a health check has failed
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0  # seconds that a replica has to hand its sessions on
+    graceful_shutdown_wait_loop_s: Annotated[float, Field(gt=0)] = 0.2  # seconds between two looks whether it is done
+    # percent of replicas that start before old ones go, in an update; by default as many as there is room for
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-    rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the replicas replaced at a time
-    logging_config: dict[str, Any] | None = None  # the application's if not given
-    request_router_config: dict[str, Any] | None = None  # which replica a lease is taken on, or a request goes to
-    backpressure_config: dict[str, Any] | None = None  # of Serve's HTTP proxies, when max_queued_requests is reached
+    # share of the replicas that an update replaces at a time
+    rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | None = None
+    logging_config: dict[str, Any] | None = None  # Ray Serve's; the application's by default
+    request_router_config: dict[str, Any] | None = None  # Ray Serve's: how a replica is chosen
+    backpressure_config: dict[str, Any] | None = None  # Ray Serve's: what its HTTP proxies answer when the queue is full
 
     @model_validator(mode="before")
     @classmethod
@@ -61,24 +62,26 @@ class DeploymentConfig(Section):
 class RouterDeploymentConfig(DeploymentConfig):
     """The same for the router, which refuses what it cannot take."""
 
-    max_queued_requests: Annotated[int, Field(ge=-1)] = 256
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # for what it writes to end; after it Serve kills it
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100  # takes no GPU
+    max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # calls that wait for a router
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that its running answers have to end
+    # percent; a router takes no GPU, so new ones start first
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100
 
 
 class AutoscalingConfig(Section):
-    """How many devices all tiers may take together, and what for; see `cascade.planner.replicas` and `cascade.planner.scaling`.
+    """How many devices all tiers may take together, and what for.
 
     autoscaling: {max_devices: 8}
     """
 
-    max_devices: Annotated[float, Field(gt=0)]  # GPUs; of a tier without any, replicas
-    slowdown: Annotated[float, Field(ge=1.1)] = 1.5  # times the time per token of a session that has a full replica to itself
-    worth: Annotated[float, Field(ge=0, le=1)] = 0.5  # of what a device gives on average, the least that one more must add
-    up_delay_s: Annotated[float, Field(ge=0)] = PACE.up_delay_s
-    down_delay_s: Annotated[float, Field(ge=0)] = PACE.down_delay_s
-    trial_s: Annotated[float, Field(gt=0)] = PACE.trial_s
-    rest_s: Annotated[float, Field(gt=0)] = PACE.rest_s
+    max_devices: Annotated[float, Field(gt=0)]  # GPUs of all tiers together; a replica without one counts as one
+    slowdown: Annotated[float, Field(ge=1.1)] = 1.5  # time per token to aim at, as a multiple of a lone session's
+    # share by which sessions must become faster for each share of devices that a draft tier adds
+    worth: Annotated[float, Field(ge=0, le=1)] = 0.5
+    up_delay_s: Annotated[float, Field(ge=0)] = PACE.up_delay_s  # seconds of need before full replicas are added
+    down_delay_s: Annotated[float, Field(ge=0)] = PACE.down_delay_s  # the same for any other change
+    trial_s: Annotated[float, Field(gt=0)] = PACE.trial_s  # seconds that a draft tier serves before it is judged
+    rest_s: Annotated[float, Field(gt=0)] = PACE.rest_s  # seconds until one that did not pay is tried again, doubled each time
 
     @property
     def goal(self) -> Goal:

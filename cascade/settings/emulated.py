@@ -16,13 +16,14 @@ class EmulatedConfig(Section):
     toy says along recorded texts what the models said that were recorded.
     """
 
-    # milliseconds by tokens of the pass: between them a straight line, after the last as steep
+    # milliseconds of a pass by its tokens; linear between the points and after the last
     pass_ms: Annotated[dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
-    context_ms: Annotated[float, Field(ge=0)] = 0.0  # that 1,000 positions held before those of the pass add
-    stretch: Annotated[float, Field(ge=1)] = 1.0  # times as long takes everything, so that few cores carry many devices
-    # own tokens in common with the next tier, of this one and each above it but the full one, whose list is empty
+    context_ms: Annotated[float, Field(ge=0)] = 0.0  # milliseconds that 1,000 positions held add to a pass
+    stretch: Annotated[float, Field(ge=1)] = 1.0  # slows everything down by this factor, so that few cores carry many devices
+    # makes tiers toys: share of own tokens in common with the next tier, of this tier and each above; the full one's is empty
     agreement: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
-    recording: Annotated[str, Field(min_length=1)] | None = None  # file of a `Recording`, the same for all tiers
+    # file of a recording that toys say along, the same for all tiers
+    recording: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _recorded_of_toys(self) -> Self:

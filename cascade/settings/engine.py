@@ -21,8 +21,8 @@ OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization") 
 class ModelLoadingConfig(Section):
     """Where a tier's model comes from."""
 
-    model_id: Annotated[str, Field(min_length=1)]  # its name, and its source unless one is given
-    # path of a folder or a GGUF file, hub id, or embedded:tiny, embedded:medium, embedded:full
+    model_id: Annotated[str, Field(min_length=1)]  # name of the model, and its source unless `model_source` is given
+    # path of a folder or a GGUF file, a hub id, or `embedded:tiny`, `embedded:medium`, `embedded:full`
     model_source: Annotated[str, Field(min_length=1)] | None = None
 
     @property
@@ -46,12 +46,11 @@ def resolved(source: str) -> str:
 class DrafterConfig(Section):
     """What guesses inside a tier, see `cascade.drafters`."""
 
-    kind: str = AUTO
-    # of a corpus a text file, of a head a path or hub id, or embedded:eagle3; of mtp the model's own checkpoint if not given
+    kind: str = AUTO  # `auto`: drafters that read text; or one kind, or `head` to find out which head `source` is
+    # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`; for `mtp` the model's own checkpoint by default
     source: Annotated[str, Field(min_length=1)] | None = None
-    # of "exit": it runs the first so many of its model, or all but some; those that pay best if neither is named
-    layers: int | None = None
-    skip: tuple[int, ...] = ()
+    layers: int | None = None  # for `exit`: draft with the first so many layers of the model; chosen at load by default
+    skip: tuple[int, ...] = ()  # for `exit`: draft with all layers of the model but these
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -78,28 +77,31 @@ class EngineKwargs(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    engine: Literal["cascade", "vllm"] | None = None  # vLLM where it is installed and the tier has a GPU, see `runs_on`
-    # the checkpoint's if not given, or float32 on processors that are slow with 16 bits
+    engine: Literal["cascade", "vllm"] | None = None  # by default `vllm` if it is installed and the tier has a GPU
+    # of weights; by default the checkpoint's, or float32 on processors that are slow with 16 bits
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    device: str | None = None  # the GPU if there is one
-    revision: str | None = None
-    trust_remote_code: bool = False
-    quantization: str | None = None  # of the weights, see docs/models.md: int8, int4, fp8 or nf4; on vLLM its own methods
-    # adapters of the full tier that requests may name: paths or hub ids
+    device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
+    revision: str | None = None  # branch, tag or commit of a model on the hub
+    trust_remote_code: bool = False  # run code that comes with a model of the hub
+    quantization: str | None = None  # of weights: int8, int4, fp8 or nf4; on vLLM its own methods
+    # LoRA adapters of the full tier by the name that requests use: paths or hub ids
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
     )
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share the model; more than one takes vLLM
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass
-    # cores the replica is bound to
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share one replica's model; more than one needs vLLM
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass; timed at load by default
+    # cores that the replica is bound to
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    max_pass_tokens: Annotated[int, Field(ge=1)] = 512
-    cache_tokens: Annotated[int, Field(ge=16)] | None = None  # positions of keys and values; what the device has room for
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None  # see `TierConfig.gpu_memory_utilization`
-    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # kinds that guess here
-    patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass
-    max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None  # scored in one pass at most
-    emulated: EmulatedConfig | None = None  # a fake device, for benchmarks alone
+    max_pass_tokens: Annotated[int, Field(ge=1)] = 512  # tokens that one pass scores at most
+    # positions of keys and values; by default what the device has room for
+    cache_tokens: Annotated[int, Field(ge=16)] | None = None
+    # share of a GPU for weights and cache; 0.9 of the replica's part by default
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # what guesses inside the tier
+    patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass; 1 by default
+    # guesses of a session that one pass scores at most; 16 by default
+    max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None
+    emulated: EmulatedConfig | None = None  # fake device, for benchmarks alone
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:

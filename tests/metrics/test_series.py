@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.ops.metrics.series import COMMON, PREFIX, SERIES, Series
+from deployments.ops.metrics.series import COMMON, SERIES
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "cluster" / "prometheus" / "rules.yaml"
 DASHBOARD = ROOT / "cluster" / "grafana" / "cascade.json"
 MONITOR = ROOT / "cluster" / "kuberay" / "podmonitor.yaml"
-DOCUMENT = ROOT / "docs" / "metrics.md"
 
 BY_SAMPLE = {sample: series for series in SERIES.values() for sample in series.samples}
 SELECTOR = re.compile(r"(\w+)(?:\{([^}]*)\})?")
@@ -135,22 +134,6 @@ def test_pods_of_the_service_are_scraped() -> None:
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     assert monitor["spec"]["selector"]["matchLabels"] == {"ray.io/is-ray-node": "yes"}
     assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
-
-
-def row(series: Series) -> str:
-    """Of the table in the documents."""
-    names = {"page": "page", "router": "routers", "tier": "replicas"}
-    places = ", ".join(names[place] for place in series.places)
-    same = f"`vllm:{series.vllm}`" if series.vllm else ""
-    labels = ", ".join(f"`{label}`" for label in series.labels)
-    name = series.on_page.removeprefix(PREFIX)
-    return f"| `{name}` | {series.kind} | {labels} | {places} | {series.help.replace('|', '/')} | {same} |"
-
-
-def test_documents_list_every_series() -> None:
-    """Guards docs/metrics.md: its table is the list."""
-    table = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `") and "Cascade" not in line]
-    assert table == [row(series) for series in SERIES.values()]
 
 
 def test_series_are_well_formed() -> None:

@@ -1,0 +1,360 @@
+"""Fills in what reference pages say of the code: `make docs`, or ``python -m docs.generate``.
+
+A page has blocks, each between a line ``<!-- generated: NAME ARGUMENT -->`` and ``<!-- end -->``; the function NAME of `BLOCKS`
+writes what stands there. What a field means is the comment beside it, or above it, in the code.
+"""
+
+import ast
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from pydoc import locate
+from typing import Any, Unpack, cast, get_args, get_origin
+
+import click
+import yaml
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[1]
+PAGES = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- generated: (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
+LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+LIMITS |= {"minItems": "at least", "maxItems": "at most"}
+PLACES = {"page": "page", "router": "routers", "tier": "replicas"}
+
+
+def main() -> None:
+    """Write all pages anew."""
+    for page in sorted(PAGES.rglob("*.md")):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def filled(page: str) -> str:
+    """``page`` with every block as the code has it now."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]](found[3]).strip()}\n\n{found[4]}", page)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, without columns of which all cells are empty."""
+    rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    kept = [index for index in range(len(head)) if any(row[index] for row in rows)]
+    lines = ([head[index] for index in kept], ["---"] * len(kept), *([row[index] for index in kept] for row in rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def comments(kind: type) -> dict[str, str]:
+    """What each field of ``kind`` means: the comment above it and the one beside it."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__[:-1]):
+        if one.__module__.split(".")[0] not in ("cascade", "deployments"):
+            continue
+        source = textwrap.dedent(inspect.getsource(one))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        said = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
+        [definition] = ast.parse(source).body
+        for node in cast(ast.ClassDef, definition).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                first = node.lineno
+                while source.splitlines()[first - 2].strip().startswith("#"):
+                    first -= 1
+                words = " ".join(said[line] for line in range(first, (node.end_lineno or first) + 1) if line in said)
+                found[node.target.id] = words or found.get(node.target.id, "")
+    return found
+
+
+# configuration
+
+
+def settings(_: str) -> str:
+    """A table for each section of the YAML file; one that stands at two places is shown once."""
+    from cascade.settings.config import CascadeConfig
+
+    places: dict[type[BaseModel], str] = {}
+    return "\n\n".join(_section("", CascadeConfig, places))
+
+
+def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel], str]) -> Iterator[str]:
+    from cascade.settings.live import OF_ROUTERS, OF_TIERS
+
+    live = {*OF_ROUTERS, *(f"tiers[].{path}" for path in OF_TIERS)}
+    meanings, schema = comments(section), section.model_json_schema()
+    base = places.get(section.__mro__[1])
+    rows, below = [], []
+    for name, field in section.model_fields.items():
+        if base is not None and name not in section.__annotations__:
+            continue
+        path, shape = f"{place}{name}", schema["properties"][name]
+        value, default = (
+            _shape(shape, schema.get("$defs", {})),
+            "required" if field.is_required() else _value(shape.get("default")),
+        )
+        for inner in _models(field.annotation):
+            several = "[]" if "tuple" in str(field.annotation) else ".NAME" if "dict" in str(field.annotation) else ""
+            if inner not in places:
+                places[inner] = path + several
+                below.append(inner)
+            value, default = f"[section](#{_anchor(places[inner])})", default if field.is_required() else ""
+        rows.append([f"`{name}`", value, default, _sentence(meanings[name]), "yes" if path in live else ""])
+    if place:
+        yield f"### {place.strip('.')}"
+        yield _prose(section).split("\n\n")[0]
+    if base is not None:
+        yield f"Fields are those of [`{base}`](#{_anchor(base)}); these have other defaults:"
+    yield table(["field", "value", "default", "meaning", "live"], rows)
+    for inner in below:
+        yield from _section(f"{places[inner]}.", inner, places)
+
+
+def sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """``section`` and all that are in it."""
+    yield section
+    for field in section.model_fields.values():
+        for inner in _models(field.annotation):
+            yield from sections(inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Sections that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models(argument)
+
+
+def _shape(shape: dict[str, Any], known: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in shape:
+        return _shape(known[shape["$ref"].rpartition("/")[2]], known)
+    if "anyOf" in shape:
+        return " or ".join(_shape(one, known) for one in shape["anyOf"] if one.get("type") != "null")
+    if "enum" in shape or "const" in shape:
+        return ", ".join(f"`{value}`" for value in shape.get("enum", [shape.get("const")]))
+    limits = " ".join(f"{word} {shape[key]:g}" for key, word in LIMITS.items() if key in shape)
+    if shape.get("type") == "array":
+        return f"list of {_shape(shape.get('items', {}), known)}" + (f", {limits}" if limits else "")
+    words = WORDS.get(shape.get("type", ""), "anything")
+    if "pattern" in shape:
+        words += f" like `{shape['pattern']}`"
+    return f"{words}, {limits}" if limits else words
+
+
+def _value(value: Any) -> str:
+    return "" if value in (None, [], {}, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _anchor(path: str) -> str:
+    """Of a heading, as GitHub and MkDocs make it."""
+    return re.sub(r"[^\w-]", "", path.lower())
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] if text.split(" ")[0].islower() else text
+
+
+# commands
+
+
+def cli(_: str) -> str:
+    """A section for each command."""
+    from cascade.cli.main import main as program
+    from cascade.cli.options import OPTIONS
+
+    @click.command()
+    def asked() -> None: ...
+
+    for option in OPTIONS:
+        asked = option(asked)
+    common = {option.name or "" for option in asked.params}
+    context = click.Context(program, info_name="cascade", max_content_width=100)
+    parts = [part for name in program.list_commands(context) for part in _command(program, name, context, common)]
+    return "\n\n".join((*parts, "## Options of a request", _options(asked.params, context)))
+
+
+def _command(group: click.Group, name: str, above: click.Context, common: set[str]) -> Iterator[str]:
+    command = group.get_command(above, name)
+    assert command is not None
+    context = click.Context(command, info_name=name, parent=above)
+    yield f"## {context.command_path}"
+    yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
+    yield re.sub(r"\x08\n((?:.+\n?)+)", lambda found: f"```\n{found[1].strip()}\n```", inspect.cleandoc(command.help or ""))
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            yield from _command(command, inner, context, common)
+        return
+    own = command.params
+    if common <= {option.name for option in own}:
+        own = [option for option in own if option.name not in common]
+        yield "It also takes the [options of a request](#options-of-a-request)."
+    yield _options(own, context)
+
+
+def _options(options: Sequence[click.Parameter], context: click.Context) -> str:
+    records = [option.get_help_record(context) for option in options if isinstance(option, click.Option)]
+    return table(["option", "meaning"], [(f"`{name}`", text) for name, text in filter(None, records)])
+
+
+# metrics, errors, models, calls
+
+
+def series(_: str) -> str:
+    from deployments.ops.metrics.series import PREFIX, SERIES
+
+    return table(
+        ["series", "kind", "labels", "where", "meaning", "in vLLM"],
+        (
+            (
+                f"`{one.on_page.removeprefix(PREFIX)}`",
+                one.kind,
+                ", ".join(f"`{label}`" for label in one.labels),
+                ", ".join(PLACES[place] for place in one.places),
+                one.help,
+                one.vllm and f"`vllm:{one.vllm}`",
+            )
+            for one in SERIES.values()
+        ),
+    )
+
+
+def alerts(_: str) -> str:
+    rules = yaml.safe_load((ROOT / "cluster" / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
+    plain = re.compile(r"\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}")
+    rows = []
+    for rule in rules:
+        said = rule["annotations"]
+        rows.append(
+            (
+                f"`{rule['alert']}`",
+                rule["labels"]["severity"],
+                rule.get("for", ""),
+                plain.sub(r"*\1*", said["summary"]),
+                said["description"],
+            )
+        )
+    return table(["alert", "severity", "after", "what is wrong", "what to do"], rows)
+
+
+def errors(_: str) -> str:
+    from cascade.errors import CascadeError
+    from deployments.gateway.admission.status import STATUSES
+
+    told = {CascadeError: "Anything else of this package.", Exception: "A bug: the log has its traceback."}
+    return table(
+        ["error", "meaning", "gRPC", "HTTP", "`error.type`", "`error.code`"],
+        (
+            (
+                f"`{one.kind.__name__}`",
+                told.get(one.kind) or _prose(one.kind),
+                f"`{one.grpc.name}`",
+                str(one.http),
+                f"`{one.type}`",
+                f"`{one.code}`",
+            )
+            for one in STATUSES
+        ),
+    )
+
+
+def models(which: str) -> str:
+    """Architectures that tests serve, or see refused."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    from tests import architectures
+
+    names = sorted({name.split("-")[0] for name in getattr(architectures, which.upper())})
+    return table(["`model_type`", "class"], [(f"`{name}`", f"`{CLASSES[name]}`") for name in names])
+
+
+def calls(_: str) -> str:
+    """Of the service in the protocol."""
+    proto = (ROOT / "protos" / "cascade" / "v1" / "serving.proto").read_text(encoding="utf-8")
+    found = re.findall(r"  // (.+)\n  rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\);", proto)
+    rows = [(f"`{name}`", f"`{asked}`", f"{stream}`{answer}`", meaning) for meaning, name, asked, stream, answer in found]
+    return table(["call", "request", "response", "what it does"], rows)
+
+
+# Python
+
+
+def api(path: str) -> str:
+    """A class: what it is for, its fields or its constructor, its methods."""
+    kind = locate(path)
+    assert isinstance(kind, type), path
+    name = kind.__name__
+    parts = [f"## {name}", _prose(kind)]
+    if is_dataclass(kind):
+        meanings = comments(kind)
+        shown = [field for field in fields(kind) if not field.name.startswith("_")]
+        rows = [
+            (f"`{field.name}`", f"`{_plain(field.type)}`", _default(field), _sentence(meanings[field.name])) for field in shown
+        ]
+        parts.append(table(["field", "type", "default", "meaning"], rows))
+    elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__:
+        parts += [_signature(name, made), _prose(made)]
+    for name, member in vars(kind).items():
+        if not name.startswith("_") and isinstance(member, property) and member.__doc__:
+            parts.append(f"**`{name}`**: {_prose(member)}")
+        function = member.__func__ if isinstance(member, classmethod) else member
+        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+            parts += [f"### {kind.__name__}.{name}", _signature(name, function), _prose(function)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _prose(thing: Any) -> str:
+    """A docstring in Markdown: its examples as code."""
+    text = inspect.cleandoc(thing.__doc__ or "").replace("``", "`")
+    return re.sub(
+        r"(?:^(?:>>>|\.\.\.).*\n?)+",
+        lambda found: "```python\n" + re.sub(r"^(?:>>>|\.\.\.) ?", "", found[0], flags=re.MULTILINE).rstrip() + "\n```\n",
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+def _signature(name: str, function: Callable[..., Any]) -> str:
+    found = inspect.signature(function)
+    kept = [
+        one.replace(annotation=_Plain(one.annotation)) for key, one in found.parameters.items() if key not in ("self", "cls")
+    ]
+    answer = found.return_annotation
+    text = f"{name}{found.replace(parameters=kept, return_annotation=inspect.Signature.empty)}"
+    text += "" if answer in (None, inspect.Signature.empty) else f" -> {_plain(answer)}"
+    if len(text) > 100:
+        text = text.replace("(", "(\n    ", 1)
+        text = re.sub(r", (?=\w+: |\*, |\*\*\w+: )", ",\n    ", text)
+        text = re.sub(r"\)(?= -> |$)", ",\n)", text, count=0) if " -> " not in text else re.sub(r"\) -> ", ",\n) -> ", text)
+    return f"```python\n{text}\n```"
+
+
+class _Plain:
+    """An annotation that is shown as `_plain` has it."""
+
+    def __init__(self, annotation: Any) -> None:
+        self.text = _plain(annotation)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _plain(annotation: Any) -> str:
+    if get_origin(annotation) is Unpack:
+        return str(get_args(annotation)[0].__name__)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+
+
+def _default(field: "Field[Any]") -> str:
+    return "required" if field.default is MISSING and field.default_factory is MISSING else f"`{field.default!r}`"
+
+
+BLOCKS: dict[str, Callable[[str], str]] = {
+    one.__name__: one for one in (settings, cli, series, alerts, errors, models, calls, api)
+}
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
+.PHONY: demo serve docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -79,6 +79,9 @@ bench-rules: $(VENV)/.installed    ## rules of acceptance beside each other; the
 
 soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
 	$(BIN)/python -m benchmarks.endurance
+
+docs: $(VENV)/.installed-dev       ## write what the docs say of the code: settings, commands, metrics, errors, models
+	$(BIN)/python -m docs.generate
 
 figures: $(VENV)/.installed         ## write the figures of README and docs from benchmarks/results
 	$(BIN)/python -m benchmarks.figures

@@ -1,4 +1,4 @@
-"""Every error that a user of cascade can meet; docs/errors.md tells how each looks to gRPC and HTTP clients.
+"""Every error that a user of cascade can meet; docs/reference/errors.md tells how each looks to gRPC and HTTP clients.
 
 CascadeError
 ├── ConfigError      the configuration is wrong; raised at start, names the field, the value and the fix

@@ -26,6 +26,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
 LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 LIMITS |= {"minItems": "at least", "maxItems": "at most"}
+WIDTH = 100
 PLACES = {"page": "page", "router": "routers", "tier": "replicas"}
 
 
@@ -181,7 +182,8 @@ def _command(group: click.Group, name: str, above: click.Context, common: set[st
     assert command is not None
     context = click.Context(command, info_name=name, parent=above)
     yield f"## {context.command_path}"
-    yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
+    if not isinstance(command, click.Group):
+        yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
     yield re.sub(r"\x08\n((?:.+\n?)+)", lambda found: f"```\n{found[1].strip()}\n```", inspect.cleandoc(command.help or ""))
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
@@ -295,7 +297,7 @@ def api(path: str) -> str:
         ]
         parts.append(table(["field", "type", "default", "meaning"], rows))
     elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__:
-        parts += [_signature(name, made), _prose(made)]
+        parts += [_signature("__init__", made), _prose(made)]
     for name, member in vars(kind).items():
         if not name.startswith("_") and isinstance(member, property) and member.__doc__:
             parts.append(f"**`{name}`**: {_prose(member)}")
@@ -321,13 +323,14 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     kept = [
         one.replace(annotation=_Plain(one.annotation)) for key, one in found.parameters.items() if key not in ("self", "cls")
     ]
-    answer = found.return_annotation
-    text = f"{name}{found.replace(parameters=kept, return_annotation=inspect.Signature.empty)}"
-    text += "" if answer in (None, inspect.Signature.empty) else f" -> {_plain(answer)}"
-    if len(text) > 100:
-        text = text.replace("(", "(\n    ", 1)
-        text = re.sub(r", (?=\w+: |\*, |\*\*\w+: )", ",\n    ", text)
-        text = re.sub(r"\)(?= -> |$)", ",\n)", text, count=0) if " -> " not in text else re.sub(r"\) -> ", ",\n) -> ", text)
+    given = [str(one) for one in kept]
+    first_named = next((index for index, one in enumerate(kept) if one.kind is one.KEYWORD_ONLY), None)
+    if first_named is not None:
+        given.insert(first_named, "*")
+    answer = "" if name == "__init__" else f" -> {_plain(found.return_annotation)}"
+    text = f"def {name}({', '.join(given)}){answer}: ..."
+    if len(text) > WIDTH:
+        text = f"def {name}(\n    {''.join(f'{one},{chr(10)}    ' for one in given).rstrip()}\n){answer}: ..."
     return f"```python\n{text}\n```"
 
 

@@ -5,7 +5,7 @@ at an earlier position, and needs no code.
 
 What a query attends to is summed up in an order that depends on its position alone, never on what else is in the pass: each
 looks at all keys up to the end of its *tile* of positions, those after it hidden. So passes give the same bits, whatever
-shares them; see ``docs/algorithm.md``.
+shares them; see ``docs/explanation/shared-noise.md``.
 """
 
 from collections.abc import Sequence

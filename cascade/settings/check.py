@@ -101,7 +101,7 @@ def remarks(found: Sequence[Need]) -> list[str]:
     if not (batch_invariant() if full.engine == "vllm" else full.anatomy.same_bits):
         said.append(
             f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are as near as "
-            "that, texts may part (docs/algorithm.md)."
+            "that, texts may part (docs/explanation/shared-noise.md)."
         )
     return said
 

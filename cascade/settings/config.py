@@ -52,9 +52,8 @@ class TierConfig(Section):
 class LinkTLS(Section):
     """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
 
-    certificate: Annotated[
-        str, Field(min_length=1)
-    ]  # certificate and its chain, which each process shows as server and as client
+    # certificate and its chain, which each process shows as server and as client
+    certificate: Annotated[str, Field(min_length=1)]
     key: Annotated[str, Field(min_length=1)]  # private key of the certificate
     authority: Annotated[str, Field(min_length=1)]  # certificate authority; certificates of no other are trusted
     # name that all certificates are issued for, since replicas have no host names
@@ -64,9 +63,8 @@ class LinkTLS(Section):
 class CascadeConfig(Section):
     """A whole cascade."""
 
-    tiers: Annotated[
-        tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)
-    ]  # models bottom to top, the full one last
+    # models bottom to top, the full one last
+    tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()  # ingress that clients talk to
     autoscaling: AutoscalingConfig | None = None  # scale all tiers together; without it each tier's deployment_config decides
     # tokens that a tier may run ahead of the one above, unless a request says otherwise

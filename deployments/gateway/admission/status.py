@@ -1,4 +1,4 @@
-"""How errors look to clients: the one table behind docs/errors.md."""
+"""How errors look to clients: the one table behind docs/reference/errors.md."""
 
 import logging
 import math

@@ -1,7 +1,7 @@
 """Every series that a cascade reports: the one place where names, labels and meanings are written down.
 
 Routers show theirs at `GET /metrics` as ``cascade_NAME``; through Ray routers and replicas of tiers report theirs as
-``ray_cascade_NAME``, with the labels `COMMON`. Counters end in ``_total`` on both. `docs/metrics.md` has this table.
+``ray_cascade_NAME``, with the labels `COMMON`. Counters end in ``_total`` on both. `docs/reference/metrics.md` has this table.
 """
 
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Traces: one request is one trace over all processes, see docs/tracing.md. Off unless the environment asks for it."""
+"""Traces: one request is one trace over all processes, see docs/howto/observe.md. Off unless the environment asks for it."""

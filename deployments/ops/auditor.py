@@ -1,4 +1,4 @@
-"""A share of all answers is written again by the full tier alone, when nothing else is to be done; see docs/howto/observe.md."""
+"""A share of all answers is written again by the full tier alone, when it is idle; see docs/howto/observe.md."""
 
 import asyncio
 import contextlib

@@ -3,8 +3,12 @@
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -12,10 +16,14 @@ import yaml
 
 from benchmarks import figures
 from cascade.cli.main import main
-from cascade.settings.config import CascadeConfig
+from cascade.settings.config import CascadeConfig, TierConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "cluster/README.md")
+PAGES = [*(ROOT / name for name in WRITTEN), *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = ("*.py", "*.proto", "*.yaml", "*.json", "*.sh", "*.html", "Dockerfile", "Makefile", "*.toml")
+HISTORY = ("CHANGELOG.md", "log.md")  # tell of commands that are gone
+TIER = {"name": "full", "model_loading_config": {"model_id": "some/model"}}
 BLOCK = re.compile(r"^( *)(```|~~~)(\w*)[^\n]*\n(.*?)^\1\2", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -40,25 +48,50 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{target}#{anchor} of {page.name}"
 
 
+def test_sources_name_pages_that_exist() -> None:
+    """Guards readers of comments and error messages against pages that have moved."""
+    listed = subprocess.run(["git", "ls-files", "--", *SOURCES], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in listed.stdout.split():
+        for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md\b", (ROOT / name).read_text(encoding="utf-8")):
+            assert (ROOT / page).exists(), f"{page} in {name}"
+
+
 def test_code_is_code() -> None:
-    """Guards what readers copy: Python that compiles, tiers that the configuration takes."""
+    """Guards what readers copy: Python that compiles, YAML that parses, pieces of it that the configuration takes."""
     for page in PAGES:
         for language, text in blocks(page):
             if language == "python":
                 ast.parse(text)
             elif language == "yaml":
                 for values in yaml.safe_load_all(text):
-                    if isinstance(values, dict) and "tiers" in values and "..." not in text:
-                        CascadeConfig.parse(values)
+                    if (whole := configuration(values)) is not None and "..." not in text:
+                        CascadeConfig.parse(whole, page.name)
+
+
+def configuration(values: Any) -> Mapping[str, Any] | None:
+    """The cascade of a piece of its root or of a tier; `None` for what is no part of a configuration."""
+    if not isinstance(values, Mapping):
+        return None
+    if values.keys() <= CascadeConfig.model_fields.keys():
+        return {"tiers": [TIER]} | values
+    return {"tiers": [TIER | values]} if values.keys() <= TierConfig.model_fields.keys() else None
 
 
 def test_commands_exist() -> None:
-    """Guards readers against commands and options of `cascade` that are gone."""
+    """Guards readers against commands and options of `cascade`, and targets of the Makefile, that are gone."""
+    targets = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for page in PAGES:
-        for language, text in blocks(page):
+        if page.name in HISTORY:
+            continue
+        text = page.read_text(encoding="utf-8")
+        for language, block in blocks(page):
             if language in ("", "sh", "bash"):
-                for line in text.replace("\\\n", " ").splitlines():
+                for line in block.replace("\\\n", " ").splitlines():
                     check(line)
+        for span in re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
+            check(span)
+        for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.MULTILINE):
+            assert target in targets, f"make {target} of {page.name}"
 
 
 def check(line: str) -> None:
@@ -85,3 +118,16 @@ def test_figures_are_measured() -> None:
 def test_the_readme_is_short() -> None:
     """Guards a newcomer's minute."""
     assert len(figures.README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    """Guards against a release that nothing is said of."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Guards the site: pages that its menu lacks or invents, links and anchors that lead nowhere there."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr

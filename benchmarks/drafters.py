@@ -117,7 +117,7 @@ def guess_cost(kind: str) -> dict[str, Any]:
         last = text[-1]
         text.append(chance.randrange(VOCAB))
         begin = time.perf_counter()
-        guesser.saw(last, NO_DRAFT, Scored(text[-1:]))
+        guesser.observe(last, NO_DRAFT, Scored(text[-1:]))
         guesser.guess(text, len(text) - 1, 16)
         times.append(time.perf_counter() - begin)
     held = round(guesser.own.nbytes / len(text), 1) if isinstance(guesser, Matcher) else None

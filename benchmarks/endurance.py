@@ -143,7 +143,7 @@ async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: 
 async def client(server: Server, asks: Sequence[Ask], course: Course, end: float, number: int) -> None:
     """Ask one thing after another."""
     chance = random.Random(number)
-    async with AsyncClient([server.address, server.address], timeout_s=ANSWER_S) as door:
+    async with AsyncClient([server.address, server.address], timeout=ANSWER_S) as door:
         while time.monotonic() < end:
             ask, begin = chance.choice(asks), time.monotonic()
             speculation = Speculation(tiers=chance.choice(CHAINS))

@@ -148,7 +148,7 @@ class Answer:
         """The last piece, empty, of an answer that the client knows whole; ``None`` if there is more to come."""
         return self._piece() if self.finished else None
 
-    def take(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
+    def receive(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
         """What the full tier says: the next piece, if there is one, and the acknowledgement for the tier."""
         if self.finished:
             return None, None

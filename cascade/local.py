@@ -234,7 +234,7 @@ class Cascade:
             with mailbox.reading(answers.sessions) as inbox:
                 answers.open()
                 while not answers.finished:
-                    for chunk in answers.take(await inbox.get()):
+                    for chunk in answers.receive(await inbox.get()):
                         yield chunk
         finally:
             answers.close()

@@ -15,8 +15,8 @@ from cascade.params import MAX_PRIORITY, Rule, SamplingParams
 
 MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
-MAKES_WAY = "a session of the last priority makes way for others"  # reason of a `Failed`
-LAST = MAX_PRIORITY + 1  # priority that no request has, see `Open.makes_way`
+YIELDED = "a background session yields to all others"  # reason of a `Failed`
+BACKGROUND = MAX_PRIORITY + 1  # priority that no request has, see `Open.background`
 MAX_RANKS = 1 + RUNNER_UPS  # of guesses that are counted apart: own tokens of the drafter, and its runner-ups
 
 
@@ -171,9 +171,9 @@ class Open:
         return self.lockstep or self.rules.above != "coupled"
 
     @property
-    def makes_way(self) -> bool:
+    def background(self) -> bool:
         """It has a tier to itself: it is refused beside a session of another kind, and over when one opens."""
-        return self.priority >= LAST
+        return self.priority >= BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,21 +31,21 @@ class Requests:
         try:
             self.open()
             while not self.finished:
-                yield from self.take(receive())
+                yield from self.receive(receive())
         finally:
             self.close()
 
     def open(self) -> None:
         self._full.post([answer.opening for answer in self._answers.values()], self._link)
 
-    def take(self, message: Message) -> list[Chunk]:
+    def receive(self, message: Message) -> list[Chunk]:
         assert isinstance(message, Proposal | Failed)
         answer = self._answers.get(message.session)
         if answer is None:
             return []
         if isinstance(message, Failed):
             raise InvalidRequest(message.reason) if message.fault else Unavailable(f"The full tier failed: {message.reason}")
-        chunk, commit = answer.take(message)
+        chunk, commit = answer.receive(message)
         if answer.finished:
             del self._answers[message.session]
             self._full.post([Close(message.session)])

@@ -27,7 +27,7 @@ def tiled(positions: int) -> int:
     return -(-positions // TILE) * TILE
 
 
-def room(positions: int, capacity: int) -> int:
+def grown_capacity(positions: int, capacity: int) -> int:
     """New capacity, in positions, of storage for ``capacity`` that has to hold more."""
     return BLOCK * max(num_blocks(positions), num_blocks(capacity + capacity // GROWTH))
 
@@ -42,7 +42,7 @@ class Store(Protocol):
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
 
-    def take(self, source: Any, positions: int) -> None:
+    def reuse(self, source: Any, positions: int) -> None:
         """Hold the first ``positions`` of another store of the same model, too; there is room for them."""
 
     def fork(self, position: int) -> Any:
@@ -164,7 +164,7 @@ class Guesser(Protocol):
         """Guesses that the next pass shall make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
         return UNREAD
 
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+    def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass said something of the text, whose last token then was ``last``, and of a draft after it."""
         return
 

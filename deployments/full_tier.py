@@ -115,7 +115,7 @@ class FullTier:
             pause_s = 0.0
             try:
                 while not answer.finished:
-                    chunk, commit = answer.take(await next_proposal(inbox, retry_budget, request.lifetime))
+                    chunk, commit = answer.receive(await next_proposal(inbox, retry_budget, request.lifetime))
                     if chunk is not None:
                         yield chunk
                     if commit is not None:  # after the yield: a client that does not read stalls the full tier at its window

@@ -44,7 +44,7 @@ def feed(params: SamplingParams, tokens: Sequence[int], sizes: Sequence[int]) ->
     for size in sizes:
         end = min(len(tokens), begin + size)
         proposal = Proposal("s", 2 + last, Draft(tuple(tokens[last:end]), bytes(end - last)))
-        chunk, _ = answer.take(proposal)
+        chunk, _ = answer.receive(proposal)
         if chunk is not None:
             pieces.append(chunk.text)
             ids += chunk.token_ids
@@ -99,7 +99,7 @@ def pieces(answer: Answer, tokens: Sequence[int]) -> list[Chunk]:
     """What comes of an answer whose tokens come one at a time."""
     begin, said = answer.num_tokens, []
     for place, token in enumerate(tokens[begin:], begin + 2):
-        said.append(answer.take(Proposal("s", place, Draft((token,), b"\2")))[0])
+        said.append(answer.receive(Proposal("s", place, Draft((token,), b"\2")))[0])
     return [piece for piece in said if piece is not None]
 
 
@@ -163,7 +163,7 @@ def test_ending_token_has_no_text_and_is_counted() -> None:
 def test_replay_goes_on_behind_what_was_taken() -> None:
     """Guards a replay that loses or repeats tokens after the death of a full replica."""
     answer = answer_of(SamplingParams(seed=5))
-    answer.take(Proposal("s", 2, Draft((1, 2, 4), bytes(3))))
+    answer.receive(Proposal("s", 2, Draft((1, 2, 4), bytes(3))))
     opening = answer.replay("t")
     assert (opening.session, opening.tokens, opening.prompt_len) == ("t", (1, 2, 1, 2, 4), 2)
     assert opening.params.seed == 5
@@ -232,7 +232,7 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
         asked.rule == "coupled",
     )
     answer = Answer(opening, Words())
-    chunk, _ = answer.take(Proposal(opening.session, 1, Draft((4,), bytes(1))))
+    chunk, _ = answer.receive(Proposal(opening.session, 1, Draft((4,), bytes(1))))
     assert chunk is not None
     assert chunk.completion is not None
     assert chunk.completion.stats.rule == rules.rule
@@ -323,8 +323,8 @@ def test_time_to_the_first_token_is_that_of_the_first() -> None:
     """Guards against a time that later tokens, or a session on another replica, move."""
     ticks = iter([0.5, 1.5])
     answer = Answer(replace(OPENING, params=SamplingParams(seed=1, max_tokens=2)), Words(), elapsed=lambda: next(ticks))
-    answer.take(Proposal("s", 2, Draft((1,), bytes(1))))
-    chunk, _ = answer.take(Proposal("s", 3, Draft((1,), bytes(1))))
+    answer.receive(Proposal("s", 2, Draft((1,), bytes(1))))
+    chunk, _ = answer.receive(Proposal("s", 3, Draft((1,), bytes(1))))
     assert chunk is not None
     assert chunk.completion is not None
     assert chunk.completion.stats.first_token_s == 0.5

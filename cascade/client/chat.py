@@ -98,9 +98,9 @@ class TurnBuilder:
         """Let ``request`` go on after what came; False if the server did not say by which seed."""
         return self._completion.resume(request)
 
-    def take(self, response: pb.ChatResponse) -> TurnPiece:
+    def add(self, response: pb.ChatResponse) -> TurnPiece:
         """What the next response brings."""
-        chunk = self._completion.take(response, response.text if response.HasField("text") else response.content)
+        chunk = self._completion.add(response, response.text if response.HasField("text") else response.content)
         calls = _tool_calls(response.tool_calls)
         self._content.append(response.content)
         self._thoughts.append(response.reasoning_content)

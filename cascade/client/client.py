@@ -31,7 +31,7 @@ class Client(Connection):
     there are several.
 
     ``api_key`` is for servers that ask for one; if ``None`` it is that of the environment variable ``CASCADE_API_KEY``, and ""
-    sends none. ``timeout_s`` is the deadline of each request, in seconds. A request whose server is gone is sent again, also to
+    sends none. ``timeout`` is the deadline of each request, in seconds. A request whose server is gone is sent again, also to
     another one, and a stream goes on where it broke off, with the same text, until no server has sent anything for
     ``patience_s`` (0: never again). An address that begins with ``grpcs://`` is one of TLS; ``authority`` is then a file of
     certificates (PEM) to trust instead of the public ones, or of those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names.
@@ -125,7 +125,7 @@ class Client(Connection):
             try:
                 for response in call:
                     self._heard(door, attempts)
-                    yield builder.take(response)
+                    yield builder.add(response)
                 builder.check()
                 return
             except (grpc.RpcError, Unavailable) as error:
@@ -228,7 +228,7 @@ class AsyncClient(Connection):
             try:
                 async for response in call:
                     self._heard(door, attempts)
-                    yield builder.take(response)
+                    yield builder.add(response)
                 builder.check()
                 return
             except (grpc.RpcError, Unavailable) as error:

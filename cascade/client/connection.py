@@ -90,7 +90,7 @@ class Connection:
         *,
         api_key: str | None = None,
         application: str | None = None,
-        timeout_s: float | None = None,
+        timeout: float | None = None,
         authority: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -98,7 +98,7 @@ class Connection:
         if not addresses:
             raise ConfigError("address is an empty list: give HOST:PORT of at least one server's gRPC door")
         self._metadata = _metadata(application, os.environ.get(API_KEY) if api_key is None else api_key)
-        self._timeout_s = timeout_s
+        self._timeout = timeout
         self._patience_s = patience_s
         self._doors = [self._open(one, authority) for one in addresses]
         self._num_calls = 0
@@ -117,7 +117,7 @@ class Connection:
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         """For one request, with the connection's deadline unless another is given."""
-        return Attempts(self._patience_s, timeout_s or self._timeout_s, len(self._doors), not self._answered)
+        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._doors), not self._answered)
 
     def _door(self) -> Door:
         """The next one in turn, and one that is shut only if all are: the one that was shut first."""

@@ -22,7 +22,7 @@ Piece_co = TypeVar("Piece_co", covariant=True)
 class Builder(Protocol[Piece_co]):
     """Puts the responses of one stream together."""
 
-    def take(self, response: Any) -> Piece_co:
+    def add(self, response: Any) -> Piece_co:
         """What the next response brings."""
 
     def check(self) -> None:

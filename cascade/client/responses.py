@@ -81,7 +81,7 @@ class CompletionBuilder:
         request.resume.token_ids[:] = [token.id for token in self._tokens]
         return request.sampling.HasField("seed")
 
-    def take(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
+    def add(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
         """What the next response brings; ``text`` takes the place of the response's own."""
         text = response.text if text is None else text
         if response.HasField("seed"):

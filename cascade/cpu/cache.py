@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cascade.cpu.attention import FIELDS, Spans, blocks_of
 from cascade.cpu.tile import LANES
-from cascade.scorer import TILE, room, tiled
+from cascade.scorer import TILE, grown_capacity, tiled
 
 
 class Shape(NamedTuple):
@@ -44,7 +44,7 @@ class BlockedCache:
     def prepare(self, positions: int) -> None:
         """Make room for ``positions``, and for some more if there is none."""
         if positions > self.capacity:
-            self.reserve(room(positions, self.capacity))
+            self.reserve(grown_capacity(positions, self.capacity))
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
@@ -75,7 +75,7 @@ class BlockedCache:
         return True
 
     @torch.inference_mode()
-    def take(self, source: "BlockedCache", positions: int) -> None:
+    def reuse(self, source: "BlockedCache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
         blocks = blocks_of(positions)
         for mine, other in zip(self._keys, source._keys, strict=True):

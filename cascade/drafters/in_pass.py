@@ -56,7 +56,7 @@ class Asker(Guesser):
         most = min(drafter.most, 1 + round(self._right))
         return UNREAD if self._gave_up else max(1, paying_steps(self._rate, drafter.cost, most))
 
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+    def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         """A pass guessed after what it said itself."""
         if self._said:
             new = draft.walk(scored.own)[0]

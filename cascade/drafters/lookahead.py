@@ -89,7 +89,7 @@ class Looker(Guesser):
         self._once: list[int] = []  # first tokens of n-grams that came once, offered with the last guess
         self._windows, self._grams_once = Rest(), Rest()
 
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+    def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         """Own tokens after the window are its next guesses, each a position further."""
         if self._once:
             self._grams_once.told(any(token in draft.tokens for token in self._once))

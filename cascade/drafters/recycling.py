@@ -61,7 +61,7 @@ class Recycler(Guesser):
         self._origin = bytes([level << 1])
         self._followers = followers
 
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None:
+    def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         for token, own in zip((last, *draft.tokens), scored.own, strict=False):
             self._followers.saw(token, own)
 

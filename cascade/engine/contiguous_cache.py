@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cascade.scorer import BLOCK, TILE, num_blocks, room, tiled
+from cascade.scorer import BLOCK, TILE, grown_capacity, num_blocks, tiled
 
 
 class Cache:
@@ -34,7 +34,7 @@ class Cache:
     def hold(self, layer: int, positions: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All there is, and room for ``positions``; the layer's heads are like those of ``[kv_heads, n, head_dim]``."""
         if positions > self.capacity:
-            self.reserve(room(positions, self.capacity))
+            self.reserve(grown_capacity(positions, self.capacity))
         pair = self._layers.get(layer)
         if pair is None:
             pair = self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
@@ -62,7 +62,7 @@ class Cache:
         return True
 
     @torch.inference_mode()
-    def take(self, source: "Cache", positions: int) -> None:
+    def reuse(self, source: "Cache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
         for layer, (keys, values) in source._layers.items():
             self.write(layer, 0, keys[0, :, :positions], values[0, :, :positions])

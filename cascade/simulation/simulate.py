@@ -137,7 +137,7 @@ class Node:
         now = self._agenda.now
         inbox, self._inbox = self._inbox, []
         for source, message in inbox:
-            self._loop.take(message, source, now)
+            self._loop.receive(message, source, now)
         batch, wake_at = self._loop.schedule(self._max_pass_tokens, now)
         if batch:
             self._run(batch)
@@ -238,7 +238,7 @@ class Router:
             now = self.wires.agenda.now
             self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.replay(self._session())))
         elif isinstance(message, Proposal):
-            chunk, commit = answer.take(message)
+            chunk, commit = answer.receive(message)
             if commit is not None:
                 self.wires.send(ROUTER, source, commit)
             if chunk is not None:

@@ -58,7 +58,7 @@ class ToyCache:
         assert not self.freed, "the cache was freed"
         self.room = max(self.room or 0, positions)
 
-    def take(self, source: "ToyCache", positions: int) -> None:
+    def reuse(self, source: "ToyCache", positions: int) -> None:
         assert not source.freed, "the cache was freed"
         assert positions <= len(source.tokens), f"{len(source.tokens)} positions were written, not {positions}"
         self.write(0, source.tokens[:positions])

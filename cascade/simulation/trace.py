@@ -173,7 +173,7 @@ class TraceModel:
     def reserve(self, positions: int) -> None:
         """Nothing is kept."""
 
-    def take(self, source: "TraceModel", positions: int) -> None:
+    def reuse(self, source: "TraceModel", positions: int) -> None:
         """Nothing is kept."""
 
     def fork(self, position: int) -> "TraceModel":

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cascade.scorer import BLOCK, Store, num_blocks, room
+from cascade.scorer import BLOCK, Store, grown_capacity, num_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class BlockManager:
             return True
         if not self._make_room(needed):
             return False
-        added = min(self.free, self._whole(room(positions, allocation.capacity) // BLOCK) - allocation.blocks)
+        added = min(self.free, self._whole(grown_capacity(positions, allocation.capacity) // BLOCK) - allocation.blocks)
         allocation.blocks += added
         self.free -= added
         allocation.store.reserve(allocation.capacity)
@@ -189,7 +189,7 @@ class BlockManager:
         self._kept.pop(donor, None)  # it must not be what has to go
         copy = self._new(positions)
         if copy is not None:
-            copy.store.take(donor.store, known)
+            copy.store.reuse(donor.store, known)
         if not donor.in_use:
             self._kept[donor] = None
         return copy

@@ -100,7 +100,7 @@ class KVAdmission:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
         self._void(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
-        if allocation is not None and (spoilt or session.opening.makes_way):
+        if allocation is not None and (spoilt or session.opening.background):
             self.block_manager.drop(allocation)
         elif allocation is not None:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Generic, TypeAlias
 
 from cascade.errors import InvalidRequest
-from cascade.messages import MAKES_WAY, Close, Commit, Failed, Message, Open, Proposal
+from cascade.messages import YIELDED, Close, Commit, Failed, Message, Open, Proposal
 from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
@@ -84,7 +84,7 @@ class Loop(Generic[U]):
 
     # take
 
-    def take(self, message: Message, up: U | None, now: float) -> None:
+    def receive(self, message: Message, up: U | None, now: float) -> None:
         """A message from above or below; an Open comes with the one who takes its session's proposals."""
         if isinstance(message, Open):
             assert up is not None
@@ -109,21 +109,21 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        last = [slot for slot in self.slots.values() if slot.session.opening.makes_way]
-        problem = MAKES_WAY if opening.makes_way and len(last) < len(self.slots) else self._problem(opening)
+        last = [slot for slot in self.slots.values() if slot.session.opening.background]
+        problem = YIELDED if opening.background and len(last) < len(self.slots) else self._problem(opening)
         if problem:
             self._send_up(up, Failed(opening.session, problem, self._name))
             return
         # an audit agrees for hours, and what is learnt of that would have the next one offer no runner-up
-        learnt = None if opening.makes_way else self._drafting.calibrations.of("", opening.params.temperature)
+        learnt = None if opening.background else self._drafting.calibrations.of("", opening.params.temperature)
         session = Session(opening, self._name, self._level, self._limits.vocab_size, learnt)
         try:
             state = self._state(session)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
-        for slot in () if opening.makes_way else last:
-            self._fail(slot, MAKES_WAY)
+        for slot in () if opening.background else last:
+            self._fail(slot, YIELDED)
         slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
@@ -189,7 +189,7 @@ class Loop(Generic[U]):
         """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
         self._tell(now)
         wake_at: float | None = None
-        if self._makes_way:  # short passes: a request may come any time
+        if self._background:  # short passes: a request may come any time
             max_tokens = stretch(self._profile, max_tokens)
         for slot in self.slots.values():
             if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
@@ -203,9 +203,9 @@ class Loop(Generic[U]):
         return batch, earlier(earlier(wake_at, start_at), retry_at)
 
     @property
-    def _makes_way(self) -> bool:
+    def _background(self) -> bool:
         """There is nothing else to do."""
-        return any(slot.session.opening.makes_way for slot in islice(self.slots.values(), 1))
+        return any(slot.session.opening.background for slot in islice(self.slots.values(), 1))
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""
@@ -246,7 +246,7 @@ class Loop(Generic[U]):
             self.kv_admission.scored(slot)
             if commit is not None:
                 for _, _, guesser in slot.guessers:
-                    guesser.saw(work.tokens[-1], work.draft, result)
+                    guesser.observe(work.tokens[-1], work.draft, result)
                 self._hint(slot)
                 self.written += len(commit.tokens)
                 rows.append(Progress(slot, work, len(commit.tokens), seconds))

@@ -193,7 +193,7 @@ class Tier:
         for message in messages:
             if isinstance(message, Open) and self.below is None:
                 message = replace(message, chain=())
-            self._loop.take(message, up, now)
+            self._loop.receive(message, up, now)
 
     def _refuse(self) -> None:
         """Answer the Opens that came too late."""

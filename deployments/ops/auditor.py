@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cascade.messages import COUPLED, LAST, MAKES_WAY, RUNNER_UPS, Close, Commit, Failed, Message, Open, Proposal, mint
+from cascade.messages import BACKGROUND, COUPLED, RUNNER_UPS, YIELDED, Close, Commit, Failed, Message, Open, Proposal, mint
 from cascade.scorer import UNIT
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import Admission
@@ -63,7 +63,7 @@ class Audit:
             watch=False,
             branches=RUNNER_UPS,  # they tell margins
             draft_branches=0,
-            priority=LAST,
+            priority=BACKGROUND,
             cache_salt=mint(),  # what others have left in memory is judged, not used
             traceparent="",
             tracestate="",
@@ -155,7 +155,7 @@ class Auditor:
                     failure = await self._go_on(audit, patience)
                     if failure is None:
                         break
-                    reason = "load" if failure.reason == MAKES_WAY else "failed"
+                    reason = "load" if failure.reason == YIELDED else "failed"
                     if failure.fault:
                         break
                     await asyncio.sleep(PAUSE_S)

@@ -160,7 +160,7 @@ def test_answers_count_as_they_ended() -> None:
                 connection.getresponse().read(10)
                 connection.close()
             built.settle()
-        with Client(built.grpc, timeout_s=30) as client, ThreadPoolExecutor() as pool:
+        with Client(built.grpc, timeout=30) as client, ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, built, "/v1/completions", body, X_Request_Id="to-end")
 
             async def abort() -> int:

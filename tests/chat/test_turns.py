@@ -305,7 +305,7 @@ def test_a_client_that_leaves_frees_everything(served: House, client: Client) ->
 def test_a_stream_that_breaks_off_is_no_answer() -> None:
     """Guards half an answer that looked whole."""
     pieces = TurnBuilder()
-    pieces.take(pb.ChatResponse(content="a", text="a"))
+    pieces.add(pb.ChatResponse(content="a", text="a"))
     with pytest.raises(Unavailable):
         pieces.check()
 
@@ -340,9 +340,9 @@ def test_the_service_shows_its_conversations(served: House) -> None:
 def test_a_turn_is_a_message() -> None:
     """Guards calls that come in pieces: joined, they may be sent back, in OpenAI's form."""
     pieces = TurnBuilder()
-    pieces.take(pb.ChatResponse(tool_calls=[pb.ToolCall(id="a", function=pb.CalledFunction(name="f", arguments='{"x"'))]))
+    pieces.add(pb.ChatResponse(tool_calls=[pb.ToolCall(id="a", function=pb.CalledFunction(name="f", arguments='{"x"'))]))
     rest = pb.ToolCall(function=pb.CalledFunction(arguments=": 1}"))
-    turn = pieces.take(pb.ChatResponse(tool_calls=[rest], finish=pb.Finish(reason="tool_calls"))).turn
+    turn = pieces.add(pb.ChatResponse(tool_calls=[rest], finish=pb.Finish(reason="tool_calls"))).turn
     assert turn is not None
     assert turn.finish_reason == "tool_calls"
     assert turn.message == {

@@ -58,14 +58,14 @@ async def test_status_becomes_the_librarys_error(
 async def test_deadline(server: Canned) -> None:
     """Guards the deadline of a request: it holds for streams that have begun too."""
     server.silent = True
-    with Client(server.address, timeout_s=0.3) as client:
+    with Client(server.address, timeout=0.3) as client:
         with pytest.raises(DeadlineExceeded):
             client.generate("p")
         chunks = client.stream("p")
         assert next(chunks).text == "a"
         with pytest.raises(DeadlineExceeded):
             next(chunks)
-    async with AsyncClient(server.address, timeout_s=0.3) as async_client:
+    async with AsyncClient(server.address, timeout=0.3) as async_client:
         with pytest.raises(DeadlineExceeded):
             await async_client.generate("p")
         pieces = async_client.stream("p")
@@ -142,7 +142,7 @@ async def test_hosts_that_are_gone_are_not_waited_for(server: Canned) -> None:
             filling.setblocking(False)
             filling.connect_ex(silent.getsockname())
         gone = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with AsyncClient([server.address, gone], timeout_s=12) as client:
+        async with AsyncClient([server.address, gone], timeout=12) as client:
             assert [(await client.generate("p")).text for _ in range(2)] == ["abc", "abc"]
 
 
@@ -215,12 +215,12 @@ async def test_proxies_for_the_web_are_not_for_near_servers(server: Canned, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with Client(server.address, timeout_s=PATIENCE_S) as client:
+    with Client(server.address, timeout=PATIENCE_S) as client:
         assert client.generate("p").text == "abc"
-    async with AsyncClient(server.address, timeout_s=PATIENCE_S) as asking:
+    async with AsyncClient(server.address, timeout=PATIENCE_S) as asking:
         assert (await asking.generate("p")).text == "abc"
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")  # which is meant for us
-    with Client(server.address, timeout_s=5) as client, pytest.raises(CascadeError):
+    with Client(server.address, timeout=5) as client, pytest.raises(CascadeError):
         client.generate("p")
 
 

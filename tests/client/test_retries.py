@@ -222,7 +222,7 @@ def test_patience_and_deadlines_end(server: Canned) -> None:
         with pytest.raises(Unavailable, match=r"^one sentence$"):
             list(client.stream("p"))
     asked = len(server.requests)
-    with Client(server.address, timeout_s=0.5) as client, pytest.raises((Unavailable, DeadlineExceeded)):
+    with Client(server.address, timeout=0.5) as client, pytest.raises((Unavailable, DeadlineExceeded)):
         client.generate("p")
     assert len(server.requests) > asked + 2
 

@@ -67,7 +67,7 @@ class Crowd:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def ask(self, number: int) -> None:
-        with Client(self.address, timeout_s=LONG_S) as client:
+        with Client(self.address, timeout=LONG_S) as client:
             for turn in range(10**6):
                 if self._stop.is_set():
                     return

@@ -94,7 +94,7 @@ def test_a_copied_prefix_is_the_prefix() -> None:
     source, copy = BlockedCache({0: shape}), BlockedCache({0: shape})
     whole = score(source, shape, text, 0, LENGTH, kind)
     copy.reserve(80)
-    copy.take(source, 70)
+    copy.reuse(source, 70)
     assert torch.equal(score(copy, shape, text, 70, LENGTH, kind), whole[70:])
     source.free()
     assert source.nbytes == 0

@@ -59,7 +59,7 @@ class Nonsense:
 
     wants = UNREAD
 
-    def saw(self, last: int, draft: Draft, scored: Scored) -> None: ...
+    def observe(self, last: int, draft: Draft, scored: Scored) -> None: ...
 
     def cut(self) -> None: ...
 
@@ -187,7 +187,7 @@ def test_tenants_never_hear_of_each_other() -> None:
         secret = [1, 2, 3, 4, 5, 6, 7, 8]
         first.guess(secret, 0, 4)
         for token, next_ in pairwise(secret):
-            first.saw(token, NO_DRAFT, Scored([next_]))
+            first.observe(token, NO_DRAFT, Scored([next_]))
         first.close(secret)
         assert drafter.begin("a").guess([1, 2, 3], 0, 4).tokens[:4] == (4, 5, 6, 7)
         assert drafter.begin("b").guess([1, 2, 3], 0, 4) == NO_DRAFT
@@ -209,9 +209,11 @@ def test_memory_of_tenants_is_bounded() -> None:
 def test_wrong_guesses_are_recycled() -> None:
     """Guards own tokens after guesses that were refused: what the pass says there is known from then on."""
     recycler = Recycling().begin("")
-    recycler.saw(1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4]))  # after 1 comes 9, after 2 would come 3, after 3 would come 4
+    recycler.observe(
+        1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4])
+    )  # after 1 comes 9, after 2 would come 3, after 3 would come 4
     assert recycler.guess([2], 0, 8).tokens == (3, 4)
-    recycler.saw(2, NO_DRAFT, Scored([5]))
+    recycler.observe(2, NO_DRAFT, Scored([5]))
     tree = recycler.guess([2], 0, 8)
     assert (tree.tokens, tree.parents) == ((5, 3), (-1, -1)), "the latest first, the other beside it"
     assert len(tree.trunk) <= DEPTH
@@ -278,13 +280,13 @@ def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:
     asker = InPass("eagle3", 2).begin("")
     assert asker.wants == MOST_STEPS
     for _ in range(60):
-        asker.saw(1, Draft((3, 4, 5), bytes(3)), Scored([3, 4, 6], draft=Draft((3, 4, 7), bytes(3))))
+        asker.observe(1, Draft((3, 4, 5), bytes(3)), Scored([3, 4, 6], draft=Draft((3, 4, 7), bytes(3))))
         assert asker.guess([1, 2], 1, 8).origins == bytes([4, 4, 4])
     assert asker.wants == 3
     asker.cut()
     assert asker.guess([1, 2], 0, 8) == NO_DRAFT, "the text goes on otherwise"
     for _ in range(60):
-        asker.saw(1, NO_DRAFT, Scored([3], draft=Draft((3,), bytes(1))))  # right, but not scored: it does not pay
+        asker.observe(1, NO_DRAFT, Scored([3], draft=Draft((3,), bytes(1))))  # right, but not scored: it does not pay
     assert asker.wants == UNREAD
 
 
@@ -297,15 +299,15 @@ def test_no_more_guesses_are_asked_for_than_pay() -> None:
         asked += size
         right = next((place for place in range(size) if chance.random() > 0.95), size)
         said = Draft((1,) * size, bytes(size))
-        asker.saw(1, said, Scored([*[1] * right, 2][: size + 1], draft=said))
+        asker.observe(1, said, Scored([*[1] * right, 2][: size + 1], draft=said))
     assert asked > 2.5 * 300
     asker = InPass("exit", 0, cost=0.5).begin("")
     for place in range(100):
         said = Draft((1,), bytes(1))
-        asker.saw(1, said, Scored([1 if place % 3 else 2, 1], draft=said))
+        asker.observe(1, said, Scored([1 if place % 3 else 2, 1], draft=said))
     assert asker.wants != UNREAD
     for _ in range(20):
-        asker.saw(1, said, Scored([2], draft=said))
+        asker.observe(1, said, Scored([2], draft=said))
     assert asker.wants == UNREAD
 
 
@@ -326,10 +328,10 @@ def test_texts_give_up_where_others_have() -> None:
     for _ in range(400):
         asker = drafter.begin("")
         for _ in range(3):
-            asker.saw(1, Draft((5,), bytes(1)), Scored([4, 1], draft=Draft((5,), bytes(1))))
+            asker.observe(1, Draft((5,), bytes(1)), Scored([4, 1], draft=Draft((5,), bytes(1))))
     assert sum(drafter.begin("").wants != UNREAD for _ in range(10 * TRY)) == 10
     for _ in range(20 * TRY):
         asker = drafter.begin("")
         for _ in range(20 if asker.wants != UNREAD else 0):
-            asker.saw(1, Draft((4, 5), bytes(2)), Scored([4, 5, 1], draft=Draft((4, 5), bytes(2))))
+            asker.observe(1, Draft((4, 5), bytes(2)), Scored([4, 5, 1], draft=Draft((4, 5), bytes(2))))
     assert drafter.begin("").wants > 1

@@ -31,7 +31,7 @@ def test_own_tokens_behind_wrong_guesses_are_the_next_guesses() -> None:
     guesses = window_of(first)
     assert len(guesses) == WINDOW
     assert {*guesses} <= {*text}
-    looker.saw(3, first, scored(3, first))
+    looker.observe(3, first, scored(3, first))
     text.append(next_of(3))
     second = looker.guess(text, 3, 16)
     assert window_of(second) == [next_of(token) for token in guesses]
@@ -43,10 +43,10 @@ def test_guesses_that_stay_are_settled() -> None:
     looker = Lookahead().begin("")
     first = looker.guess([7], 0, 16)
     said = Scored([8] * (1 + len(first)))
-    looker.saw(7, first, said)
+    looker.observe(7, first, said)
     second = looker.guess([7, 8], 1, 16)
     assert {*second.confidences} == {SAID}
-    looker.saw(8, second, Scored([8] * (1 + len(second))))
+    looker.observe(8, second, Scored([8] * (1 + len(second))))
     assert looker.guess([7, 8, 8], 2, 16).confidences[-2] == SETTLED
 
 
@@ -59,7 +59,7 @@ def test_what_the_text_has_never_said_is_known() -> None:
         draft = looker.guess(text, since, 16)
         pass_ = scored(text[-1], draft)
         new, path = draft.walk(pass_.own)
-        looker.saw(text[-1], draft, pass_)
+        looker.observe(text[-1], draft, pass_)
         since = len(text)
         text += new
         right, passes = right + len(path), passes + 1
@@ -72,13 +72,13 @@ def test_a_window_that_is_not_scored_rests() -> None:
     for place in range(600):
         draft = looker.guess(text, len(text) - 1, 16)
         offered.append(bool(draft))
-        looker.saw(text[-1], NO_DRAFT, Scored([30 + place]))
+        looker.observe(text[-1], NO_DRAFT, Scored([30 + place]))
         text.append(30 + place)
     assert 600 / LONGEST_PAUSE <= sum(offered) <= 600 / LONGEST_PAUSE + 10
     assert offered[0]
     while not (draft := looker.guess(text, len(text), 16)):
-        looker.saw(text[-1], NO_DRAFT, Scored([0]))
-    looker.saw(text[-1], draft, Scored([0] * (1 + len(draft))))
+        looker.observe(text[-1], NO_DRAFT, Scored([0]))
+    looker.observe(text[-1], draft, Scored([0] * (1 + len(draft))))
     assert looker.guess(text, len(text), 16)
 
 
@@ -88,7 +88,7 @@ def test_parts_of_windows_may_be_scored() -> None:
     first = looker.guess([5, 6], 0, 16)
     guesses = window_of(first)
     tree = Draft((90, *guesses[:2], 91), bytes(4), b"", (-1, -1, 1, -1))
-    looker.saw(6, tree, Scored([50, 51, 52, 53, 54]))
+    looker.observe(6, tree, Scored([50, 51, 52, 53, 54]))
     assert window_of(looker.guess([5, 6, 50], 2, 16))[:4] == [52, 53, guesses[3], guesses[4]]
 
 
@@ -96,7 +96,7 @@ def test_what_was_cut_is_not_gone_on_with() -> None:
     """Guards corrections: a window after another text is none after this."""
     looker = Lookahead().begin("")
     first = looker.guess([5, 6], 0, 16)
-    looker.saw(6, first, Scored([60] * (1 + len(first))))
+    looker.observe(6, first, Scored([60] * (1 + len(first))))
     looker.cut()
     assert 60 not in looker.guess([5, 7], 1, 16).tokens
 

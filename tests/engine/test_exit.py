@@ -162,7 +162,7 @@ def test_prefixes_and_branches_of_others_are_guessed_behind(way: str) -> None:
     [first] = model.run([Row(one, 0, text, 1, GREEDY, guesses=4)])
     taker = model.new_cache()
     taker.reserve(4 * BLOCK)
-    taker.take(one, 2 * BLOCK)
+    taker.reuse(one, 2 * BLOCK)
     end = [text[2 * BLOCK], 7, 9]
     [scored] = model.run([Row(taker, 2 * BLOCK, end, 1, GREEDY, guesses=4)])
     whole = [*text[: 2 * BLOCK], *end, *scored.own]

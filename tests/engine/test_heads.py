@@ -214,7 +214,7 @@ def test_prefixes_of_others_are_guessed_behind(base: Path, style: str, way: str)
     for positions in (2 * BLOCK, BLOCK + 3):
         taker = model.new_cache()
         taker.reserve(4 * BLOCK)
-        taker.take(one.store, positions)
+        taker.reuse(one.store, positions)
         end = [*text[positions : positions + 2], 7, 9]
         [scored] = model.run([Row(taker, positions, end, 1, GREEDY, guesses=4)])
         whole = [*text[:positions], *end, *scored.own]

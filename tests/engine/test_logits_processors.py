@@ -263,7 +263,7 @@ def test_replay_keeps_logprobs() -> None:
     while answer.num_tokens < 15:
         message = inbox.messages.get(timeout=20)
         assert isinstance(message, Proposal)
-        answer.take(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
+        answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
     first.close()
     second = started()
     again = answer.replay(mint())

@@ -140,7 +140,7 @@ class Net:
                     await asyncio.sleep(0.01)
                     break
                 assert isinstance(message, Proposal)
-                _, commit = answer.take(message)
+                _, commit = answer.receive(message)
                 if commit is not None:
                     self.router.put([commit])
             self.router.put([Close(current.session)])

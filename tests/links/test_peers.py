@@ -135,7 +135,7 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit:
             if isinstance(message, Failed):
                 failed = message
             elif isinstance(message, Proposal) and message.session == "good":
-                answer.take(message)
+                answer.receive(message)
         assert failed.session == "bad"
         assert "does not join" in failed.reason
         assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), good)

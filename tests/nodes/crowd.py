@@ -43,7 +43,7 @@ class Crowd:
     async def _client(self, number: int) -> list[dict[str, Any]]:
         answers = []
         turned = [*self._addresses[number % len(self._addresses) :], *self._addresses[: number % len(self._addresses)]]
-        async with AsyncClient(turned, timeout_s=DEADLINE_S, patience_s=DEADLINE_S) as client:
+        async with AsyncClient(turned, timeout=DEADLINE_S, patience_s=DEADLINE_S) as client:
             while not self._stopping:
                 index = next(self._numbers) % len(self._requests)
                 answers.append(await self._answer(client, number, index))
@@ -89,13 +89,13 @@ class Servant:
 
     async def ask(self, address: str, request: dict[str, Any], application: str | None = None) -> dict[str, Any]:
         """One answer, whole."""
-        async with AsyncClient(address, application=application, timeout_s=DEADLINE_S) as client:
+        async with AsyncClient(address, application=application, timeout=DEADLINE_S) as client:
             return essence(await client.generate(**arguments(request)))
 
     async def describe(self, address: str) -> dict[str, int]:
         """Replicas of each tier as the router at ``address`` knows them, none where nobody answers."""
         try:
-            async with AsyncClient(address, timeout_s=10.0, patience_s=0.0) as client:
+            async with AsyncClient(address, timeout=10.0, patience_s=0.0) as client:
                 return {tier.name: tier.replicas for tier in (await client.describe()).tiers}
         except Exception:  # it is not there, or not yet
             return {}

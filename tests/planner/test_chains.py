@@ -322,10 +322,10 @@ def test_a_prompt_that_is_read_leaves_the_rates_of_others(prompt_len: int) -> No
     runner = Runner("full", model, 512, Profile())
     writes = replace(opening(1, 0.0, 50), adaptive=True)
     reads = replace(opening(2, 0.0, 50), tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
-    loop.take(writes, 0, now)
+    loop.receive(writes, 0, now)
     for number in range(MIN_PASSES):
         if number == 1:
-            loop.take(reads, 0, now)
+            loop.receive(reads, 0, now)
         batch, _ = loop.schedule(512, now)
         works = [work for _, work in batch]
         seconds = PASS_S + 2 * PASS_S / prompt_len * sum(work.num_read for work in works)

@@ -53,7 +53,7 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
     before, begun = scrape(server.url).total("resumed_answers_total"), set[int]()
 
     def stream(number: int) -> list[Completion]:
-        with Client(server.address, timeout_s=LONG_S) as client:
+        with Client(server.address, timeout=LONG_S) as client:
             answers = []
             for turn in range(NUM_ANSWERS):
                 pieces = []
@@ -68,7 +68,7 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
             return answers
 
     async def whole(number: int) -> list[Completion]:
-        async with AsyncClient([server.address, server.address], timeout_s=LONG_S) as client:
+        async with AsyncClient([server.address, server.address], timeout=LONG_S) as client:
             return [await client.generate(PROMPT, asked(number, turn)) for turn in range(NUM_ANSWERS)]
 
     port = int(server.address.rpartition(":")[2])

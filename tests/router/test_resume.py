@@ -45,7 +45,7 @@ def stub(served: House) -> Iterator[serving_pb2_grpc.CascadeStub]:
 def whole(pieces: Sequence[Any]) -> list[Any]:
     """All that a stream of gRPC's brings but what the tiers below have done, which no two runs have in common."""
     builder = CompletionBuilder()
-    ended = [builder.take(piece) for piece in pieces][-1].completion
+    ended = [builder.add(piece) for piece in pieces][-1].completion
     assert ended is not None
     stats = ended.stats
     counts = stats.prompt_tokens, stats.completion_tokens
@@ -80,7 +80,7 @@ def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def turn_of(pieces: Sequence[pb.ChatResponse]) -> tuple[Any, ...]:
     """What the assistant says and calls; ids of calls are drawn."""
     builder = TurnBuilder()
-    turn = [builder.take(piece) for piece in pieces][-1].turn
+    turn = [builder.add(piece) for piece in pieces][-1].turn
     assert isinstance(turn, Turn)
     calls = [(call.index, bool(call.id), call.name, call.arguments) for call in turn.calls]
     ended = turn.completion

@@ -188,7 +188,7 @@ def test_cancelled_stream_frees_every_tier(client: Client) -> None:
 
 def test_deadline_frees_every_tier(server: Server, client: Client) -> None:
     """Guards the client's deadline end to end."""
-    with Client(server.address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceeded):
+    with Client(server.address, timeout=0.5) as hasty, pytest.raises(DeadlineExceeded):
         hasty.generate(PROMPT, SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True))
 
 
@@ -302,7 +302,7 @@ def test_token_ids_and_async_client(server: Server, client: Client, reference: C
 
     expected = alone(reference, params).text
     assert asyncio.run(ask()) == (expected, expected)
-    assert CompletionBuilder().take(pb.GenerateResponse()).text == ""
+    assert CompletionBuilder().add(pb.GenerateResponse()).text == ""
     assert threading.active_count() < 200
 
 

@@ -134,7 +134,7 @@ def test_deadlines_are_kept(small: House) -> None:
         with busy(small, num):
             status, _, answer = ask(small, "/v1/completions", asked, **headers)
             assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-            with Client(small.grpc, api_key=ALICE, timeout_s=0.4) as hasty, pytest.raises(DeadlineExceeded):
+            with Client(small.grpc, api_key=ALICE, timeout=0.4) as hasty, pytest.raises(DeadlineExceeded):
                 hasty.generate(PROMPT, LONG)
     status, _, answer = ask(small, "/v1/completions", asked, **headers | {"X_Request_Timeout_Seconds": "-1"})
     assert status == 400
@@ -295,7 +295,7 @@ def test_clients_of_a_router_that_drains_go_to_another() -> None:
     with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:  # type: ignore[union-attr]
 
         def keep_asking(_: int) -> int:
-            with Client(one.grpc, timeout_s=20) as client:
+            with Client(one.grpc, timeout=20) as client:
                 return sum(len(client.generate(PROMPT, params).token_ids) > 0 for _ in iter(over.is_set, True))
 
         with ThreadPoolExecutor(4) as threads:

@@ -96,7 +96,7 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
         said = inbox.messages.get(timeout=20)
         assert isinstance(said, Proposal)
         heard.append(said)
-        _, commit = answer.take(said)
+        _, commit = answer.receive(said)
         if commit is not None:
             tiers[-1].post([commit])
     own_passes = sum(edge.passes for edge in answer._edges if edge.verifier == "1")

@@ -99,7 +99,7 @@ class Stack:
     def _deliver(self) -> None:
         while self._post:
             level, sender, message = self._post.popleft()
-            self.loops[level].take(message, sender, self.now)
+            self.loops[level].receive(message, sender, self.now)
 
     def turn(self, level: int) -> None:
         """A pass of a tier, if it has work."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cascade.draft import Draft
-from cascade.messages import MAKES_WAY, Close, Commit, Failed, Open, Proposal, mint
+from cascade.messages import YIELDED, Close, Commit, Failed, Open, Proposal, mint
 from cascade.params import Structured
 from cascade.scorer import UNIT, gap_byte
 from cascade.simulation.toy import ToyModel, full_text
@@ -117,10 +117,10 @@ def test_audits_make_way(tiers: list[Tier], models: list[CountingModel]) -> None
     tier.post([request], Inbox())
     while not isinstance(failed := inbox.messages.get(timeout=20), Failed):
         pass
-    assert (failed.reason, failed.fault) == (MAKES_WAY, False)
+    assert (failed.reason, failed.fault) == (YIELDED, False)
     refused = verdict(tier, audit)
     assert refused is not None
-    assert refused.reason == MAKES_WAY
+    assert refused.reason == YIELDED
     tier.post([Close(request.session)])
     settle(tiers)
     assert audit.num_judged == 3

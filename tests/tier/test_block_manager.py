@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cascade.scorer import BLOCK, room
+from cascade.scorer import BLOCK, grown_capacity
 from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import Allocation, BlockManager, block_keys
 
@@ -216,7 +216,7 @@ def test_growing_holds_little_in_vain(length: int) -> None:
     for position in range(1, length + 1):
         if position > capacity:
             copied += capacity
-            capacity = room(position, capacity)
+            capacity = grown_capacity(position, capacity)
         assert capacity <= position * 17 / 16 + BLOCK
     assert copied < 17 * length
 

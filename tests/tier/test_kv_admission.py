@@ -80,7 +80,7 @@ def resumed(tier: Tier, inbox: Inbox, idler: Open, said: Message) -> Answer:
     """The answer to ``idler``, which goes on when what it ``said`` first is acknowledged."""
     answer = Answer(idler, Silent())
     assert isinstance(said, Proposal)
-    _, commit = answer.take(said)
+    _, commit = answer.receive(said)
     assert commit is not None
     tier.post([commit])
     finish(tier, inbox, {idler.session: answer})
@@ -157,7 +157,7 @@ def test_reuse_from_a_session_that_is_still_writing() -> None:
     long = replace(prompted(LONG), params=SamplingParams(max_tokens=400, temperature=0, seed=3))
     answer = Answer(long, Silent())
     tier.post([long], inbox)
-    answer.take(inbox.messages.get(timeout=10))  # type: ignore[arg-type]
+    answer.receive(inbox.messages.get(timeout=10))  # type: ignore[arg-type]
     other = prompted((*LONG[:80], 5, 6))
     assert written(tier, other) == full_text(ToyModel(), other)
     assert tier.kv_admission.block_manager.reused == 80

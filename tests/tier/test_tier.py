@@ -122,7 +122,7 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
             tier.post([again], inbox)
             continue
         assert isinstance(message, Proposal)
-        _, commit = answer.take(message)
+        _, commit = answer.receive(message)
         if answer.finished:
             del answers[message.session]
             tier.post([Close(message.session)])
@@ -236,7 +236,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
         if isinstance(message, Failed):
             failed = message
         elif isinstance(message, Proposal) and message.session == good.session:
-            answer.take(message)
+            answer.receive(message)
     assert failed.session == bad.session
     assert [*PROMPT, *answer._tokens] == good_text
     tiers[-1].drop(inbox)

@@ -60,8 +60,8 @@ class Tokens(PagedCache):
         new.join(cache)
         return new
 
-    def take(self, source: Any, positions: int) -> None:
-        super().take(source, positions)
+    def reuse(self, source: Any, positions: int) -> None:
+        super().reuse(source, positions)
         self.length = positions
 
     def free(self) -> None:
@@ -111,7 +111,7 @@ class Sessions(RuleBasedStateMachine):
         source, text = data.draw(st.sampled_from(self.texts))
         positions = data.draw(st.integers(0, len(text)))
         cache, free = Tokens(self.blocks), self.blocks.num_free
-        cache.take(source, positions)
+        cache.reuse(source, positions)
         assert free - self.blocks.num_free == bool(positions % 4)  # whole blocks cost nothing
         self.texts.append((cache, text[:positions]))
 

@@ -55,7 +55,7 @@ def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.M
     base, other = pair.vllm.new_cache(), pair.vllm.new_cache()
     base.reserve(64)
     expected = pair.vllm.logits([Row(base, 0, list(range(40)), 1, GREEDY)]).clone()
-    other.take(base, 39)
+    other.reuse(base, 39)
     rows = [Row(base, 34, [7] * 6, 0, GREEDY), Row(other, 39, [39], 1, GREEDY)]
     forward = CascadeWorker._forward
     with monkeypatch.context() as patch:

@@ -119,7 +119,7 @@ def test_stores_that_share_blocks_do_not_share_what_follows(pair: Pair) -> None:
     base, other = pair.vllm.new_cache(), pair.vllm.new_cache()
     base.reserve(96)
     pair.vllm.logits([Row(base, 0, text, 1, GREEDY)])
-    other.take(base, 40)
+    other.reuse(base, 40)
     ends = [10, 11, 12, 13], [20, 21, 22, 23]
     rows = [Row(store, 40, end, 4, GREEDY) for store, end in zip((base, other), ends, strict=True)]
     found = pair.vllm.logits(rows)
@@ -142,7 +142,7 @@ def test_sampled_tokens_follow_the_law(pair: Pair) -> None:
     for begin in range(0, size, 100):
         stores = [pair.vllm.new_cache() for _ in range(100)]
         for each in stores:
-            each.take(store, 2)
+            each.reuse(store, 2)
             if pair.vllm._blocks.num_free < 2:
                 break
         rows = [

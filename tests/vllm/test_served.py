@@ -57,14 +57,14 @@ def replica(tier: str) -> int:
 
 def test_the_engine_is_told(server: Server) -> None:
     """Guards people who look at what runs."""
-    with Client(server.address, timeout_s=LONG_S) as client:
+    with Client(server.address, timeout=LONG_S) as client:
         assert [tier.engine for tier in client.describe().tiers] == ["cascade", "cascade", "vllm"]
         assert client.describe().tiers[-1].same_bits is False
 
 
 def test_texts_are_those_of_our_own_engine(server: Server, expected: list[str]) -> None:
     """Guards the promise through the front door, eight requests at once."""
-    with Client(server.address, timeout_s=LONG_S) as client, ThreadPoolExecutor(8) as threads:
+    with Client(server.address, timeout=LONG_S) as client, ThreadPoolExecutor(8) as threads:
         said = threads.map(lambda number: client.generate(PROMPTS[number % 4], params(number)).text, range(8))
         assert list(said) == expected
 
@@ -72,7 +72,7 @@ def test_texts_are_those_of_our_own_engine(server: Server, expected: list[str]) 
 @pytest.mark.parametrize("victim", ["tiny", "full"])
 def test_killed_replicas_cost_no_answer(server: Server, expected: list[str], victim: str) -> None:
     """Guards answers that a dying engine was writing: they go on at its successor, with the same text."""
-    with Client(server.address, timeout_s=LONG_S) as client, ThreadPoolExecutor(8) as threads:
+    with Client(server.address, timeout=LONG_S) as client, ThreadPoolExecutor(8) as threads:
         pid = replica(victim)
         said = [threads.submit(lambda n=number: client.generate(PROMPTS[n % 4], params(n)).text) for number in range(8)]
         time.sleep(0.3)

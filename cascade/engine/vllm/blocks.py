@@ -88,7 +88,7 @@ class PagedCache:
         if missing > 0:
             self.table += self._blocks.take(missing)
 
-    def take(self, source: "PagedCache", positions: int) -> None:
+    def reuse(self, source: "PagedCache", positions: int) -> None:
         """Hold the first ``positions`` of ``source``: whole blocks together with it, the rest as a copy."""
         whole, rest = divmod(positions, self._blocks.block)
         common = source.table[:whole]
@@ -103,7 +103,7 @@ class PagedCache:
     def fork(self, position: int) -> "PagedCache":
         """A store that goes on otherwise from ``position`` on, with blocks of its own from there."""
         fork = PagedCache(self._blocks)
-        fork.take(self, position)
+        fork.reuse(self, position)
         return fork
 
     def join(self, fork: "PagedCache") -> None:

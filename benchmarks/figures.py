@@ -129,8 +129,8 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "A device for each replica, emulated",
         "cluster",
         "make bench-cluster",
-        "Three tiers, and what the planner chooses, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B "
-        "would take on an H100 each; texts and agreement are those of the models that ship.",
+        "Three tiers, and the planner's choice, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B "
+        "would on an H100 each; texts and agreement are those of the models that ship.",
         devices,
     ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),

@@ -243,7 +243,7 @@ class Speculation:
     schedule: Literal["async", "lockstep"] | None = None
     # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay, in lockstep none
     branches: int | None = None
-    rule: Rule = "coupled"  # by which the full tier accepts guesses, see docs/explanation/shared-noise.md; tiers below are coupled
+    rule: Rule = "coupled"  # by which the full tier accepts guesses (docs/explanation/shared-noise.md)
     draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
 
     def __post_init__(self) -> None:

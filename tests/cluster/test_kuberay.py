@@ -164,7 +164,7 @@ def test_models_are_on_a_volume(spec: Any) -> None:
 
 
 def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
-    """Guards volumes: the image's user is that of the pods, and certificates are optional and where docs/howto/secure.md has them."""
+    """Guards volumes: the image's user is that of the pods, and certificates are where docs/howto/secure.md has them."""
     [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     for pod in pods(spec):
         user = pod["securityContext"]
@@ -184,7 +184,7 @@ def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
 def test_images_can_be_pulled(spec: Any) -> None:
     """Guards nodes: one image from a registry, the one that the page builds, with the Ray that the cluster is said to have."""
     [image] = {pod["containers"][0]["image"] for pod in pods(spec)}
-    assert re.fullmatch(r"[a-z0-9.]+\.[a-z]+/cascade-serve:0\.1\.0", image)
+    assert re.fullmatch(r"[a-z0-9.]+\.[a-z]+/cascade-serve:0\.2\.0", image)
     build = f"docker build -f cluster/Dockerfile -t {image} ."
     assert build in (CLUSTER / "Dockerfile").read_text()
     assert build in PAGE

@@ -25,7 +25,7 @@ DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses fo
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
-RULES: tuple[Rule, ...] = ("coupled", "ratio", "block")  # by which guesses are accepted, see docs/explanation/shared-noise.md
+RULES: tuple[Rule, ...] = ("coupled", "ratio", "block")  # how guesses are accepted, see docs/explanation/shared-noise.md
 DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -243,7 +243,7 @@ class Speculation:
     schedule: Literal["async", "lockstep"] | None = None
     # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay, in lockstep none
     branches: int | None = None
-    rule: Rule = "coupled"  # by which the full tier accepts guesses (docs/explanation/shared-noise.md)
+    rule: Rule = "coupled"  # by which the full tier accepts guesses; tiers below are coupled
     draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
 
     def __post_init__(self) -> None:

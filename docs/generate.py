@@ -331,7 +331,7 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     text = f"def {name}({', '.join(given)}){answer}: ..."
     if len(text) > WIDTH:
         text = f"def {name}(\n    {''.join(f'{one},{chr(10)}    ' for one in given).rstrip()}\n){answer}: ..."
-    return f"```python\n{text}\n```"
+    return "```python\n" + text.replace("'", '"') + "\n```"
 
 
 class _Plain:

@@ -18,7 +18,7 @@ CONVERTED = ("tools", "tool_choice", "chat_template_kwargs")  # options that hav
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the assistant continues a conversation; names and meanings as in OpenAI's API, see docs/reference/http.md."""
+    """How the assistant continues a conversation; names as in OpenAI's API and vLLM, see docs/reference/http.md."""
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None

@@ -31,9 +31,9 @@ def load(name: str) -> Document:
 
 
 def rows(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown; all columns but the first are numbers."""
+    """A table of Markdown, "" without lines; all columns but the first are numbers."""
     body = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([f"| {' | '.join(header)} |", f"|---|{'--:|' * (len(header) - 1)}", *body]) + "\n"
+    return "\n".join([f"| {' | '.join(header)} |", f"|---|{'--:|' * (len(header) - 1)}", *body]) + "\n" if body else ""
 
 
 def number(value: float | None, times: float | None = None) -> str:
@@ -43,17 +43,33 @@ def number(value: float | None, times: float | None = None) -> str:
     return f"{value:.1f}" + (f" ({value / times:.2f}x)" if times else "")
 
 
+def mode(found: Document | None) -> str:
+    """Speed of a mode, and over its engine alone."""
+    return f"{found['tokens_per_second']:.1f} ({found['over_alone']:.2f} ± {found['error']:.2f})" if found else "-"
+
+
 def one(peers: Document) -> str:
     """Tokens per second of one request at a time, beside peers."""
     names = {"auto": "cascade", "best": "cascade, best drafter", "vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
     names |= {"llama_alone": "llama.cpp", "llama_best": "llama.cpp, best drafter"}
-    header = ("temperature", "full model alone", *names.values())
+    header = ("temperature", "full model alone", *names.values(), "llama.cpp in bfloat16")
     lines = []
     for key, label in TEMPERATURES.items():
         found = peers["one"][key]
         ours = [number(found[name], found["alone"]) for name in ("auto", "best")]
-        lines.append([label, number(found["alone"]), *ours, *(number(found[name]) for name in [*names][2:])])
+        bfloat16 = peers["cells"]["one"][key].get("llama_alone_bf16", {}).get("tokens_per_second")
+        theirs = (*(found[name] for name in [*names][2:]), bfloat16)
+        lines.append([label, number(found["alone"]), *ours, *map(number, theirs)])
     return rows(header, lines)
+
+
+def modes(peers: Document) -> str:
+    """Every engine with every drafter, and both over the same engine alone."""
+    found = [peers["cells"]["one"][key] for key in TEMPERATURES]
+    lines = []
+    for name in sorted({name for cells in found for name in cells}):
+        lines.append([f"`{name}`", *(mode(cells.get(name)) for cells in found)])
+    return rows(("mode", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
 
 
 def loads(never: Document) -> str:
@@ -68,7 +84,8 @@ def loads(never: Document) -> str:
 
 def served(peers: Document) -> str:
     """Tokens per second over HTTP, `vllm bench serve` as the client."""
-    lines = [[load, *(number(cell[name]) for name in ENGINES)] for load, cell in peers["served"].items()]
+    found = {load: cell for load, cell in peers["served"].items() if any(cell[name] for name in ENGINES)}
+    lines = [[load, *(number(cell[name]) for name in ENGINES)] for load, cell in found.items()]
     return rows(("requests at once", *ENGINES.values()), lines)
 
 
@@ -106,8 +123,17 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "One request at a time",
         "peers",
         "make bench-peers",
-        "Tokens per second, all engines in turns on the same weights and threads. In brackets: over the full model alone.",
+        "Tokens per second, all engines in turns on the same weights and threads, in float32 but for the last column. In "
+        "brackets: over the full model alone.",
         one,
+    ),
+    (
+        "Every mode, one request at a time",
+        "peers",
+        "make bench-peers",
+        "The same run: tokens per second, and over the same engine alone. Draft tiers (`tiny`, `medium`) share two cores with "
+        "the full model here.",
+        modes,
     ),
     (
         "Several requests at once",
@@ -129,8 +155,8 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "A device for each replica, emulated",
         "cluster",
         "make bench-cluster",
-        "Three tiers, and the planner's choice, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and 32B "
-        "would on an H100 each; texts and agreement are those of the models that ship.",
+        "Three tiers, and what the planner chooses, over the full model alone. Passes take what those of Qwen3 0.6B, 4B and "
+        "32B would take on an H100 each; texts and agreement are those of the models that ship.",
         devices,
     ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
@@ -145,9 +171,10 @@ def page() -> str:
         "(howto/benchmark.md#this-projects-own-figures).\n",
     ]
     for title, name, command, what, table in SECTIONS:
-        if document := load(name):
+        document = load(name)
+        if document and (figures := table(document)):
             source = f"`{command}`, {document['date']}, {document['processor']}, SmolLM2-135M-Instruct."
-            parts.append(f"## {title}\n\n{what}\n\n{table(document)}\n{source}\n")
+            parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     return "\n".join(parts)
 
 

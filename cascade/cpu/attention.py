@@ -23,7 +23,6 @@ from cascade.cpu.fold import largest, total
 from cascade.cpu.jit import (
     BRIEF,
     Step,
-    arguments,
     bits,
     floats,
     halves,
@@ -34,14 +33,21 @@ from cascade.cpu.jit import (
     power_of_two,
     real,
     rounded,
-    run,
     run_step,
     thread_num,
 )
 from cascade.cpu.tile import LANES, ROWS, multiply, multiply_onward
 
+# Arguments: addresses, and numbers from one head or token to the next. Of short keys and values numbers are bfloat16.
+_NUM_ROWS, _QUERIES, _QUERY_HEAD, _QUERY_TOKEN = range(4)
+_NEW_KEYS, _KEY_HEAD, _KEY_TOKEN, _NEW_VALUES, _VALUE_HEAD, _VALUE_TOKEN = range(4, 10)
+_GROUP, _KEY_SIZE, _VALUE_SIZE, _OUT, _WINDOW, _SCALING, _SOFTCAP, _SINKS = range(10, 18)
+_SPANS, _OUT_TOKEN, _KV_HEADS, _SCRATCH, _SCRATCH_BYTES, _SHORT = range(18, 24)
+OF_PASS = (_NUM_ROWS, _WINDOW, _SPANS, _SCRATCH, _SCRATCH_BYTES)  # which numbers of an `attend_step` are `of_pass`
 # Of a span: first token, tokens, first position; capacity of its storage, position at which that begins and from which on it
 # counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
+_FIRST, _TOKENS, _START, _CAPACITY, _ORIGIN, _POSITION = range(6)
+_BASE_CAPACITY, _KEYS, _VALUES, _BASE_KEYS, _BASE_VALUES = range(6, 11)
 FIELDS = 11
 LEAST = -87.0  # whose exponential is still a number that is held with all its digits
 LOWEST = -3.4028235e38
@@ -80,16 +86,16 @@ def _finite(x: float) -> Any:
 
 
 @inlined
-def _write(given: int, span: int, head: int) -> None:
+def _store_head(given: int, span: int, head: int) -> None:
     """Put a span's new keys and values of one head where they belong."""
-    key_size, value_size, capacity = integer(given, 11), integer(given, 12), integer(span, 3)
+    key_size, value_size, capacity = integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE), integer(span, _CAPACITY)
     blocks = (value_size + LANES - 1) // LANES
-    new_keys, new_values = floats(integer(given, 4)), floats(integer(given, 7))
-    keys, values = floats(integer(span, 7)), floats(integer(span, 8))
-    short_keys, short_values, short = halves(integer(span, 7)), halves(integer(span, 8)), integer(given, 23)
-    for token in range(integer(span, 1)):
-        position, at = integer(span, 2) + token - integer(span, 4), integer(span, 0) + token
-        source = head * integer(given, 5) + at * integer(given, 6)
+    new_keys, new_values = floats(integer(given, _NEW_KEYS)), floats(integer(given, _NEW_VALUES))
+    keys, values = floats(integer(span, _KEYS)), floats(integer(span, _VALUES))
+    short_keys, short_values, short = halves(integer(span, _KEYS)), halves(integer(span, _VALUES)), integer(given, _SHORT)
+    for token in range(integer(span, _TOKENS)):
+        position, at = integer(span, _START) + token - integer(span, _ORIGIN), integer(span, _FIRST) + token
+        source = head * integer(given, _KEY_HEAD) + at * integer(given, _KEY_TOKEN)
         to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
         for place in range(key_size):
             number = _finite(new_keys[source + place])
@@ -97,7 +103,7 @@ def _write(given: int, span: int, head: int) -> None:
                 short_keys[to + place * LANES] = rounded(number)
             else:
                 keys[to + place * LANES] = number
-        source = head * integer(given, 8) + at * integer(given, 9)
+        source = head * integer(given, _VALUE_HEAD) + at * integer(given, _VALUE_TOKEN)
         for place in range(value_size):
             to = ((head * blocks + place // LANES) * capacity + position) * LANES + place % LANES
             number = _finite(new_values[source + place])
@@ -108,26 +114,27 @@ def _write(given: int, span: int, head: int) -> None:
 
 
 @inlined
-def _soften(given: int, scores: int, length: int, first: int, last: int, head: int) -> Any:
+def _softmax(given: int, scores: int, length: int, first: int, last: int, head: int) -> Any:
     """Make weights of scores at ``scores``: those from ``first`` to ``last`` count; returns what all are to be divided by."""
-    held, scale, cap, sinks = floats(scores), real(integer(given, 15)), real(integer(given, 16)), integer(given, 17)
+    numbers, sinks = floats(scores), integer(given, _SINKS)
+    scale, cap = real(integer(given, _SCALING)), real(integer(given, _SOFTCAP))
     if cap > 0:
         for place in range(first, last):
-            held[place] = _tanh(held[place] * scale / cap) * cap
+            numbers[place] = _tanh(numbers[place] * scale / cap) * cap
     else:
         for place in range(first, last):
-            held[place] *= scale
+            numbers[place] *= scale
     for place in range(first):
-        held[place] = float32(LOWEST)
+        numbers[place] = float32(LOWEST)
     for place in range(last, length):
-        held[place] = float32(LOWEST)
+        numbers[place] = float32(LOWEST)
     most = largest(scores, length, floats(sinks)[head] if sinks else float32(LOWEST))
     for place in range(first, last):
-        held[place] = exponential(max(held[place] - most, float32(LEAST)))
+        numbers[place] = exponential(max(numbers[place] - most, float32(LEAST)))
     for place in range(first):
-        held[place] = float32(0.0)
+        numbers[place] = float32(0.0)
     for place in range(last, length):
-        held[place] = float32(0.0)
+        numbers[place] = float32(0.0)
     sum = total(scores, length, float32(0.0))
     if sinks:
         sum += exponential(max(floats(sinks)[head] - most, float32(LEAST)))
@@ -135,102 +142,101 @@ def _soften(given: int, scores: int, length: int, first: int, last: int, head: i
 
 
 @inlined
-def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, asked: int, scores: int, spare: int) -> None:
+def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, queries: int, scores: int, spare: int) -> None:
     """Products of ``rows`` queries with the keys of ``length`` positions from ``begin`` on, those of a fork's base first."""
-    key_size, capacity, origin, short = integer(given, 11), integer(span, 3), integer(span, 4), integer(given, 23)
-    size, shared = key_size * LANES * (2 if short else 4), max(0, integer(span, 5) - begin)
-    own = integer(span, 7) + (head * (capacity // LANES) + (begin - origin) // LANES) * size
-    common = integer(span, 9) + (head * (integer(span, 6) // LANES) + begin // LANES) * size
-    before, apart = -(-shared // LANES), key_size * LANES
-    multiply(short, rows, asked, common, scores, length, key_size, key_size, before, apart)
+    key_size, short, capacity = integer(given, _KEY_SIZE), integer(given, _SHORT), integer(span, _CAPACITY)
+    size, shared = key_size * LANES * (2 if short else 4), max(0, integer(span, _POSITION) - begin)
+    own = integer(span, _KEYS) + (head * (capacity // LANES) + (begin - integer(span, _ORIGIN)) // LANES) * size
+    base = integer(span, _BASE_KEYS) + (head * (integer(span, _BASE_CAPACITY) // LANES) + begin // LANES) * size
+    before, stride = -(-shared // LANES), key_size * LANES
+    multiply(short, rows, queries, base, scores, length, key_size, key_size, before, stride)
     after, to = length // LANES - before, scores + before * LANES * 4
-    multiply(short, rows, asked, own + before * size, to, length, key_size, key_size, after, apart)
+    multiply(short, rows, queries, own + before * size, to, length, key_size, key_size, after, stride)
     if shared % LANES:  # the block in which the fork begins has positions of both
         block = shared // LANES * LANES
-        multiply(short, rows, asked, own + block // LANES * size, spare, LANES, key_size, key_size, 1, apart)
-        held, said = floats(scores), floats(spare)
-        for one in range(rows):
+        multiply(short, rows, queries, own + block // LANES * size, spare, LANES, key_size, key_size, 1, stride)
+        numbers, products = floats(scores), floats(spare)
+        for row in range(rows):
             for lane in range(shared % LANES, LANES):
-                held[one * length + block + lane] = said[one * LANES + lane]
+                numbers[row * length + block + lane] = products[row * LANES + lane]
 
 
 @inlined
-def _weigh(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
+def _weigh_values(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
     """Products of weights with the values of ``length`` positions from ``begin`` on, those of a fork's base first."""
-    capacity, common_capacity, short = integer(span, 3), integer(span, 6), integer(given, 23)
-    blocks, shared = (integer(given, 12) + LANES - 1) // LANES, max(0, integer(span, 5) - begin)
+    capacity, base_capacity, short = integer(span, _CAPACITY), integer(span, _BASE_CAPACITY), integer(given, _SHORT)
+    blocks, shared = (integer(given, _VALUE_SIZE) + LANES - 1) // LANES, max(0, integer(span, _POSITION) - begin)
     size, stride, rest = LANES * (2 if short else 4), blocks * LANES, length - shared
-    own = integer(span, 8) + (head * blocks * capacity + begin + shared - integer(span, 4)) * size
-    common = integer(span, 10) + (head * blocks * common_capacity + begin) * size
+    own = integer(span, _VALUES) + (head * blocks * capacity + begin + shared - integer(span, _ORIGIN)) * size
+    base = integer(span, _BASE_VALUES) + (head * blocks * base_capacity + begin) * size
     if not shared:
         multiply(short, rows, weights, own, out, stride, length, length, blocks, capacity * LANES)
         return
-    multiply(short, rows, weights, common, out, stride, shared, shared, blocks, common_capacity * LANES)
+    multiply(short, rows, weights, base, out, stride, shared, shared, blocks, base_capacity * LANES)
     for block in range(blocks):
         at, values = out + block * LANES * 4, own + block * capacity * size
         multiply_onward(short, rows, weights + shared * rows * 4, values, at, stride, rest)
 
 
 @inlined
-def _look(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
+def _attend_rows(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
     """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries one after another."""
-    group, key_size, value_size = integer(given, 10), integer(given, 11), integer(given, 12)
-    window, start = integer(given, 14), integer(span, 2)
+    group, key_size, value_size = integer(given, _GROUP), integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE)
+    window, start = integer(given, _WINDOW), integer(span, _START)
     nearest, farthest = start + row // group, start + (row + rows - 1) // group
     begin = max(0, nearest - window + 1) // LANES * LANES if window else 0
     length = (farthest // LANES + 1) * LANES - begin
     blocks = (value_size + LANES - 1) // LANES
     wide = max(length, blocks * LANES)
-    asked = scratch
-    scores = asked + max(rows * key_size, LANES) * 4
+    scores = scratch + max(rows * key_size, LANES) * 4
     weights = scores + rows * wide * 4
-    queries, held, turned = floats(integer(given, 1)), floats(asked), floats(weights)
+    queries, packed, transposed = floats(integer(given, _QUERIES)), floats(scratch), floats(weights)
     for one in range(rows):
-        source = (head * group + (row + one) % group) * integer(given, 2)
-        source += (integer(span, 0) + (row + one) // group) * integer(given, 3)
+        source = (head * group + (row + one) % group) * integer(given, _QUERY_HEAD)
+        source += (integer(span, _FIRST) + (row + one) // group) * integer(given, _QUERY_TOKEN)
         for place in range(key_size):
-            held[place * rows + one] = queries[source + place]
-    _score(given, span, head, rows, begin, length, asked, scores, weights)
+            packed[place * rows + one] = queries[source + place]
+    _score(given, span, head, rows, begin, length, scratch, scores, weights)
     for one in range(rows):
         position, at = start + (row + one) // group, scores + one * length * 4
         first = max(0, position - window + 1 - begin) if window else 0
-        share = floats(at)
-        sum = _soften(given, at, length, first, position + 1 - begin, head * group + (row + one) % group)
+        numbers = floats(at)
+        sum = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + one) % group)
         for place in range(length):
-            turned[place * rows + one] = share[place]
-        floats(asked)[one] = sum
-    _weigh(given, span, head, rows, begin, length, weights, scores)
-    out, said = floats(integer(given, 13)), floats(scores)
+            transposed[place * rows + one] = numbers[place]
+        packed[one] = sum
+    _weigh_values(given, span, head, rows, begin, length, weights, scores)
+    out, products = floats(integer(given, _OUT)), floats(scores)
     for one in range(rows):
-        to = (integer(span, 0) + (row + one) // group) * integer(given, 19)
+        to = (integer(span, _FIRST) + (row + one) // group) * integer(given, _OUT_TOKEN)
         to += (head * group + (row + one) % group) * value_size
-        share_of = float32(1.0) / floats(asked)[one]
+        share = float32(1.0) / packed[one]
         for place in range(value_size):
-            out[to + place] = said[one * blocks * LANES + place] * share_of
+            out[to + place] = products[one * blocks * LANES + place] * share
 
 
 @kernel
 def _store(given: int) -> None:
-    spans, heads = integer(given, 18), integer(given, 20)
+    spans, heads = integer(given, _SPANS), integer(given, _KV_HEADS)
     here, threads = thread_num(), num_threads()
-    for task in range(here, integer(given, 0) * heads, threads):
-        _write(given, spans + task // heads * FIELDS * 8, task % heads)
+    for task in range(here, integer(given, _NUM_ROWS) * heads, threads):
+        _store_head(given, spans + task // heads * FIELDS * 8, task % heads)
 
 
 @kernel
 def _attend(given: int) -> None:
-    spans, heads, group = integer(given, 18), integer(given, 20), integer(given, 10)
+    spans, heads, group = integer(given, _SPANS), integer(given, _KV_HEADS), integer(given, _GROUP)
     here, threads = thread_num(), num_threads()
     if threads == 1:
-        for task in range(integer(given, 0) * heads):
-            _write(given, spans + task // heads * FIELDS * 8, task % heads)
-    scratch, turn = integer(given, 21) + here * integer(given, 22), 0
-    for task in range(integer(given, 0) * heads):
+        for task in range(integer(given, _NUM_ROWS) * heads):
+            _store_head(given, spans + task // heads * FIELDS * 8, task % heads)
+    scratch, turn = integer(given, _SCRATCH) + here * integer(given, _SCRATCH_BYTES), 0
+    for task in range(integer(given, _NUM_ROWS) * heads):
         span, head = spans + task // heads * FIELDS * 8, task % heads
-        queries = integer(span, 1) * group
+        queries = integer(span, _TOKENS) * group
         for row in range(0, queries, ROWS):
             if turn % threads == here:
-                _look(given, span, head, row, min(ROWS, queries - row), scratch)
+                _attend_rows(given, span, head, row, min(ROWS, queries - row), scratch)
             turn += 1
 
 
@@ -264,17 +270,9 @@ def blocks_of(size: int) -> int:
 def store(key: Tensor, value: Tensor, spans: Spans) -> None:
     """Write keys and values ``[kv_heads, total_tokens, ...]`` float32 that no query looks at yet; strides as of `attend`."""
     kv_heads, tokens, value_size = value.shape
-    given = arguments(
-        *(len(spans.table), 0, 0, 0),
-        key.data_ptr(),
-        *key.stride()[:2],
-        value.data_ptr(),
-        *value.stride()[:2],
-        *(0, key.shape[2], value_size, 0, 0, 0, 0, 0),
-        spans.address,
-        *(0, kv_heads, 0, 0, spans.halves),
-    )
-    run(_store, given, tokens * kv_heads * (key.shape[2] + value_size))
+    sizes = Sizes(kv_heads, kv_heads, key.shape[2], value_size)
+    step = attend_step((Heads(0, 0, 0), heads_of(key), heads_of(value)), 0, 0, spans, sizes, Kind(0.0))
+    run_step(store_step(step), tokens * kv_heads * (key.shape[2] + value_size))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) -> Tensor:
@@ -292,7 +290,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) 
     step = attend_step(given, out.data_ptr(), scratch.data_ptr(), spans, sizes, kind)
     work = tokens * heads * spans.longest * (key_size + value_size)
     if threads > 1 and work >= BRIEF:  # all is stored before any thread looks
-        run(_store, arguments(*step.numbers), work)
+        run_step(store_step(step), work)
     run_step(step, work)
     return out
 
@@ -325,9 +323,6 @@ def scratch_of(spans: Spans, sizes: Sizes) -> int:
     return ROWS * (sizes.key_size + 2 * wide) + LANES
 
 
-OF_PASS = (0, 14, 18, 21, 22)  # which numbers of an `attend_step` are `of_pass`
-
-
 def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[int, ...]:
     """What passes with as many tokens may have others of: rows, a layer's window, where both are told, scratch of a thread."""
     return len(spans.table), window or 0, spans.address, scratch, 4 * size
@@ -339,18 +334,10 @@ def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, si
     Where several threads take part, all is to be stored before, by `store_step` of the same.
     """
     heads, kv_heads, key_size, value_size = sizes
-    sinks = 0 if kind.sinks is None else kind.sinks.data_ptr()
     queries, keys, values = given
-    shape = (
-        heads // kv_heads,
-        key_size,
-        value_size,
-        out,
-        kind.window or 0,
-        bits(kind.scaling),
-        bits(kind.softcap or 0.0),
-        sinks,
-    )
+    sinks = 0 if kind.sinks is None else kind.sinks.data_ptr()
+    form = kind.window or 0, bits(kind.scaling), bits(kind.softcap or 0.0), sinks
+    shape = heads // kv_heads, key_size, value_size, out, *form
     rest = (heads * value_size, kv_heads, scratch, 4 * scratch_of(spans, sizes), spans.halves)
     return Step(_attend, (len(spans.table), *queries, *keys, *values, *shape, spans.address, *rest))
 

@@ -121,29 +121,19 @@ def gate_step(x: Rows, to: int, shape: Sequence[int]) -> Step:
 
 @kernel
 def _add(given: int) -> None:
-    tokens, size, stride = integer(given, 0), integer(given, 1), integer(given, 4)
-    first, second, to = floats(integer(given, 2)), floats(integer(given, 3)), floats(integer(given, 5))
+    tokens, size, stride, other_stride = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3)
+    first, second, to = floats(integer(given, 4)), floats(integer(given, 5)), floats(integer(given, 6))
     here, threads = thread_num(), num_threads()
     for token in range(tokens * here // threads, tokens * (here + 1) // threads):
         for place in range(size):
-            to[token * size + place] = first[token * size + place] + second[token * stride + place]
+            to[token * stride + place] = first[token * stride + place] + second[token * other_stride + place]
 
 
 def add_step(first: int, second: Rows, to: int, shape: Sequence[int]) -> Step:
     """The sum of ``[tokens, size]``, whose rows lie one after another, and as many; ``to`` may be the first."""
-    return Step(_add, (*shape, first, second.address, second.stride, to))
-
-
-@kernel
-def _shift(given: int) -> None:
-    tokens, size, stride = integer(given, 0), integer(given, 1), integer(given, 3)
-    numbers, bias = floats(integer(given, 2)), floats(integer(given, 4))
-    here, threads = thread_num(), num_threads()
-    for token in range(tokens * here // threads, tokens * (here + 1) // threads):
-        for place in range(size):
-            numbers[token * stride + place] += bias[place]
+    return Step(_add, (*shape, shape[1], second.stride, first, second.address, to))
 
 
 def shift_step(x: Rows, tokens: int, bias: Tensor) -> Step:
     """Add ``bias`` ``[size]`` to each of ``tokens`` rows, in place."""
-    return Step(_shift, (tokens, bias.shape[0], *x, bias.data_ptr()))
+    return Step(_add, (tokens, bias.shape[0], x.stride, 0, x.address, bias.data_ptr(), x.address))

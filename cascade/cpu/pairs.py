@@ -30,19 +30,9 @@ def _multiply(given: int) -> None:
     stride, blocks = integer(given, 5), integer(given, 6)
     here, threads = thread_num(), num_threads()
     size, block, last = depth * LANES * 2, blocks * here // threads, blocks * (here + 1) // threads
-    if rows <= TILE_ROWS:
-        configure(rows, 0)
-        while block + 4 <= last:
-            four_blocks(x, w + block * size, out + block * LANES * 4, stride, depth)
-            block += 4
-        while block < last:
-            one_block(x, w + block * size, out + block * LANES * 4, stride, depth)
-            block += 1
-        release()
-        return
-    first, second = 0, 0
+    first, second, most = 0, 0, 4 if rows <= TILE_ROWS else 2
     while block < last:
-        many = min(2, last - block)
+        many = most if block + most <= last else 1
         for row in range(0, rows, 2 * TILE_ROWS):  # blocks are read once from memory, and again from a cache
             left = rows - row
             upper, lower = min(TILE_ROWS, left), max(0, min(TILE_ROWS, left - TILE_ROWS))
@@ -54,6 +44,8 @@ def _multiply(given: int) -> None:
                 twice_two_blocks(given_rows, weights, to, stride, depth)
             elif lower:
                 twice_one_block(given_rows, weights, to, stride, depth)
+            elif many == 4:
+                four_blocks(given_rows, weights, to, stride, depth)
             elif many == 2:
                 two_blocks(given_rows, weights, to, stride, depth)
             else:

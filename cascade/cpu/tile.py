@@ -32,7 +32,7 @@ class _Loop:
         self._b, self._rows, self._blocks, self._width, self._onward = b, rows, blocks, width, onward
         self._chains = [(row, block) for row in range(rows) for block in range(blocks)]
 
-    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any) -> None:
+    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> None:
         """Chains are as long as a chunk; chunks are added up. Blocks are as many numbers apart."""
         b, begin, zero, nil = self._b, self._b.block, ir.Constant(VECTOR, [0.0] * LANES), ir.Constant(I64, 0)
         outer, inner, after, done = (b.append_basic_block(name) for name in ("outer", "inner", "after", "done"))
@@ -53,7 +53,7 @@ class _Loop:
         b.branch(inner)
         b.position_at_end(inner)
         place, chains = b.phi(I64), [b.phi(VECTOR) for _ in self._chains]
-        longer, following = self._step(x, w, apart, place, chains), b.add(place, ir.Constant(I64, 1))
+        longer, following = self._step(x, w, block_stride, place, chains), b.add(place, ir.Constant(I64, 1))
         b.cbranch(b.icmp_unsigned("<", following, last), inner, after)
         b.position_at_end(after)
         added = [b.fadd(total, chain) for total, chain in zip(sums, longer, strict=True)]
@@ -68,11 +68,11 @@ class _Loop:
         for at, total in zip(places, added, strict=True):
             b.store(total, at, align=4)
 
-    def _step(self, x: Any, w: Any, apart: Any, place: Any, chains: list[Any]) -> list[Any]:
+    def _step(self, x: Any, w: Any, block_stride: Any, place: Any, chains: list[Any]) -> list[Any]:
         """One place of the depth: a vector of weights of each block, times one number of each row."""
         b, fma = self._b, function_of(self._b, "llvm.fma.v16f32", ir.FunctionType(VECTOR, [VECTOR] * 3))
         here = b.mul(place, ir.Constant(I64, LANES))
-        starts = [here, *(b.add(here, b.mul(apart, ir.Constant(I64, block))) for block in range(1, self._blocks))]
+        starts = [here, *(b.add(here, b.mul(block_stride, ir.Constant(I64, block))) for block in range(1, self._blocks))]
         weights = [self._weights(b.gep(w, [start])) for start in starts]
         given = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))])
         numbers = [self._everywhere(b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
@@ -94,7 +94,7 @@ class _Loop:
 
 def _tile(rows: int, blocks: int, width: int, onward: bool = False) -> Any:
     @intrinsic
-    def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, apart: Any) -> Any:
+    def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
             _Loop(b, rows, blocks, width, onward).build(*given)
             return context.get_dummy_value()
@@ -147,22 +147,24 @@ def _blocks(width: int) -> Any:
     of_one, of_two, of_three = WIDE[1:]
 
     @inlined
-    def blocks(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, apart: int) -> None:
+    def blocks(
+        rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
+    ) -> None:
         block = 0
         if rows == 1:
             while block + of_one <= number:
-                one(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                one(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
                 block += of_one
         elif rows == 2:
             while block + of_two <= number:
-                two(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                two(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
                 block += of_two
         elif rows == 3:
             while block + of_three <= number:
-                three(x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk, apart)
+                three(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
                 block += of_three
         while block < number:
-            tile(rows, x, w + block * apart * nbytes, out + block * LANES * 4, stride, depth, chunk)
+            tile(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk)
             block += 1
 
     return blocks
@@ -174,18 +176,18 @@ _tile_blocks, _tile_blocks_of_halves = _blocks(32), _blocks(16)
 
 @inlined
 def multiply(
-    halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, apart: int
+    halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
 ) -> None:
     """At ``out`` ``rows`` times ``number`` blocks of `LANES` float32, rows ``stride`` numbers apart.
 
     ``x`` is the address of ``[depth, rows]`` float32, ``rows`` at most `ROWS`; ``w`` that of a block ``[depth, 16]``, float32
-    or, of ``halves``, bfloat16, which is widened on the way; blocks begin ``apart`` numbers apart; ``chunk`` is the length of a
-    chain.
+    or, of ``halves``, bfloat16, which is widened on the way; blocks begin ``block_stride`` numbers apart; ``chunk`` is the
+    length of a chain.
     """
     if halves:
-        _tile_blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, apart)
+        _tile_blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, block_stride)
     else:
-        _tile_blocks(rows, x, w, out, stride, depth, chunk, number, apart)
+        _tile_blocks(rows, x, w, out, stride, depth, chunk, number, block_stride)
 
 
 @inlined

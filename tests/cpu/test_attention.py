@@ -72,21 +72,6 @@ def test_attention_in_any_pieces(heads: str, kind: str, dtype: torch.dtype) -> N
     assert torch.equal(torch.cat(found), whole)
 
 
-def test_rows_do_not_see_each_other() -> None:
-    """Guards passes of several sessions, of which each has keys and values, a place and a length of its own."""
-    shape = Shape(4, 32, 32)
-    one, other = texts(shape), texts(shape, 1)
-    caches = [BlockedCache({0: shape}) for _ in range(2)]
-    score(caches[0], shape, one, 0, 100, KINDS["full"])
-    score(caches[1], shape, other, 0, 37, KINDS["full"])
-    together = [torch.cat([a[:, 100:103], b[:, 37:50]], dim=1) for a, b in zip(one, other, strict=True)]
-    rows = [(caches[0], 0, 3, 100), (caches[1], 3, 13, 37)]
-    found = attend(*together, tables(rows, {0: shape})[0], KINDS["full"])
-    for text, part in ((one, found[:3]), (other, found[3:])):
-        whole = score(BlockedCache({0: shape}), shape, text, 0, LENGTH, KINDS["full"])
-        assert torch.equal(part, whole[100:103] if text is one else whole[37:50])
-
-
 def test_a_copied_prefix_is_the_prefix() -> None:
     """Guards prefix reuse: what is copied has the same bits, and what lay after it does no harm."""
     shape, kind = Shape(4, 32, 32), KINDS["full"]

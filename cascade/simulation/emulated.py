@@ -35,6 +35,7 @@ class Emulated:
         """``cost`` is for tokens of a pass and positions held, and stays as it is; ``clock`` and ``sleep`` are in seconds."""
         self._model = model
         self._cost = cost
+        self.vocab_size, self.context_len, self.cache_tokens = model.vocab_size, model.context_len, model.cache_tokens
         self.num_parameters = num_parameters
         self.dtype = dtype
         self.same_bits = same_bits
@@ -42,18 +43,6 @@ class Emulated:
         self._sleep = sleep
         self.passes = 0
         self.late = 0  # passes that took longer than the device takes
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
-
-    @property
-    def context_len(self) -> int:
-        return self._model.context_len
-
-    @property
-    def cache_tokens(self) -> int:
-        return self._model.cache_tokens
 
     @property
     def summary(self) -> str:
@@ -76,8 +65,10 @@ class Emulated:
         self.passes += 1
         if left > 0:
             self._sleep(left)
-        else:
-            self._warn(rows, -left)
+            return scored
+        if not self.late:
+            log.warning("A pass of %d rows ended %.4f s later than the device's would have: stretch time", len(rows), -left)
+        self.late += 1
         return scored
 
     def seconds(self, rows: Sequence[Row]) -> float:
@@ -86,8 +77,3 @@ class Emulated:
 
     def close(self) -> None:
         """There is nothing outside this process."""
-
-    def _warn(self, rows: Sequence[Row], seconds: float) -> None:
-        if not self.late:
-            log.warning("A pass of %d rows ended %.4f s later than the device's would have: stretch time", len(rows), seconds)
-        self.late += 1

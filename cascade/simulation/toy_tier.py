@@ -63,7 +63,7 @@ def _said(key: int, vocab_size: int, agreement: Agreement) -> tuple[RunnerUp, ..
     if next(lots) >= agreement[0]:
         said = (next_ + 1 + int(next(lots) * (vocab_size - 1))) % vocab_size
     close = above[1].token if len(above) > 1 else said
-    beside = _Tabled.of(agreement[0]).beside(said, next_, close, said, lambda: next(lots))
+    beside = Closeness.of(agreement[0]).beside(said, next_, close, said, lambda: next(lots))
     found = [RunnerUp(said, 0.0)]
     for token, gap in beside:
         others = {one.token for one in (*found, *beside)}
@@ -77,15 +77,3 @@ def _lots(key: int, depth: int) -> Iterator[float]:
     """Numbers from 0 to 1, of `LOTS`, for the tier ``depth`` below the full one."""
     for number in itertools.count():
         yield (int(LOTS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / LOTS
-
-
-class _Tabled(Closeness):
-    """Remembers gaps: to find one takes longer than all else that a toy does."""
-
-    def gap(self, lot: float, *, right: bool) -> float:
-        return _gap(self.scale, lot, right)
-
-
-@lru_cache(4 * LOTS)
-def _gap(scale: float, lot: float, right: bool) -> float:
-    return Closeness(scale).gap(lot, right=right)

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cascade.scorer import Row, RunnerUp, Scored
 from cascade.splitmix import GOLDEN
@@ -110,16 +111,21 @@ class Closeness:
 
     def gap(self, lot: float, *, right: bool) -> float:
         """Of a token of which it is known whether the next tier says the same."""
-        wrong_rate = 1 / self.scale + FADE
-        if not right:
-            return -math.log(1 - lot) / wrong_rate
-        wrong = WRONG / (self.scale * wrong_rate)
-        low, high = 0.0, 60.0 * self.scale
-        for _ in range(30):
-            gap = (low + high) / 2
-            below = 1 - math.exp(-gap / self.scale) - wrong * (1 - math.exp(-gap * wrong_rate))
-            low, high = (gap, high) if below < lot * (1 - wrong) else (low, gap)
-        return low
+        return _gap(self.scale, lot, right)
+
+
+@lru_cache(1 << 14)  # a toy draws few different lots, and finding a gap takes longer than all else that it does
+def _gap(scale: float, lot: float, right: bool) -> float:
+    wrong_rate = 1 / scale + FADE
+    if not right:
+        return -math.log(1 - lot) / wrong_rate
+    wrong = WRONG / (scale * wrong_rate)
+    low, high = 0.0, 60.0 * scale
+    for _ in range(30):
+        gap = (low + high) / 2
+        below = 1 - math.exp(-gap / scale) - wrong * (1 - math.exp(-gap * wrong_rate))
+        low, high = (gap, high) if below < lot * (1 - wrong) else (low, gap)
+    return low
 
 
 def _close(says: Sequence[int], closeness: Sequence[Closeness], lot: Callable[[], float]) -> tuple[tuple[RunnerUp, ...], ...]:

@@ -31,7 +31,7 @@ from cascade import Cascade, SamplingParams, Speculation
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
 from cascade.settings.config import CascadeConfig
-from deployments.ops.launch.server import APPLICATION, Server
+from deployments.ops.launch import APPLICATION, Server
 
 CLIENTS = 6
 TOKENS = 96  # of an answer

@@ -30,7 +30,7 @@ from cascade.bench.load import rotated
 from cascade.bench.measure import Mode, stranger
 from cascade.client import AsyncClient
 from cascade.params import SamplingParams
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 
 RESULTS = Path(__file__).parent / "results" / "never_slower.json"
 MODES = (ALONE, AUTO)

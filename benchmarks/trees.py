@@ -25,7 +25,7 @@ from cascade.client import AsyncClient
 from cascade.engine.threads import apart
 from cascade.messages import RUNNER_UPS, Edge
 from cascade.params import Speculation
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 
 PARTS = ("acceptance", "served")
 ACCEPTANCE, SERVED = Size(prompts=2, tokens=96), Size(tokens=96)

@@ -1,10 +1,11 @@
-"""What replicas of routers and tiers share under Ray Serve: a configuration that may change while they run, and its logs."""
+"""What replicas of routers and tiers share under Ray Serve: their name, their logs, a configuration that may change."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from ray import serve
+from ray.serve.context import ReplicaContext
 from ray.serve.exceptions import RayServeException
 
 from cascade.errors import ConfigError
@@ -17,14 +18,25 @@ OURS = ("cascade", "deployments")
 SERVES = "ray.serve"
 
 
+def context() -> ReplicaContext | None:
+    """What Ray Serve says of the replica in this process; ``None`` outside of one."""
+    try:
+        return serve.get_replica_context()
+    except RayServeException:
+        return None
+
+
+def replica_name() -> str:
+    """Serve's name of the replica in this process; empty outside of one."""
+    here = context()
+    return "" if here is None else str(here.replica_tag)
+
+
 def join_serves() -> None:
     """Hand what this package logs to Ray Serve's logger, in a replica; elsewhere whoever runs the process decides."""
-    try:
-        serve.get_replica_context()
-    except RayServeException:
-        return
-    for name in OURS:
-        logging.getLogger(name).parent = logging.getLogger(SERVES)  # which Serve sets up anew when the configuration changes
+    if context() is not None:
+        for name in OURS:  # Serve sets its logger up anew when the configuration changes
+            logging.getLogger(name).parent = logging.getLogger(SERVES)
 
 
 class LiveConfig(Generic[T]):

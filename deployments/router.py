@@ -52,7 +52,7 @@ from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.ops.auditor import Auditor
 from deployments.ops.observer import Observer
-from deployments.ops.tracing.export import flush
+from deployments.ops.tracing import flush
 from deployments.replica import LiveConfig, join_serves
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Router:
         self._exchange = Exchange(self.admission.access, self._siblings)
         full_replicas = lessor(handles[full.name])
         self._full = FullTier(self._config, full_replicas, self.admission)
-        self._observer = Observer(self.admission.metrics, self._tiers, self._siblings, self._full.downlink)
+        self._observer = Observer(self.admission.metrics, self._tiers, self._full.downlink)
         self._counting = asyncio.create_task(self._observer.run())
         self._auditor = Auditor(self._config, full_replicas, self.admission)
         self._api = Api(self).application()
@@ -205,12 +205,8 @@ class Router:
         return self._api
 
     async def metrics(self) -> bytes:
-        """What all routers count, and what the tiers say."""
+        """What this router counts, and what the tiers say."""
         return await self._observer.page()
-
-    async def metrics_for(self, router: str) -> tuple[str, str] | None:
-        """Another router asks for what this one counts: its name, and its page."""
-        return self._observer.own_page(router)
 
     async def exchange_limits(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
         """Another router tells what keys hold and have used there, and is told the same of this one."""

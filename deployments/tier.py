@@ -42,7 +42,7 @@ from deployments.links.uplink import Handover, LinkServer
 from deployments.ops.metrics.export import RayExport, report
 from deployments.ops.metrics.series import Reading, sampling
 from deployments.ops.scaling.load import LoadReport
-from deployments.ops.tracing.export import flush, tracing
+from deployments.ops.tracing import flush, tracing
 from deployments.replica import LiveConfig, join_serves
 
 T = TypeVar("T")
@@ -92,7 +92,8 @@ class TierReplica:
             new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
-        self._report, traced = LoadReport(self._tier, self._profile), tracing(self._config.name)
+        self._report = LoadReport(self._tier, self._profile)
+        traced = tracing(self._config.name, self._config.model_loading_config.model_id)
         self._downlink = Downlink(
             {name: lessor(handle) for name, handle in lower.items()},
             self._tier.post,

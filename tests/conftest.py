@@ -81,7 +81,7 @@ def cluster() -> Iterator[Cluster]:
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
     from deployments.gateway.grpc.ingress import SERVICER
-    from deployments.ops.launch.server import LOOPBACK, _start_ray, free_port
+    from deployments.ops.launch import LOOPBACK, _start_ray, free_port
 
     grpc_port, http_port = free_port(), free_port()
     _start_ray(FAKE_GPUS)

@@ -15,8 +15,8 @@ from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
 from deployments.gateway.admission import admission
 from deployments.links import replica_status
-from deployments.ops.launch.server import free_port
-from deployments.ops.tracing.export import Tracing
+from deployments.ops.launch import free_port
+from deployments.ops.tracing import UNTRACED, Tracing
 from deployments.router import Router
 from tests import small
 from tests.links.net import Net, Node
@@ -68,7 +68,7 @@ def house(
     model: Callable[..., CountingModel] = CountingModel,
     pace: tuple[float, ...] = (1, 2, 3),
     full: dict[str, Any] | None = None,
-    tracing: Callable[[str], Tracing | None] = lambda component: None,
+    tracing: Callable[..., Tracing] = lambda *of: UNTRACED,
     **router: Any,
 ) -> Iterator[House]:
     """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration.
@@ -134,7 +134,7 @@ async def _build(
     model: Callable[..., CountingModel],
     full: dict[str, Any],
     options: dict[str, Any],
-    tracing: Callable[[str], Tracing | None],
+    tracing: Callable[..., Tracing],
 ) -> House:
     values = small.config().model_dump(mode="json")
     for section, changes in full.items():

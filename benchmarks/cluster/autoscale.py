@@ -18,7 +18,7 @@ from benchmarks.cluster.crowd import AUTO, crowd
 from benchmarks.cluster.devices import Setup
 from cascade.client import AsyncClient
 from cascade.simulation.recording import Recording
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 
 FULL_MS = {1: 22.0, 8: 26.0, 16: 36.0, 32: 58.0, 64: 104.0}
 PACE = {"up_delay_s": 4, "down_delay_s": 12, "trial_s": 40, "rest_s": 120}

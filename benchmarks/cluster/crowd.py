@@ -24,7 +24,7 @@ from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import Recording
 from cascade.simulation.toy import full_text
 from cascade.simulation.toy_tier import ToyTier
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
 LOADS = (1, 16, 64)

@@ -20,7 +20,7 @@ from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import RecordedText, Recording
 from cascade.simulation.scenario import SimTier
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 
 LOWER = family.NAMES[:-1]
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)  # of lockstep pairs

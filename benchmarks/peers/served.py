@@ -13,7 +13,7 @@ from benchmarks.peers import contest, crew, environments
 from benchmarks.peers.contract import FLOAT32, POSITIONS, Models, vllm_drafts
 from cascade.bench.load import rotated
 from cascade.bench.prompts import Prompt
-from deployments.ops.launch.server import LOOPBACK, free_port
+from deployments.ops.launch import LOOPBACK, free_port
 
 ROUNDS = 3  # in which modes take turns: the speed of a shared machine wanders
 

@@ -12,17 +12,13 @@ from cascade.client.connection import is_near
 from cascade.errors import Unavailable
 
 PREFIX = "cascade_"
-ROUTER = "router"  # the label by which samples of several routers differ
 TIMEOUT_S = 5.0
 Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order.
-
-    Those of several routers are added.
-    """
+    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order."""
 
     samples: dict[tuple[str, Labels], float]
 
@@ -32,10 +28,13 @@ class Scrape:
         samples: dict[tuple[str, Labels], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = sorted(pair for pair in sample.labels.items() if pair[0] != ROUTER)
-                key = (sample.name.removeprefix(PREFIX), tuple(labels))
-                samples[key] = samples.get(key, 0.0) + sample.value
+                samples[sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))] = sample.value
         return cls(samples)
+
+    @property
+    def router(self) -> str:
+        """The router that answered, whose counts these are: any of several may answer at a port. Empty if it has no name."""
+        return next((dict(labels)["router"] for name, labels in self.samples if name == "target_info"), "")
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:

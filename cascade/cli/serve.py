@@ -16,7 +16,7 @@ from cascade.errors import ConfigError
 
 if TYPE_CHECKING:
     from cascade.settings.config import CascadeConfig
-    from deployments.ops.launch.server import Server
+    from deployments.ops.launch import Server
 
 
 KEYS = "CASCADE_API_KEYS"  # of a router's environment: NAME=KEY
@@ -60,7 +60,7 @@ def _set_key(key: str) -> None:
 def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
     """A server that is up, and is stopped at the end; a terminal shows what is being done."""
     with console.status("Loading Ray") as status:
-        from deployments.ops.launch.server import Server
+        from deployments.ops.launch import Server
 
         server = Server.start(config, tell=status.update, **options)
     try:

@@ -26,6 +26,11 @@ class Frame:
     scrape: Scrape | None = None
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def router(self) -> str:
+        """The name of the router whose counts these are."""
+        return "" if self.scrape is None else self.scrape.router
+
 
 @click.command()
 @click.option("--address", default="127.0.0.1:9000", show_default=True, help="Of the server's gRPC door.")
@@ -38,6 +43,7 @@ def top(address: str, url: str, every: float, once: bool) -> None:
 
     with Client(address, api_key=os.environ.get("CASCADE_API_KEY")) as client:
         last = look(client, url)
+        seen: dict[str, Frame] = {}  # the latest of each router: any of several may answer
         if once:
             if last.info is None:
                 raise CascadeError(last.problems[0])
@@ -47,8 +53,8 @@ def top(address: str, url: str, every: float, once: bool) -> None:
             with Live(view(last), console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while True:
                     time.sleep(every)
-                    before, last = last, look(client, url)
-                    live.update(view(last, before), refresh=True)
+                    seen[last.router], last = last, look(client, url)
+                    live.update(view(last, seen.get(last.router)), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -107,8 +113,8 @@ def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Tab
     rates = [_rate(change.total(name), seconds) for name in ("answers_total", "refused_total", "generation_tokens_total")]
     waits = [change.mean(name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")]
     table.add_row(
-        f"{now.total('running'):.0f}",
-        f"{now.total('waiting'):.0f}",
+        f"{now.total('num_requests_running'):.0f}",
+        f"{now.total('num_requests_waiting'):.0f}",
         *rates,
         *("-" if mean is None else f"{mean * 1e3:.1f} ms" for mean in waits),
     )

@@ -21,8 +21,7 @@ from deployments.links.leases import HeldLease, LeasePool, Lessor, Outcome, Pref
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
 from deployments.ops.metrics.series import Reading
-from deployments.ops.tracing.export import Tracing
-from deployments.ops.tracing.sessions import AskedSessions
+from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +76,13 @@ class Downlink(Link):
         tls: LinkTLS | None = None,
         prefixes: Prefixes | None = None,
         routed: Callable[[Outcome], object] = lambda outcome: None,
-        tracing: Tracing | None = None,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         self.leases = LeasePool(
             lessors, timeout_s=lease_timeout_s, hold_s=hold_s, scaled_to_zero=scaled_to_zero, prefixes=prefixes
         )
         self._routed = routed
-        self._asked = AskedSessions(tracing)
+        self._spans = SessionSpans(tracing)
         self._deliver = deliver
         self._tls = tls
         self._loop = asyncio.get_running_loop()
@@ -111,7 +110,7 @@ class Downlink(Link):
         """`send` from the loop's own thread."""
         for message in messages:
             if isinstance(message, Open):
-                self._open(self._asked.opened(message))
+                self._open(self._spans.asked(message))
             elif (route := self._routes.get(message.session)) is None:
                 continue
             elif isinstance(message, Close):
@@ -170,7 +169,7 @@ class Downlink(Link):
         if self.leases.prefixes is not None:
             self._routed(self.leases.prefixes.sent(opening, lease.address))
         route.stream = self._stream(lease.ticket)
-        self._asked.leased(session, route.stream.address)
+        self._spans.event(session, "leased", server_address=route.stream.address)
         route.stream.sessions.add(session)
         route.waiting[0] = replace(opening, lease=lease.name)  # the opening's own is that of the session above
         route.stream.mailbox.put(route.waiting)
@@ -178,7 +177,7 @@ class Downlink(Link):
 
     def _leave(self, session: str, *, keep: bool = False) -> None:
         """Forget a session and release its lease, unless that is kept."""
-        self._asked.ended(session)
+        self._spans.end(session)
         route = self._routes.pop(session, None)
         if route is None:
             return
@@ -193,7 +192,7 @@ class Downlink(Link):
         route = self._routes.get(session)
         if route is not None:
             route.opening = None
-            self._asked.failed(session, reason)
+            self._spans.end(session, reason)
             self._leave(session)
             self._counts[route.tier].failed += 1
             self._deliver([Failed(session, reason, route.tier)])
@@ -236,13 +235,13 @@ class Downlink(Link):
         known = [message for message in messages if message.session in self._routes]
         for message in known:
             if isinstance(message, Failed):
-                self._asked.failed(message.session, message.reason)
+                self._spans.end(message.session, message.reason)
                 if (route := self._routes.get(message.session)) is not None and not message.fault:
                     self._counts[route.tier].failed += 1
                 self._leave(message.session)
             elif (route := self._routes.get(message.session)) is not None and not route.answered:
                 route.answered = True
-                self._asked.answered(message.session)
+                self._spans.event(message.session, "answered")
         if known:
             self._deliver(known)
 

@@ -54,7 +54,7 @@ class Tiers:
     async def start(self) -> None:
         """Wait for the full tier, however long it takes to start, unless it may have no replica."""
         full = self._config.tiers[-1]
-        if full.name not in self._limits or not may_sleep(full):
+        if full.name not in self._limits or not may_be_zero(full):
             state = await self._handles[full.name].describe.remote()
             self._limits[full.name] = {name: state[name] for name in ("context_len", "vocab_size")}
 
@@ -74,9 +74,9 @@ class Tiers:
 
     async def num_drafters(self, timeout_s: float) -> int | None:
         """How many tiers below the full one answer within the time; ``None`` if nobody can be asked."""
-        awake = [tier.name for tier in self._config.tiers[:-1] if not may_sleep(tier)]
-        answers = await asyncio.gather(*(ask(self._handles[name], timeout_s) for name in awake))
-        return len([answer for answer in answers if answer is not None]) if awake else None
+        always = [tier.name for tier in self._config.tiers[:-1] if not may_be_zero(tier)]
+        answers = await asyncio.gather(*(ask(self._handles[name], timeout_s) for name in always))
+        return len([answer for answer in answers if answer is not None]) if always else None
 
     async def states(self, timeout_s: float) -> dict[str, tuple[int, dict[str, Any] | None]]:
         """Replicas of each tier, and what one of them says of itself; raises `Unavailable`."""
@@ -85,19 +85,8 @@ class Tiers:
         said = dict(zip(running, await asyncio.gather(*(ask(self._handles[name], timeout_s) for name in running)), strict=True))
         return {name: (replicas.get(name, 0), said.get(name)) for name in self._handles}
 
-    async def full_replicas(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What each replica of the full tier says of itself; nothing if they do not answer in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                asked = self._handles[self._config.tiers[-1].name].broadcast("describe")
-                states = await asked.results_async(return_exceptions=True)
-        except Exception as error:  # whatever Ray raises: there is none
-            log.info("The full tier's replicas do not answer: %s", error)
-            return []
-        return [state for state in states if isinstance(state, dict)]
 
-
-def may_sleep(tier: TierConfig) -> bool:
+def may_be_zero(tier: TierConfig) -> bool:
     """Whether it may be scaled to zero."""
     scaling = tier.deployment_config.autoscaling_config
     return scaling is not None and scaling.get("min_replicas") == 0

@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.replica import context, replica_name
+
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
-PAGES_S = 1.0
 AGAIN_S = 0.05  # between two tries while Serve has not told yet which routers there are
 
 
@@ -21,14 +21,9 @@ class Siblings:
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
-        self._pages: dict[str, str] = {}
-        self._pages_until = 0.0
-        try:
-            context = serve.get_replica_context()
-        except RayServeException:
-            self.me, self._place = "", None
-        else:
-            self.me, self._place = context.replica_tag, (context.deployment, context.app_name)
+        here = context()
+        self.me = replica_name()
+        self._place = None if here is None else (here.deployment, here.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """What ``method`` of each replica returns, which is told first who asks; ``None`` and those without answer left out."""
@@ -43,13 +38,6 @@ class Siblings:
             log.warning("The other replicas cannot be asked: %s", error or type(error).__name__)
             return []
         return [answer for answer in answers if answer is not None and not isinstance(answer, BaseException)]
-
-    async def pages(self) -> dict[str, str]:
-        """What the other routers count, by their names, a second old at most."""
-        if time.monotonic() >= self._pages_until:
-            self._pages_until = time.monotonic() + PAGES_S
-            self._pages = dict(await self.ask("metrics_for"))
-        return self._pages
 
     async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
         while True:

@@ -20,8 +20,7 @@ from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.leases import GivenLeases
 from deployments.links.tls import server_credentials
-from deployments.ops.tracing.export import Tracing
-from deployments.ops.tracing.sessions import ServedSessions
+from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +72,9 @@ class Mailbox(Link):
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
-    def __init__(self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing | None = None) -> None:
+    def __init__(self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing = UNTRACED) -> None:
         self._tier = tier
-        self._served = ServedSessions(tracing, tier.name)
+        self._spans = SessionSpans(tracing)
         self._tls = tls
         self._server: grpc.aio.Server | None = None
         self._links: dict[Mailbox, set[str]] = {}  # their sessions
@@ -149,12 +148,12 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         async for batch in batches:
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
             if known:
-                self._tier.post([self._served.began(one) if isinstance(one, Open) else one for one in known], mailbox)
+                self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)
 
     async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         while True:
             messages = await mailbox.take()
-            self._served.said(messages)
+            self._spans.proposed(messages)
             for message in messages:
                 if isinstance(message, Failed):
                     self._end(message.session, sessions, message.reason)
@@ -182,7 +181,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
 
     def _end(self, session: str, sessions: set[str], reason: str = "", *, keep: bool = False) -> None:
         if session in sessions:  # else it is a session of another link
-            self._served.ended(session, reason)
+            self._spans.end(session, reason)
             sessions.remove(session)
             self.leases.end(session, keep=keep and not self._leaving)
 

@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from cascade.answer import Completion, Stats, Undrafted
-from cascade.bench.scrape import Scrape
 from cascade.client import Client
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams, Speculation
 from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.ops.metrics.page import joined
 from tests.doors import House, house
 from tests.router.test_http import PROMPT, ask
 
@@ -176,20 +174,3 @@ def test_answers_count_as_they_ended() -> None:
     said = {line for line in lines if line.startswith("cascade_answers_total")}
     ends = {"deadline_exceeded": 1, "left": 2, "aborted": 1, "length": 1}
     assert said == {f'cascade_answers_total{{outcome="{end}"}} {count}.0' for end, count in ends.items()}
-
-
-def test_pages_of_routers_become_one() -> None:
-    """Guards counters of several routers: a scrape that reaches any of them saw that one's alone, and sums jumped."""
-    pages = {}
-    for router, num_tokens in (("one", 5), ("two", 7)):
-        metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
-        metrics.ended("stop", 3, num_tokens)
-        metrics.tier("full", 2, None)
-        pages[router] = metrics.text().decode()
-    page = joined(pages).decode()
-    assert 'cascade_generation_tokens_total{router="one"} 5.0' in page
-    assert 'cascade_generation_tokens_total{router="two"} 7.0' in page
-    assert page.count('cascade_replicas{tier="full"} 2.0') == 1
-    assert page.count("# TYPE cascade_generation_tokens_total counter") == 1
-    scraped = Scrape.parse(page)
-    assert (scraped.total("generation_tokens_total"), scraped.total("answers_total")) == (12.0, 2.0)

@@ -13,8 +13,8 @@ from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from deployments.app import shortage
-from deployments.ops.launch import server as module
-from deployments.ops.launch.server import Server
+from deployments.ops import launch as module
+from deployments.ops.launch import Server
 from tests import small
 
 

@@ -21,6 +21,7 @@ from cascade.errors import Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
+from deployments.ops.metrics.page import Page
 from tests.conftest import LONG_S
 from tests.doors import House, house
 
@@ -78,6 +79,12 @@ def test_counters_and_their_change() -> None:
     assert now.since(earlier).of_edge("passes_total", "tiny", "full") == 0
     assert earlier.since(now) == earlier
     assert Scrape.parse("").mean("inter_token_latency_seconds") is None
+
+
+def test_counters_have_their_router() -> None:
+    """Guards rates of several routers at one port: each counts for itself."""
+    assert Scrape.parse(Page("one").text().decode()).router == "one"
+    assert Scrape.parse(Page().text().decode()).router == ""
 
 
 def test_branches_are_shown() -> None:

@@ -20,7 +20,7 @@ from cascade.client.retries import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreac
 from cascade.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
-from deployments.ops.launch.server import free_port
+from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.canned import PIECES, Canned
 from tests.doors import House, house

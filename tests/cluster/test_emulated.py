@@ -14,7 +14,7 @@ from benchmarks.cluster.one import ALONE, PAIRS
 from cascade import InvalidRequest, SamplingParams, Speculation
 from cascade.bench.measure import Mode
 from cascade.client import AsyncClient, Client
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 from tests.conftest import FAKE_GPUS, Cluster
 
 SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))

@@ -19,7 +19,7 @@ from cascade.messages import Open
 from cascade.settings.router import ListenConfig
 from cascade.simulation.toy import full_text
 from deployments.app import parse
-from deployments.ops.launch.server import LOOPBACK, free_port
+from deployments.ops.launch import LOOPBACK, free_port
 from tests.conftest import LONG_S, Cluster
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 from tests import small
 from tests.conftest import Cluster
 from tests.links.certificates import Authority

@@ -22,7 +22,7 @@ from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, Lessor
 from deployments.links.uplink import LinkServer, authorization
-from deployments.ops.tracing.export import Tracing
+from deployments.ops.tracing import UNTRACED, Tracing
 from tests.tier.test_tier import NAMES, CountingModel, Silent
 from tests.tier.test_tier import opening as any_opening
 
@@ -69,7 +69,7 @@ class Node:
         lessors: dict[str, Lessor],
         grammars: Grammars | None = None,
         tls: LinkTLS | None = None,
-        tracing: Tracing | None = None,
+        tracing: Tracing = UNTRACED,
     ) -> None:
         self.model = model
         self.tier = Tier(NAMES[level], level, model, new_state=state_maker(None if grammars is None else grammars.matcher))

@@ -26,7 +26,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
 from deployments.links.downlink import Downlink
 from deployments.links.tls import channel, check, server_credentials
-from deployments.ops.launch.server import Server, free_port
+from deployments.ops.launch import Server, free_port
 from tests import small
 from tests.conftest import LONG_S
 from tests.doors import house

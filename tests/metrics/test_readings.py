@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cascade import Completion, SamplingParams, Speculation, Stats
+from cascade import SamplingParams, Speculation
 from cascade.bench.scrape import Scrape, scrape
 from cascade.client import Client
 from cascade.messages import Edge
@@ -17,7 +17,7 @@ from cascade.planner.cost import Profile
 from deployments.gateway.admission.metrics import RouterMetrics, judged
 from deployments.gateway.admission.places import Places
 from deployments.ops.metrics.drift import BATCH_S, WARM
-from deployments.ops.metrics.page import Page, joined
+from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
 from tests.doors import House, house
@@ -166,21 +166,6 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
     assert {name: count for name, count in grown.items() if count} == {
         f"vllm:spec_decode_{name}": count for name, count in expected.items() if count
     }
-
-
-def test_vllms_series_of_several_routers_are_joined() -> None:
-    """Guards the page of several routers: theirs are on it, and add up."""
-    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
-    edges = (
-        Edge("tiny", "full", passes=5, undrafted_passes=1, proposed=9, accepted=6, accepted_by_position=(4, 2)),
-        Edge("", "full", 3),
-    )
-    metrics.completed(Completion("", (), "stop", 1, Stats(1, 1, edges)), 1.0, sampled=True)
-    page = metrics.text().decode()
-    both = Scrape.parse(joined({"one": page, "two": page}).decode())
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-    assert [both.total(f"vllm:spec_decode_{name}_total") for name in names] == [8, 18, 12, 12]
-    assert {reading.name for reading in metrics.readings()} <= set(SERIES)
 
 
 def test_drift_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

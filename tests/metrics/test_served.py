@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.cluster.devices import Setup
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES
 from tests.conftest import LONG_S, Cluster
 

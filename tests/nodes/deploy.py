@@ -15,7 +15,7 @@ def deploy() -> None:
 
     from deployments.app import build
     from deployments.gateway.grpc.ingress import SERVICER
-    from deployments.ops.launch.server import APPLICATION, QUIET
+    from deployments.ops.launch import APPLICATION, QUIET
 
     application = build(json.load(sys.stdin))
     ray.init(address="auto", log_to_driver=False)

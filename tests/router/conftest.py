@@ -6,7 +6,7 @@ import pytest
 
 from cascade import Cascade
 from cascade.settings.config import CascadeConfig
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 from tests import small
 from tests.conftest import Cluster
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from ray import serve
@@ -24,7 +25,7 @@ def test_records_reach_serves_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
     monkeypatch.setattr(serves, "handlers", [handler])
-    monkeypatch.setattr(serve, "get_replica_context", lambda: None)
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(replica_tag="one"))
     before = serves.level
     join_serves()
     serves.setLevel(logging.INFO)

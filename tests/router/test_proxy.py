@@ -9,7 +9,7 @@ from cascade import Cascade, InvalidRequest, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.ops.launch.server import Server
+from deployments.ops.launch import Server
 from tests.conftest import Cluster
 from tests.router.test_serve import PROMPT, settle
 

@@ -6,14 +6,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from cascade.bench.scrape import scrape
 from cascade.client import Client
 from cascade.errors import Overloaded
 from cascade.params import Handling, SamplingParams
 from cascade.settings.config import CascadeConfig
-from deployments.ops.launch.server import Server
-from deployments.ops.observer import OBSERVE_S
+from deployments.ops.launch import Server
 from tests.conftest import LONG_S, Cluster
+from tests.router.test_serve import replicas
 
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
@@ -69,21 +68,21 @@ def test_routers_keep_a_limit_together(server: Server) -> None:
     settled(server)
 
 
+def reuse() -> tuple[int, int]:
+    """Tokens with which sessions came to both full replicas, and those of them that were reused."""
+    states = replicas("full", "siblings").values()
+    assert len(states) == 2
+    return sum(one["asked"] for one in states), sum(one["reused"] for one in states)
+
+
 def test_prompts_that_begin_alike_are_read_once(server: Server) -> None:
     """Guards the preference for a replica on its whole way: the router, Serve's router, what replicas say of themselves."""
-    time.sleep(OBSERVE_S)
-    before = scrape(server.url)
+    before = reuse()
     with Client(server.address) as client:
         for number in range(16):
             prompt = [*range(1000, 1160), number]
             client.generate(prompt, SHORT)
             client.generate(prompt, SHORT, handling=Handling(cache_salt=f"tenant {number}"))
-    time.sleep(OBSERVE_S + 1.0)
-    counted = scrape(server.url).since(before)
-    routes = {
-        dict(labels)["outcome"]: value for (name, labels), value in counted.samples.items() if name == "prefix_routes_total"
-    }
-    assert routes["new"] <= 18  # the salted ones, and the first of each router
-    assert routes["known"] >= 12
-    assert counted.total("kv_asked_tokens") == 32 * 161
-    assert counted.total("kv_reused_tokens") >= 12 * 160
+    asked, reused = (now - then for now, then in zip(reuse(), before, strict=True))
+    assert asked == 32 * 161
+    assert reused >= 12 * 160

@@ -12,7 +12,7 @@ from ray import serve
 from cascade import SamplingParams
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
-from deployments.ops.launch.server import APPLICATION, Server
+from deployments.ops.launch import APPLICATION, Server
 from tests import small
 
 pytest.importorskip("vllm")

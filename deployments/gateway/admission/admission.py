@@ -19,8 +19,7 @@ from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.gateway.admission.status import status_of
-from deployments.ops.tracing.export import tracing
-from deployments.ops.tracing.request import RequestTrace, request_trace
+from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
 
 access = logging.getLogger("deployments.access")
 
@@ -75,7 +74,7 @@ class Admission:
         self.access = Access.load(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
         self.metrics = RouterMetrics(self.places, config.names)
-        self.tracing = tracing("router")
+        self.tracing = tracing("router", config.model_names[0])
         self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
 
@@ -108,7 +107,7 @@ class Admission:
         request.lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
-            request.trace = request_trace(self.tracing, headers, since)
+            request.trace = RequestTrace.begin(self.tracing, headers, since)
             try:
                 yield request
             finally:
@@ -172,7 +171,7 @@ class AnswerRecord:
     ticket: Ticket
 
     def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
-        self.trace = request.trace.answer(opening, index)
+        self.trace = AnswerTrace(request.trace, opening, index)
         self.opening = self.trace.opening
         self.tokens: list[int] = []  # that were sent
         self.outcome = "failed"

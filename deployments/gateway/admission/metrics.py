@@ -3,15 +3,17 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cascade.answer import Completion, Undrafted
 from cascade.messages import Edge
+from deployments.gateway.admission.places import Places
 from deployments.ops.metrics.drift import Drift
 from deployments.ops.metrics.page import Page, Source
 from deployments.ops.metrics.series import Reading, sampling
+from deployments.replica import replica_name
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +38,6 @@ BY_NUMBER = {  # likewise, each with numbers by rank or position
     "proposed_by_position": "proposed_by_position",
     "accepted_by_position": "accepted_by_position",
 }
-
-
-class Occupancy(Protocol):
-    """How many answers there are; see `deployments.gateway.admission.places.Places`."""
-
-    num_running: int
-
-    @property
-    def num_waiting(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +77,8 @@ class AuditMetrics:
 class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
-    def __init__(self, places: Occupancy, names: Sequence[str]) -> None:
-        page = self._page = Page()
+    def __init__(self, places: Places, names: Sequence[str]) -> None:
+        page = self._page = Page(replica_name())
         self._full = names[-1]
         self._answers = page.counter("answers")
         self._resumed = page.counter("resumed_answers")
@@ -112,8 +105,6 @@ class RouterMetrics:
         self._pass = page.gauge("pass_seconds")
         self._context = page.gauge("context_seconds")
         self._routes = page.counter("prefix_routes")
-        self._asked = page.gauge("kv_asked_tokens")
-        self._reused = page.gauge("kv_reused_tokens")
         self.audit = AuditMetrics(page)
         self._drafted: bool | None = None  # as the log says; nothing yet
         self._guesses = Edge("", self._full)  # of all answers
@@ -214,14 +205,6 @@ class RouterMetrics:
     def routed(self, outcome: str) -> None:
         """A session met a full replica that knows its beginning, or not."""
         self._routes.labels(outcome).inc()
-
-    def reuse(self, replicas: Iterable[Mapping[str, Any]]) -> None:
-        """What each full replica has reused of the texts that came to it; those that are gone are told no more."""
-        for gauge in (self._asked, self._reused):
-            gauge.clear()
-        for state in replicas:
-            self._asked.labels(state["address"]).set(state["asked"])
-            self._reused.labels(state["address"]).set(state["reused"])
 
     def _drafts(self, why: Undrafted | None) -> None:
         """Note whether drafts reach the full tier, and log it when that changes."""

@@ -5,11 +5,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from ray import serve
-from ray.serve.exceptions import RayServeException
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from deployments.ops.metrics.series import COMMON, PREFIX, SERIES, Reading, Series
+from deployments.replica import context
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +26,8 @@ class RayExport:
     @classmethod
     def here(cls, model: str, tier: str) -> Self | None:
         """That of this replica of Ray Serve; ``None`` outside of one."""
-        try:
-            context = serve.get_replica_context()
-        except RayServeException:
-            return None
-        return cls(context.app_name, model, tier, context.replica_tag)
+        here = context()
+        return None if here is None else cls(here.app_name, model, tier, here.replica_tag)
 
     def export(self, readings: Iterable[Reading]) -> None:
         """Hand over readings; counters may only grow."""

@@ -1,37 +1,27 @@
 """The series of one process in Prometheus' text form, and as readings for Ray."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from deployments.ops.metrics.series import PREFIX, SERIES, Reading
 
-LABEL = "router"
-OF_ALL = (  # all routers say the same
-    "tiers",
-    "replicas",
-    "full_replicas",
-    "full_min_replicas",
-    "pass_seconds",
-    "context_seconds",
-    "kv_asked_tokens",
-    "kv_reused_tokens",
-)
 MAX_KEPT = 1 << 16  # values of histograms between two readings
 
 Source = Callable[[], Iterable[Reading]]
 
 
 class Page:
-    """Makes the instruments for series of `SERIES` by name, and shows what they say."""
+    """Makes the instruments for series of `SERIES` by name, and shows what they say.
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    The ``router``'s name, if it has one, is on the page as `target_info`: several routers may answer at one port.
+    """
+
+    def __init__(self, router: str = "") -> None:
+        self._registry = CollectorRegistry(target_info={"router": router} if router else None)
         self._kept: deque[Reading] | None = None  # values of histograms since the last `readings`, if anybody asks for these
 
     def counter(self, name: str) -> Counter:
@@ -69,8 +59,8 @@ class Page:
         kept, self._kept = self._kept or (), deque(maxlen=MAX_KEPT)
         yield from kept
         for family in self._registry.collect():
-            series = SERIES[family.name.removeprefix(PREFIX)]
-            if "router" in series.places and series.kind != "histogram":
+            series = SERIES.get(family.name.removeprefix(PREFIX))
+            if series is not None and "router" in series.places and series.kind != "histogram":
                 for sample in family.samples:
                     if not sample.name.endswith("_created"):
                         values = tuple(sample.labels[label] for label in series.labels)
@@ -95,27 +85,3 @@ class _Read(Collector):
                 families[name] = kind(f"{PREFIX}{name}", series.help, labels=series.labels)
             families[name].add_metric(values, value)  # type: ignore[attr-defined]  # of both kinds
         yield from families.values()
-
-
-def joined(pages: Mapping[str, str]) -> bytes:
-    """``pages`` by router as one, on which each sample names its router; what is said of tiers is that of the first."""
-    families: dict[str, Metric] = {}
-    first = next(iter(pages))
-    for router, page in pages.items():
-        for family in text_string_to_metric_families(page):
-            kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if family.name.removeprefix(PREFIX) not in OF_ALL:
-                kept.samples += [sample._replace(labels={**sample.labels, LABEL: router}) for sample in family.samples]
-            elif router == first:
-                kept.samples += family.samples
-    return generate_latest(_Families(families))
-
-
-@dataclass
-class _Families(CollectorRegistry):
-    """What was counted elsewhere."""
-
-    families: Mapping[str, Metric]
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self.families.values())

@@ -90,7 +90,7 @@ REQUESTS = (
     _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", LONG_SECONDS),
     _histogram("request_queue_time_seconds", "From a request's arrival until it is its answer's turn.", LONG_SECONDS),
     _histogram("time_to_first_token_seconds", "From a request's arrival to the first piece.", SECONDS),
-    _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", SECONDS, ("page",)),
+    _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", SECONDS),
     _histogram("request_time_per_output_token_seconds", "Mean time between two tokens of an answer, of each answer.", SECONDS),
     _histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS),
     _histogram("request_generation_tokens", "Tokens of an answer.", TOKENS),
@@ -136,11 +136,7 @@ AUDITS = (
     ),
     _counter("audits_skipped", "Answers that were chosen and not audited, by reason.", "reason"),
 )
-PREFIXES = (
-    _counter("prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", "outcome"),
-    _gauge("kv_asked_tokens", "Tokens with which sessions came to a full replica.", "replica", places=("page",)),
-    _gauge("kv_reused_tokens", "Of these, tokens whose keys and values it had.", "replica", places=("page",)),
-)
+PREFIXES = (_counter("prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", "outcome"),)
 BETWEEN = (
     _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=LINKS),
     _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=LINKS),

@@ -1,7 +1,7 @@
 """Messages of a link to and from the wire."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from cascade.client.wire import (
     decode_edge,
@@ -16,6 +16,10 @@ from cascade.draft import Dist, Draft
 from cascade.messages import COUPLED, Close, Commit, Failed, Logprobs, Message, Open, Proposal, Rules
 from cascade.params import RULES
 from cascade.v1 import link_pb2 as pb
+
+# fields of `Open` that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
+OF_OPEN = tuple(one.name for one in fields(Open) if one.name in pb.Open.DESCRIPTOR.fields_by_name and one.name != "rules")
+LISTS_OF_OPEN = tuple(name for name in OF_OPEN if pb.Open.DESCRIPTOR.fields_by_name[name].is_repeated)
 
 
 def encode(messages: Iterable[Message]) -> pb.Batch:
@@ -45,26 +49,9 @@ def _encode(message: Message) -> pb.Message:
 
 def _encode_open(opening: Open) -> pb.Open:
     return pb.Open(
-        tokens=opening.tokens,
-        prompt_len=opening.prompt_len,
         sampling=encode_sampling(replace(opening.params, stop=())),
-        ends=sorted(opening.ends),
-        tier=opening.tier,
-        chain=opening.chain,
-        window=opening.window,
-        draft_window=opening.draft_window,
-        lockstep=opening.lockstep,
-        priority=opening.priority,
-        cache_salt=opening.cache_salt,
-        adaptive=opening.adaptive,
-        watch=opening.watch,
-        branches=opening.branches,
-        draft_branches=opening.draft_branches,
-        drafters=opening.drafters,
         rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
-        traceparent=opening.traceparent,
-        tracestate=opening.tracestate,
-        lease=opening.lease,
+        **{name: getattr(opening, name) for name in OF_OPEN},
     )
 
 
@@ -113,28 +100,13 @@ def _decode(message: pb.Message) -> Message:
 def _decode_open(session: str, opening: pb.Open) -> Open:
     if not 0 < opening.prompt_len <= len(opening.tokens):
         raise ValueError("a text begins with its prompt")
+    plain = {name: getattr(opening, name) for name in OF_OPEN}
+    plain |= {name: tuple(plain[name]) for name in LISTS_OF_OPEN}
     return Open(
         session=session,
-        tokens=tuple(opening.tokens),
-        prompt_len=opening.prompt_len,
         params=decode_sampling(opening.sampling),
-        ends=frozenset(opening.ends),
-        tier=opening.tier,
-        chain=tuple(opening.chain),
-        window=opening.window,
-        draft_window=opening.draft_window,
-        lockstep=opening.lockstep,
-        priority=opening.priority,
-        cache_salt=opening.cache_salt,
-        adaptive=opening.adaptive,
-        watch=opening.watch,
-        branches=opening.branches,
-        draft_branches=opening.draft_branches,
-        drafters=tuple(opening.drafters),
         rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
-        traceparent=opening.traceparent,
-        tracestate=opening.tracestate,
-        lease=opening.lease,
+        **plain | {"ends": frozenset(opening.ends)},
     )
 
 

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,21 +29,10 @@ MAX_METADATA_BYTES = 16 * 2**10
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Service(Protocol):
-    """The methods of `cascade.v1.Cascade`, as Ray Serve calls them."""
-
-    def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]: ...
-    async def Complete(self, request: pb.GenerateRequest, grpc_context: Any) -> pb.CompleteResponse: ...
-    def Chat(self, request: pb.ChatRequest, grpc_context: Any) -> AsyncIterator[pb.ChatResponse]: ...
-    async def CompleteChat(self, request: pb.ChatRequest, grpc_context: Any) -> pb.CompleteChatResponse: ...
-    async def Abort(self, request: pb.AbortRequest, grpc_context: Any) -> pb.AbortResponse: ...
-    async def Describe(self, request: pb.DescribeRequest, grpc_context: Any) -> pb.DescribeResponse: ...
-
-
 class GrpcServer:
-    """The service, health and reflection of one router. Several routers of one machine may share the port."""
+    """The ``service``, a router's, with health and reflection. Several routers of one machine may share the port."""
 
-    def __init__(self, service: Service, listen: ListenConfig, limits: RequestLimits) -> None:
+    def __init__(self, service: Any, listen: ListenConfig, limits: RequestLimits) -> None:
         self._listen = listen
         self._leaving: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -105,33 +95,17 @@ class Parsing(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class Servicer(serving_pb2_grpc.CascadeServicer):
-    """Calls the router as Ray Serve would."""
+    """Calls the methods of ``service``, named like the protocol's, as Ray Serve would."""
 
-    def __init__(self, service: Service, read_timeout_s: float) -> None:
-        self._service = service
+    def __init__(self, service: Any, read_timeout_s: float) -> None:
         self._read_timeout_s = read_timeout_s
+        for method in pb.DESCRIPTOR.services_by_name["Cascade"].methods:
+            call = self._stream if method.server_streaming else self._whole
+            setattr(self, method.name, partial(call, getattr(service, method.name)))
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        await self._stream(self._service.Generate, request, context)
-
-    async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.CompleteResponse:
+    async def _whole(self, method: Callable[[Any, Any], Any], request: object, context: Context) -> Any:
         async with aborting(request, context):
-            return await self._service.Complete(request, context)
-
-    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
-        await self._stream(self._service.Chat, request, context)
-
-    async def CompleteChat(self, request: pb.ChatRequest, context: Context) -> pb.CompleteChatResponse:
-        async with aborting(request, context):
-            return await self._service.CompleteChat(request, context)
-
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        async with aborting(request, context):
-            return await self._service.Abort(request, context)
-
-    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        async with aborting(request, context):
-            return await self._service.Describe(request, context)
+            return await method(request, context)
 
     async def _stream(self, method: Callable[[Any, Any], Any], request: object, context: Context) -> None:
         async with aborting(request, context), contextlib.aclosing(method(request, context)) as responses:

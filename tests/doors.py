@@ -19,8 +19,8 @@ from deployments.ops.launch import free_port
 from deployments.ops.tracing import UNTRACED, Tracing
 from deployments.router import Router
 from tests import small
+from tests.gateway.test_router import Handle, Stoppable
 from tests.links.net import Net, Node
-from tests.router.test_router import Handle, Stoppable
 from tests.tier.test_tier import NAMES, CountingModel
 
 T = TypeVar("T")

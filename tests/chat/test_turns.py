@@ -20,8 +20,8 @@ from deployments.gateway.chat.template import Style
 from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
+from tests.gateway.test_servers import wait_until
 from tests.router.test_http import ask
-from tests.router.test_servers import wait_until
 from tests.talkers import talking
 
 MOST = 300  # tokens that an answer may have

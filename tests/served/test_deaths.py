@@ -14,7 +14,7 @@ from cascade.bench.scrape import scrape
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import APPLICATION, Server
 from tests.conftest import LONG_S
-from tests.router.test_serve import PROMPT, alone, settle, wait_until
+from tests.served.test_serve import PROMPT, alone, settle, wait_until
 
 CHAINS = (None, ("tiny",), ("tiny", "medium"))
 NUM_CLIENTS = 6

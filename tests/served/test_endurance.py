@@ -7,7 +7,7 @@ from benchmarks import endurance
 from benchmarks.endurance import Ask
 from cascade import Cascade, SamplingParams
 from deployments.ops.launch import Server
-from tests.router.test_serve import PROMPT, alone
+from tests.served.test_serve import PROMPT, alone
 
 SECONDS, CLIENTS = 6.0, 3
 

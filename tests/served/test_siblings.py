@@ -12,7 +12,7 @@ from cascade.params import Handling, SamplingParams
 from cascade.settings.config import CascadeConfig
 from deployments.ops.launch import Server
 from tests.conftest import LONG_S, Cluster
-from tests.router.test_serve import replicas
+from tests.served.test_serve import replicas
 
 LONG = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)

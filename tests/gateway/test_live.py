@@ -12,7 +12,7 @@ from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.gateway.admission.access import Access
 from deployments.gateway.admission.places import Places
 from tests.doors import House, house
-from tests.router.test_admission import Crowd
+from tests.gateway.test_admission import Crowd
 
 
 @pytest.fixture(scope="module")

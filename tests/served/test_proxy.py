@@ -11,7 +11,7 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import Server
 from tests.conftest import Cluster
-from tests.router.test_serve import PROMPT, settle
+from tests.served.test_serve import PROMPT, settle
 
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
 

@@ -18,7 +18,7 @@ OPTIONS = (
     click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
     click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
     click.option("--stop-token", "stop_token_ids", type=int, multiple=True, help="End with this token id. May be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Continue behind the model's end-of-text token."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
     click.option("--min-tokens", default=0, show_default=True, help="Output tokens at least."),
     click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
     click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),

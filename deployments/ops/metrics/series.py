@@ -78,17 +78,20 @@ TIER: tuple[Place, ...] = ("tier",)
 
 REQUESTS = (
     _counter(
-        "answers", "Answers that ended, by how: a finish reason, an error's code, left.", "outcome", vllm="request_success"
+        "answers",
+        "Answers that ended, by outcome: a finish reason, an error's code, or `left` by the client.",
+        "outcome",
+        vllm="request_success",
     ),
-    _counter("resumed_answers", "Answers that clients went on with, whose streams had broken."),
-    _counter("refused", "Requests that got an error, by its code.", "code"),
-    _counter("undrafted_answers", "Answers without a single guess scored, by reason.", "reason"),
+    _counter("resumed_answers", "Answers that clients resumed after their stream had broken off."),
+    _counter("refused", "Requests that got an error, by code.", "code"),
+    _counter("undrafted_answers", "Answers of which the full tier scored no guess, by reason.", "reason"),
     _counter("prompt_tokens", "Tokens of prompts.", vllm="prompt_tokens"),
     _counter("generation_tokens", "Tokens that the full tier wrote.", vllm="generation_tokens"),
-    _gauge("num_requests_running", "Answers being written.", vllm="num_requests_running"),
+    _gauge("num_requests_running", "Answers in progress.", vllm="num_requests_running"),
     _gauge("num_requests_waiting", "Answers that wait for their turn.", vllm="num_requests_waiting"),
     _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", LONG_SECONDS),
-    _histogram("request_queue_time_seconds", "From a request's arrival until it is its answer's turn.", LONG_SECONDS),
+    _histogram("request_queue_time_seconds", "From a request's arrival to its answer's turn.", LONG_SECONDS),
     _histogram("time_to_first_token_seconds", "From a request's arrival to the first piece.", SECONDS),
     _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", SECONDS),
     _histogram("request_time_per_output_token_seconds", "Mean time between two tokens of an answer, of each answer.", SECONDS),
@@ -97,27 +100,39 @@ REQUESTS = (
 )
 EDGES = (
     _counter("passes", "Passes that gave own tokens, by edge.", *EDGE),
-    _counter("undrafted_passes", "Of these, passes that had no guess to score.", *EDGE),
+    _counter("undrafted_passes", "Passes without a guess to score, by edge.", *EDGE),
     _counter("waited_seconds", "Time that answers waited for guesses.", *EDGE),
-    _counter("proposed_tokens", "Guesses that were scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
-    _counter("accepted_tokens", "Guesses that were right, by edge.", *EDGE, vllm="spec_decode_num_accepted_tokens"),
-    _counter("proposed_by_position", "Guesses that were scored 0, 1, ... tokens after the text.", *EDGE, "position"),
+    _counter("proposed_tokens", "Guesses that the verifier scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
+    _counter(
+        "accepted_tokens",
+        "Guesses that equalled the verifier's own token, by edge.",
+        *EDGE,
+        vllm="spec_decode_num_accepted_tokens",
+    ),
+    _counter("proposed_by_position", "Guesses that were scored, by their distance from the text.", *EDGE, "position"),
     _counter(
         "accepted_by_position",
-        "Guesses that were right, likewise.",
+        "Guesses that were right, by their distance from the text.",
         *EDGE,
         "position",
         vllm="spec_decode_num_accepted_tokens_per_pos",
     ),
-    _counter("proposed_by_rank", "Guesses that were scored: own tokens of the drafter (0), its runner-ups.", *EDGE, "rank"),
-    _counter("accepted_by_rank", "Guesses that were right, likewise.", *EDGE, "rank"),
-    _counter("agreed_tokens", "Own tokens of a drafter that its verifier said too, in time to be scored or not.", *EDGE),
+    _counter(
+        "proposed_by_rank", "Guesses that were scored: own tokens of the drafter (rank 0), its runner-ups.", *EDGE, "rank"
+    ),
+    _counter("accepted_by_rank", "Guesses that were right, by rank.", *EDGE, "rank"),
+    _counter("agreed_tokens", "Own tokens of a drafter that its verifier picked too, scored or not.", *EDGE),
     _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
     _counter("prefetched_corrections", "Corrections after which the drafter had already written.", *EDGE),
-    _counter("prefetched_tokens", "Tokens that it had written there.", *EDGE),
-    _gauge("drafter_agreement", "Share of a drafter's tokens that its verifier said too, lately.", *EDGE, "sampling"),
-    _gauge("drafter_agreement_level", "The same in the long run.", *EDGE, "sampling"),
-    _gauge("acceptance_drift", "1 while it is lately far below its long-run level.", *EDGE, "sampling"),
+    _counter("prefetched_tokens", "Tokens that the drafter had written after such corrections.", *EDGE),
+    _gauge(
+        "drafter_agreement",
+        "Recent share of a drafter's tokens that its verifier picked too.",
+        *EDGE,
+        "sampling",
+    ),
+    _gauge("drafter_agreement_level", "Long-run level of drafter_agreement.", *EDGE, "sampling"),
+    _gauge("acceptance_drift", "1 while drafter_agreement is far below its long-run level.", *EDGE, "sampling"),
 )
 CASCADE = (
     _gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not."),
@@ -127,30 +142,40 @@ CASCADE = (
     _gauge("full_min_replicas", "Replicas of the full tier that should always run; 0 if it is scaled to zero."),
 )
 AUDITS = (
-    _counter("audited_answers", "Answers that the full tier alone has written again."),
-    _counter("audited_tokens", "Their tokens that it has judged."),
-    _counter("audit_differing_answers", "Audited answers in which it says another token somewhere."),
-    _counter("audit_divergences", "Places where it does, by whether what was sent is its second choice.", "second"),
-    _histogram(
-        "audit_margin_nats", "There, by how much its own token is ahead of its second choice.", MARGINS, ("page",), vllm=False
+    _counter("audited_answers", "Answers that audits have judged."),
+    _counter("audited_tokens", "Tokens that audits have judged."),
+    _counter("audit_differing_answers", "Audited answers with at least one divergence."),
+    _counter(
+        "audit_divergences",
+        "Places where the full tier alone picks another token, by whether the one sent is its second choice.",
+        "second",
     ),
-    _counter("audits_skipped", "Answers that were chosen and not audited, by reason.", "reason"),
+    _histogram(
+        "audit_margin_nats",
+        "Lead of the own token over the second choice at divergences, nats.",
+        MARGINS,
+        ("page",),
+        vllm=False,
+    ),
+    _counter("audits_skipped", "Answers that were drawn for an audit and not audited, by reason.", "reason"),
 )
-PREFIXES = (_counter("prefix_routes", "Sessions, by whether they met a full replica that knows how they begin.", "outcome"),)
+PREFIXES = (
+    _counter("prefix_routes", "Sessions by outcome: whether their full replica knew how their text begins.", "outcome"),
+)
 BETWEEN = (
     _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=LINKS),
     _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=LINKS),
-    _counter("lease_wait_seconds", "Time that sessions waited for them.", "below", places=LINKS),
+    _counter("lease_wait_seconds", "Time that sessions waited for leases.", "below", places=LINKS),
     _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=LINKS),
 )
 REPLICAS = (
     _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),
     _gauge("sessions", "Sessions that a replica serves.", places=TIER),
-    _gauge("leases", "Sessions that hold a replica.", places=TIER),
-    _counter("tier_passes", "Passes.", places=TIER),
+    _gauge("leases", "Leases that are held on a replica.", places=TIER),
+    _counter("tier_passes", "Passes of a replica.", places=TIER),
     _counter("tier_busy_seconds", "Time in passes.", places=TIER),
     _counter("tier_scored_tokens", "Positions scored.", places=TIER),
-    _counter("tier_own_tokens", "Own tokens written, those that are cut later included.", places=TIER),
+    _counter("tier_own_tokens", "Own tokens picked, those that were cut later included.", places=TIER),
     _counter("tier_pass_failures", "Passes that failed.", places=TIER),
     _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=("page", "tier")),
     _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=("page", "tier")),

@@ -1,5 +1,6 @@
 """Reference pages say what the code has: generated parts are current, and written ones name everything."""
 
+import re
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from cascade.params import Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.http.api import Api
 from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from deployments.ops.metrics.series import PREFIX, SERIES
 from docs.generate import PAGES, comments, filled, sections
 
 TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text(encoding="utf-8") for path in PAGES.rglob("*.md")}
@@ -67,6 +69,15 @@ def test_parameters_have_their_defaults(kind: Any) -> None:
         shown = "0" if field.name in ("top_k", "min_tokens", "priority") else shown  # 0 == False
         shown = "0.0" if isinstance(field.default, float) and not field.default else shown
         assert rows[field.name] == shown, field.name
+
+
+def test_counters_that_pages_name_are_reported() -> None:
+    """Guards operators against counters that are gone."""
+    known = {series.on_page for series in SERIES.values()}
+    for name, text in TEXTS.items():
+        if name != "log.md":
+            for counter in re.findall(r"`(?:ray_)?(?:cascade_)?(\w+_total)\b", text):
+                assert f"{PREFIX}{counter}" in known, f"{counter} of {name}"
 
 
 def test_public_names_are_on_a_page() -> None:

@@ -116,14 +116,14 @@ def test_alerts_are_whole() -> None:
 def test_prometheus_takes_the_rules() -> None:
     """Guards the syntax, and what each alert fires on."""
     for command in ("check", "test"):
-        file = RULES if command == "check" else ROOT / "tests" / "metrics" / "rules_test.yaml"
+        file = RULES if command == "check" else ROOT / "tests" / "ops" / "rules_test.yaml"
         done = subprocess.run(["promtool", command, "rules", file], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_is_tried() -> None:
     """Guards alerts without a case in the file for promtool."""
-    cases = yaml.safe_load((ROOT / "tests" / "metrics" / "rules_test.yaml").read_text())["tests"]
+    cases = yaml.safe_load((ROOT / "tests" / "ops" / "rules_test.yaml").read_text())["tests"]
     tried = {test["alertname"] for case in cases for test in case["alert_rule_test"] if test["exp_alerts"]}
     assert tried == {rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]}
 

@@ -224,38 +224,36 @@ class Relay:
 
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
+        self._dead = False
         self._pumps: list[asyncio.Task[None]] = []
         self._ends: list[asyncio.StreamWriter] = []
-        self._connecting: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Relay":
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self.die()
-        self._server.close()
-        await asyncio.gather(*self._connecting)
         for end in self._ends:
             end.transport.abort()
-        await asyncio.gather(*(end.wait_closed() for end in self._ends), return_exceptions=True)
+        await asyncio.gather(*self._pumps, *(end.wait_closed() for end in self._ends), return_exceptions=True)
 
     def die(self) -> None:
-        """From now on nothing arrives; the connections stay."""
+        """From now on nothing arrives, and nobody gets a connection; those that are there stay."""
+        self._dead = True
+        self._server.close()
         for pump in self._pumps:
             pump.cancel()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._ends.append(writer)
-        task = asyncio.create_task(self._connect(reader, writer))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self._host, int(self._port))
-        self._ends.append(back)
-        self._pumps = [asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))]
+        if self._dead:  # a caller that connected again just then: nobody else would close this
+            writer.transport.abort()
+            back.transport.abort()
+            return
+        self._ends += writer, back
+        self._pumps += asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +40,7 @@ from deployments.links.tls import check
 from deployments.links.uplink import Handover, LinkServer
 from deployments.ops.metrics.export import RayExport, report
 from deployments.ops.metrics.series import Reading, sampling
-from deployments.ops.scaling.load import LoadReport
+from deployments.ops.scaling.board import LoadReport
 from deployments.ops.tracing import flush, tracing
 from deployments.replica import LiveConfig, join_serves
 
@@ -267,37 +266,24 @@ async def report_tier(config: TierConfig, tier: Tier, profile: Profile, server: 
 
 
 def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink: Downlink) -> Iterator[Reading]:
-    """All that a replica reports."""
-    yield Reading("leases", (), len(server.leases))
-    yield from chain(loop_readings(tier), memory_readings(tier), worth_readings(tier), downlink.readings())
-    for tokens, seconds in profile.points:
-        yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)
-    yield Reading("context_seconds", (tier.name,), profile.context_s)
-
-
-def loop_readings(tier: Tier) -> Iterator[Reading]:
-    """What the loop does."""
-    stats = tier.snapshot()
+    """All that a replica reports: its loop, its memory, what its drafters were measured to be worth, and its links."""
+    blocks, stats = tier.kv_admission.block_manager, tier.snapshot()
     yield Reading("healthy", (), float(tier.healthy))
     yield Reading("sessions", (), tier.num_sessions)
+    yield Reading("leases", (), len(server.leases))
     yield Reading("tier_passes", (), stats.passes)
     yield Reading("tier_busy_seconds", (), stats.busy_s)
     yield Reading("tier_scored_tokens", (), stats.tokens)
     yield Reading("tier_own_tokens", (), stats.own_tokens)
     yield Reading("tier_pass_failures", (), stats.failures)
-
-
-def memory_readings(tier: Tier) -> Iterator[Reading]:
-    """What keys and values take."""
-    blocks, stats = tier.kv_admission.block_manager, tier.snapshot()
     yield Reading("kv_cache_usage_perc", (), blocks.usage)
     yield Reading("kv_cache_tokens", (), blocks.total * BLOCK)
     yield Reading("prefix_cache_queries", (), stats.asked)
     yield Reading("prefix_cache_hits", (), stats.reused)
     yield Reading("num_preemptions", (), stats.preempted)
-
-
-def worth_readings(tier: Tier) -> Iterator[Reading]:
-    """What the planner has measured its drafters to be worth."""
     for drafter, sampled, num_sessions, factor in worths(tier.planner.measured()):
         yield Reading("tier_worth", (drafter, sampling(sampled), str(num_sessions)), factor)
+    for tokens, seconds in profile.points:
+        yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)
+    yield Reading("context_seconds", (tier.name,), profile.context_s)
+    yield from downlink.readings()

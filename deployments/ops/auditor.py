@@ -13,7 +13,6 @@ from cascade.messages import BACKGROUND, COUPLED, RUNNER_UPS, YIELDED, Close, Co
 from cascade.scorer import UNIT
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import Admission
-from deployments.gateway.admission.metrics import Divergence
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lessor
 
@@ -21,6 +20,15 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5  # before an audit that has made way, or failed, is tried again
 MOST_GAP = 255  # as a byte: the next token is so far after, or further, or there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A token of a text that was sent, in place of which the full tier alone says another."""
+
+    position: int  # absolute
+    margin: float  # by which the own token's perturbed logit is more than the next one's, nats; infinite if nobody knows
+    second: bool  # what was sent is that next one
 
 
 @dataclass(slots=True)
@@ -100,7 +108,10 @@ class Auditor:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()  # of the session that is open
         self._downlink = Downlink({config.names[-1]: lessor}, self._hear, tls=config.link_tls)
         self._places = admission.places
-        self._metrics = admission.metrics.audit
+        page = admission.metrics.page
+        self._answers, self._tokens = page.counter("audited_answers"), page.counter("audited_tokens")
+        self._differing, self._divergences = page.counter("audit_differing_answers"), page.counter("audit_divergences")
+        self._margin, self._skipped = page.histogram("audit_margin_nats"), page.counter("audits_skipped")
         self._waiting: deque[tuple[Audit, float]] = deque()  # each with the time at which it is skipped, by the loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -117,9 +128,9 @@ class Auditor:
         if not tokens or self._closed:
             return
         if opening.rules != COUPLED:  # the text depends on the drafts
-            self._metrics.skipped("rule")
+            self._skipped.labels("rule").inc()
         elif len(self._waiting) >= self._config.max_waiting:
-            self._metrics.skipped("queue")
+            self._skipped.labels("queue").inc()
         else:
             until = asyncio.get_running_loop().time() + self._config.max_wait_s
             self._waiting.append((Audit(opening, (*opening.tokens, *tokens)), until))
@@ -162,7 +173,7 @@ class Auditor:
         if audit.complete or audit.divergences:
             self._judged(audit)
         else:
-            self._metrics.skipped(reason)
+            self._skipped.labels(reason).inc()
 
     async def _go_on(self, audit: Audit, patience: asyncio.Timeout) -> Failed | None:
         """Judge what one session of the full tier says, until it fails or all is judged."""
@@ -183,8 +194,12 @@ class Auditor:
         return None
 
     def _judged(self, audit: Audit) -> None:
-        self._metrics.judged(audit.num_judged, audit.divergences)
+        self._answers.inc()
+        self._tokens.inc(audit.num_judged)
+        self._differing.inc(bool(audit.divergences))
         for one in audit.divergences:
+            self._divergences.labels("true" if one.second else "false").inc()
+            self._margin(one.margin)
             where = one.position - audit.opening.prompt_len
             choice = "its second choice" if one.second else "not its second choice"
             log.warning(

@@ -15,7 +15,7 @@ from deployments import app
 from deployments.links import replica_status
 from deployments.links.leases import COUNT_S, LeasePool
 from deployments.ops.scaling import board as boards
-from deployments.ops.scaling.load import LoadReport
+from deployments.ops.scaling.board import LoadReport
 from deployments.ops.scaling.policy import TierPolicy
 from tests import small
 from tests.tier.test_tier import opening

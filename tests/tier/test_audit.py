@@ -14,8 +14,7 @@ from cascade.params import Structured
 from cascade.scorer import UNIT, gap_byte
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
-from deployments.gateway.admission.metrics import Divergence
-from deployments.ops.auditor import Audit
+from deployments.ops.auditor import Audit, Divergence
 from tests.tier.test_tier import (  # noqa: F401  # fixtures
     PROMPT,
     CountingModel,

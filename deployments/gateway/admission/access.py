@@ -9,10 +9,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
+from deployments.links.siblings import Siblings
 
 MIN_KEY_CHARS = 16
 EXCHANGE_S = 0.25
@@ -199,14 +200,6 @@ class Access:
         return found[0]
 
 
-class Others(Protocol):
-    """The other routers; see `deployments.links.siblings.Siblings`."""
-
-    me: str
-
-    async def ask(self, method: str, *args: Any) -> list[Any]: ...
-
-
 class Exchange:
     """Tells other routers of the keys of ``access`` that have limits, and hears of theirs, so that limits hold for all routers.
 
@@ -215,7 +208,7 @@ class Exchange:
     limit by itself. Belongs to a running event loop.
     """
 
-    def __init__(self, access: Access, others: Others) -> None:
+    def __init__(self, access: Access, others: Siblings) -> None:
         self._access = access
         self._others = others
         self._last_sent: dict[str, tuple[int, int]] = {}  # answers and tokens, by key

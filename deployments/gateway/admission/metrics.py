@@ -4,7 +4,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cascade.answer import Completion, Undrafted
@@ -40,45 +39,11 @@ BY_NUMBER = {  # likewise, each with numbers by rank or position
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """A token of a text that was sent, in place of which the full tier alone says another."""
-
-    position: int  # absolute
-    margin: float  # by which the own token's perturbed logit is more than the next one's, nats; infinite if nobody knows
-    second: bool  # what was sent is that next one
-
-
-class AuditMetrics:
-    """Counters of one router's audits, which ``page`` shows."""
-
-    def __init__(self, page: Page) -> None:
-        self._answers = page.counter("audited_answers")
-        self._tokens = page.counter("audited_tokens")
-        self._differing = page.counter("audit_differing_answers")
-        self._divergences = page.counter("audit_divergences")
-        self._margin = page.histogram("audit_margin_nats")
-        self._skipped = page.counter("audits_skipped")
-
-    def judged(self, num_tokens: int, divergences: Sequence[Divergence]) -> None:
-        """An audit is complete."""
-        self._answers.inc()
-        self._tokens.inc(num_tokens)
-        self._differing.inc(bool(divergences))
-        for one in divergences:
-            self._divergences.labels("true" if one.second else "false").inc()
-            self._margin(one.margin)
-
-    def skipped(self, reason: str) -> None:
-        """An answer that was chosen is not audited."""
-        self._skipped.labels(reason).inc()
-
-
 class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
     def __init__(self, places: Places, names: Sequence[str]) -> None:
-        page = self._page = Page(replica_name())
+        page = self.page = Page(replica_name())
         self._full = names[-1]
         self._answers = page.counter("answers")
         self._resumed = page.counter("resumed_answers")
@@ -105,7 +70,6 @@ class RouterMetrics:
         self._pass = page.gauge("pass_seconds")
         self._context = page.gauge("context_seconds")
         self._routes = page.counter("prefix_routes")
-        self.audit = AuditMetrics(page)
         self._drafted: bool | None = None  # as the log says; nothing yet
         self._guesses = Edge("", self._full)  # of all answers
         page.gauge("num_requests_running").set_function(lambda: places.num_running)
@@ -114,15 +78,15 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         """In Prometheus' text form."""
-        return self._page.text() + spec_decode(self._guesses).encode()
+        return self.page.text() + spec_decode(self._guesses).encode()
 
     def readings(self) -> Iterator[Reading]:
         """What there is to be told to Ray: see `Page.readings`."""
-        return self._page.readings()
+        return self.page.readings()
 
     def also(self, source: Source) -> None:
         """Show what ``source`` reads, too."""
-        self._page.also(source)
+        self.page.also(source)
 
     def refused(self, code: str) -> None:
         self._refused.labels(code).inc()

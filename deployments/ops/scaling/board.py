@@ -1,19 +1,24 @@
-"""What the tiers of an application report to each other in Serve's controller, and the layout that follows from it.
+"""What replicas report to Serve's controller of their load, and the layout of all tiers that follows from it there.
 
 A module of its own: Serve pickles the policy's module by value, once for each deployment, and this one by name.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingContext
 
-from cascade.planner.cost import PassCost
+from cascade.planner.chains import load_bucket
+from cascade.planner.cost import PassCost, Profile
 from cascade.planner.replicas import Layout, Speeds, TierLoad
 from cascade.planner.scaling import Scaler
 from cascade.settings.deployment import AutoscalingConfig
+
+if TYPE_CHECKING:  # the controller imports no models
+    from cascade.tier.tier import Tier
 
 log = logging.getLogger("ray.serve")
 
@@ -21,6 +26,7 @@ COST = "pass_s_"  # begins the names of what a pass of so many sessions takes, s
 SPEED = "speed:"  # the same of tokens/s of a session, by the crowd that there was, and by who drafts
 DECIDE_S = 1.0  # between two decisions
 STALE_S = 30.0  # a board that nobody has looked at for so long is of an application that is gone
+SIZES = (1, 8, 32, 128)  # sessions of the passes whose cost is reported
 FLAT = PassCost(base_s=1.0)  # of a tier that has not said yet what its passes cost
 
 
@@ -105,3 +111,28 @@ def _speeds(said: Mapping[str, float]) -> Speeds:
         load, _, chain = name.removeprefix(SPEED).partition(":")
         speeds.setdefault(int(load), {})[frozenset(filter(None, chain.split(",")))] = speed
     return speeds
+
+
+class LoadReport:
+    """Numbers by name that a replica reports, each time since the last report."""
+
+    def __init__(self, tier: "Tier", profile: Profile) -> None:
+        self._tier = tier
+        self._profile = profile
+        self._busy_s, self._written, self._at = 0.0, 0, time.monotonic()
+
+    def since_last(self) -> dict[str, float]:
+        """``busy`` is the share of wall time in passes, ``kv_use`` that of positions that sessions hold."""
+        load, busy_s, now = self._tier.load(), self._tier.stats.busy_s, time.monotonic()
+        seconds = max(1e-3, now - self._at)
+        busy, tokens_s = (busy_s - self._busy_s) / seconds, (load.written - self._written) / seconds
+        self._busy_s, self._written, self._at = busy_s, load.written, now
+        return {
+            "busy": min(1.0, busy),
+            "tokens_s": tokens_s,
+            "sessions": float(load.sessions),
+            "waiting": float(load.waiting),
+            "kv_use": load.kv_use,
+            **{f"{COST}{size}": self._profile.predict(size) for size in SIZES},
+            **{f"{SPEED}{load_bucket(load.sessions)}:{','.join(chain)}": speed for chain, speed in load.speeds.items()},
+        }

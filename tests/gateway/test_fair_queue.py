@@ -1,6 +1,5 @@
 """Shares of the tokens where requests wait: who is next, and what keys of some weights get; no network."""
 
-import asyncio
 import random
 from collections import Counter, deque
 
@@ -9,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.gateway.admission.fair_queue import FairQueue, Ticket
-from deployments.gateway.admission.lifetime import Lifetime
-from deployments.gateway.admission.places import Places
 
 COST = st.integers(1, 200)
 WEIGHT = st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0])
@@ -123,26 +120,3 @@ def test_books_balance(steps: list[tuple[str, int, int]]) -> None:
             assert flow.own >= -1e-6
             assert flow.debt >= 0
         assert list(queue._waiting) == [flow for flow in queue._waiting if flow.waiting]
-
-
-async def test_a_crowd_of_one_key_does_not_hold_up_another() -> None:
-    """Guards a key with one request against a key with a hundred before it, and weights against being ignored."""
-    places, order = Places(1, 200), list[str]()
-
-    async def answer(name: str, weight: float) -> None:
-        with places.admitted(1):
-            async with places.turn(Lifetime(), name, weight, 10, 20) as ticket:
-                order.append(name)
-                await asyncio.sleep(0)
-                ticket.written = 20
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(60):
-            group.create_task(answer("crowd", 1.0))
-        for _ in range(30):
-            group.create_task(answer("heavy", 3.0))
-        group.create_task(answer("late", 1.0))
-    assert order.index("late") <= 6
-    shares = Counter(order[:40])
-    assert 27 <= shares["heavy"] <= 31
-    assert (places.num_admitted, places.num_running, places._free) == (0, 0, 1)

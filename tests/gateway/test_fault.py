@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,20 +15,13 @@ from cascade.session.session import Session
 from cascade.tier.drafting import Drafting
 from cascade.tier.slot import Slot
 from deployments.links.codec import decode, encode
-from tests.doors import House, house
+from tests.doors import House
 from tests.planner.test_chains import ALLOWED
 from tests.router.test_http import ask
 from tests.tier.test_tier import opening
 
 HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those after it are not
 WORDS = "structured takes more work than a token may: ask for something simpler"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.003) as built:
-        yield built
-        built.settle()
 
 
 def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, caplog: pytest.LogCaptureFixture) -> None:

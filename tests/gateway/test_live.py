@@ -1,7 +1,6 @@
 """A router that is told of another configuration while it runs; without Ray."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,14 +10,8 @@ from cascade.params import SamplingParams
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.gateway.admission.access import Access
 from deployments.gateway.admission.places import Places
-from tests.doors import House, house
+from tests.doors import House
 from tests.gateway.test_admission import Crowd
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
 
 
 def test_a_running_router_heeds_what_it_is_told(served: House) -> None:

@@ -1,7 +1,6 @@
 """Refusals over HTTP: what is no text, no JSON object, or contradicts itself gets a sentence that helps, and harms nobody."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -10,20 +9,13 @@ import pytest
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams
-from tests.doors import House, house
+from tests.doors import House
 from tests.router.test_http import ask
 
 HALF = "\\ud800"  # as JSON spells it: no text has it
 TEXT = {"prompt": "ab", "max_tokens": 4}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 SCHEMA = {"type": "object"}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.003) as built:
-        yield built
-        built.settle()
 
 
 def said(answer: Any) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -114,10 +115,12 @@ def request(max_tokens: int = 20, prompt: Sequence[int] = PROMPT) -> pb.Generate
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
 
 
-async def refused(router: Router, asked: pb.GenerateRequest) -> Context:
+async def refused(call: Callable[[pb.GenerateRequest, Any], Any], asked: pb.GenerateRequest) -> Context:
+    """What the client of a failed call is told."""
     context = Context()
+    answer = call(asked, context)
     with pytest.raises(CascadeError):
-        await router.Complete(asked, context)
+        await (answer if inspect.isawaitable(answer) else anext(answer))
     return context
 
 
@@ -188,7 +191,7 @@ async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
     """Guards clients against waiting for ever when all full replicas refuse; the time without a token bounds it."""
     async with started(net, stall_timeout_s=0.3) as router:
         net.refused = {"full"}
-        context = await refused(router, request())
+        context = await refused(router.Complete, request())
         assert context.code is grpc.StatusCode.UNAVAILABLE
         assert "no progress for 0.3 s" in context.details
         net.refused = set()
@@ -201,7 +204,7 @@ async def test_request_that_breaks_every_replica_is_given_up(net: Net, monkeypat
     async with started(net) as router:
         node: Node = net.nodes["full"]
         monkeypatch.setattr(node.tier._runner, "_model", Broken())
-        context = await refused(router, request())
+        context = await refused(router.Complete, request())
         assert context.code is grpc.StatusCode.UNAVAILABLE
         assert f"failed {MAX_FRUITLESS + 1} times" in context.details
 
@@ -257,67 +260,62 @@ async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:
 
 
 async def test_handling_reaches_the_tiers(net: Net) -> None:
-    """Guards priority and salt, which nothing in an answer shows, and the message when they are wrong."""
+    """Guards priority and salt, which nothing in an answer shows."""
     async with started(net) as router:
         asked = request()
         asked.priority, asked.cache_salt = -3, "mine"
         opening = await router._admit(asked)
         assert (opening.priority, opening.cache_salt) == (-3, "mine")
-        asked.priority = 5000
-        context = await refused(router, asked)
-        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-        assert context.details.startswith("priority is 5000: it must be")
 
 
-@pytest.mark.parametrize(
-    ("sampling", "words"),
-    [
-        (pb.Sampling(structured=pb.Structured(regex="[a")), "structured.regex cannot be compiled"),
-        (pb.Sampling(structured=pb.Structured(json_schema="{")), "structured.json_schema cannot be compiled"),
-        (pb.Sampling(structured=pb.Structured()), "structured is"),
-        (pb.Sampling(logit_bias={32: 1.0}), "logit_bias is 32: it must be token ids from 0 to 31"),
-        (pb.Sampling(stop_token_ids=[99]), "stop_token_ids is 99"),
-        (pb.Sampling(min_tokens=7, max_tokens=6), "min_tokens is 7"),
-        (pb.Sampling(presence_penalty=3), "presence_penalty is 3"),
-        (pb.Sampling(logprobs=21), "logprobs is 21"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_what_cannot_be_honoured_is_refused(net: Net, sampling: pb.Sampling, words: str) -> None:
-    """Guards clients against parameters that are ignored, and tiers against those that they cannot serve."""
+def asked(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), **fields)
+
+
+UNKNOWN = b"\xf8\x06\x01"  # a field from the future
+REFUSED: list[tuple[pb.GenerateRequest, str]] = [
+    (pb.GenerateRequest(), "neither prompt nor token_ids"),
+    (pb.GenerateRequest(prompt=""), "empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4_000_000_000])), "4000000000"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 5000)), "4096"),
+    (asked(sampling=pb.Sampling(max_tokens=0)), "max_tokens is 0"),
+    (asked(sampling=pb.Sampling(max_tokens=2**31)), "2147483648"),
+    (asked(sampling=pb.Sampling(temperature=float("nan"))), "temperature is nan"),
+    (asked(sampling=pb.Sampling(temperature=-1)), "temperature is -1"),
+    (asked(sampling=pb.Sampling(top_p=0)), "top_p is 0"),
+    (asked(sampling=pb.Sampling(min_p=float("inf"))), "min_p is inf"),
+    (asked(sampling=pb.Sampling(seed=2**64 - 1)), "seed is"),
+    (asked(sampling=pb.Sampling(stop=[""])), "stop"),
+    (asked(sampling=pb.Sampling(structured=pb.Structured(regex="[a"))), "structured.regex cannot be compiled"),
+    (asked(sampling=pb.Sampling(structured=pb.Structured(json_schema="{"))), "structured.json_schema cannot be compiled"),
+    (asked(sampling=pb.Sampling(structured=pb.Structured())), "structured is"),
+    (asked(sampling=pb.Sampling(logit_bias={32: 1.0})), "logit_bias is 32: it must be token ids from 0 to 31"),
+    (asked(sampling=pb.Sampling(stop_token_ids=[99])), "stop_token_ids is 99"),
+    (asked(sampling=pb.Sampling(min_tokens=7, max_tokens=6)), "min_tokens is 7"),
+    (asked(sampling=pb.Sampling(presence_penalty=3)), "presence_penalty is 3"),
+    (asked(sampling=pb.Sampling(logprobs=21)), "logprobs is 21"),
+    (asked(speculation=pb.Speculation(tiers=["huge"])), "huge"),
+    (asked(speculation=pb.Speculation(mode="fast")), "fast"),
+    (asked(speculation=pb.Speculation(schedule="later")), "later"),
+    (asked(speculation=pb.Speculation(branches=33)), "branches is 33"),
+    (asked(speculation=pb.Speculation(window=0)), "window is 0"),
+    (asked(priority=5000), "priority is 5000: it must be"),
+    (pb.GenerateRequest.FromString(request().SerializeToString() + UNKNOWN), "unknown fields in the request"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds.FromString(b"\x0a\x01\x05" + UNKNOWN)), "unknown fields in token_ids"),
+    (asked(sampling=pb.Sampling.FromString(UNKNOWN)), "unknown fields in sampling"),
+    (asked(speculation=pb.Speculation.FromString(UNKNOWN)), "unknown fields in speculation"),
+]
+
+
+async def test_what_cannot_be_honoured_is_refused(net: Net) -> None:
+    """Guards clients against parameters that are ignored, and tiers against those that they cannot serve: one sentence."""
     async with started(net) as router:
-        context = await refused(router, pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling))
-        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-        assert words in context.details
-
-
-async def test_logprobs_come_with_their_tokens(net: Net) -> None:
-    """Guards log-probabilities on their way through link and router, streamed and whole."""
-    asked = request()
-    asked.sampling.logprobs = 3
-    asked.sampling.frequency_penalty = 0.5
-    async with started(net) as router:
-        whole = await router.Complete(asked, Context())
-        streamed = [token async for response in router.Generate(asked, Context()) for token in response.tokens]
-    assert [token.id for token in streamed] == [token.id for token in whole.tokens]
-    for one in (streamed, whole.tokens):
-        assert all(token.HasField("logprob") and len(token.top) == 3 for token in one)
-    assert [token.logprob for token in streamed] == [token.logprob for token in whole.tokens]
-
-
-async def test_fields_from_the_future_are_refused(net: Net) -> None:
-    """Guards against parameters that are dropped in silence, in every message of a request."""
-    async with started(net) as router:
-        unknown = b"\xf8\x06\x01"
-        for asked in (
-            pb.GenerateRequest.FromString(request().SerializeToString() + unknown),
-            pb.GenerateRequest(token_ids=pb.TokenIds.FromString(b"\x0a\x01\x05" + unknown)),
-            pb.GenerateRequest(prompt="x", sampling=pb.Sampling.FromString(unknown)),
-            pb.GenerateRequest(prompt="x", speculation=pb.Speculation.FromString(unknown)),
-        ):
-            context = await refused(router, asked)
-            assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert "unknown fields" in context.details
+        for bad, words in REFUSED:
+            for call in (router.Complete, router.Generate):
+                context = await refused(call, bad)
+                assert context.code is grpc.StatusCode.INVALID_ARGUMENT, words
+                assert words in context.details
 
 
 async def test_newest_proposal_counts_and_failures_come_behind() -> None:

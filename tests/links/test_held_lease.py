@@ -140,13 +140,19 @@ async def test_few_leases_are_held_for_a_crowd(net: HoldingNet) -> None:
     await until(lambda: len(node.server.leases) == MOST_HELD, lambda: node.occupied)
 
 
-async def test_dead_replica_is_not_held(net: HoldingNet) -> None:
-    """Guards the next request against a replica that died while it was held for it."""
+@pytest.mark.parametrize("how", ["the replica dies", "the replica or Serve ends it"])
+async def test_a_lease_that_is_over_is_not_held(net: HoldingNet, how: str) -> None:
+    """Guards the next request against a held lease whose replica has died, or has ended it."""
     await net.run(1)
     await until(lambda: net.num_held == 1)
-    await net.nodes["full"].stop()
-    await until(lambda: net.num_held == 0)
-    await net.add("full")
+    if how == "the replica dies":
+        await net.nodes["full"].stop()
+        await until(lambda: net.num_held == 0)
+        await net.add("full")
+    else:
+        for lease in net.leases:
+            lease.cancel()
+        await until(lambda: net.num_held == 0)
     await net.run(2)
     assert net.failures == []
 
@@ -161,17 +167,6 @@ async def test_unnoticed_death_is_a_pause(net: HoldingNet) -> None:
     await net.add("full")
     await running
     assert net.failures
-
-
-async def test_ended_lease_is_not_held(net: HoldingNet) -> None:
-    """Guards the next request against leases that their replica, or Serve, has ended."""
-    await net.run(1)
-    await until(lambda: net.num_held == 1)
-    for lease in net.leases:
-        lease.cancel()
-    await until(lambda: net.num_held == 0)
-    await net.run(2)
-    assert net.failures == []
 
 
 def test_routers_let_go_before_replicas_do() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -12,22 +11,23 @@ from typing import Any
 
 import grpc
 import pytest
-from openai import OpenAI
 from ray import serve
 
-from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
+from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
 from cascade.bench.scrape import scrape
-from cascade.client import AsyncClient, Client
+from cascade.client import Client
 from cascade.client.exchange import encode_request
-from cascade.client.responses import CompletionBuilder
-from cascade.errors import DeadlineExceeded
+from cascade.errors import Overloaded
+from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import APPLICATION, Server
 from tests.cases import crossed, rare
 from tests.conftest import LONG_S
+from tests.served.conftest import MOST_RUNNING
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
+SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
 CHAINS = {"both": ("tiny", "medium"), "medium": ("medium",), "tiny": ("tiny",), "none": ()}
 
 
@@ -39,9 +39,9 @@ def client(server: Server) -> Iterator[Client]:
         settle()
 
 
-def replicas(tier: str, application: str = APPLICATION) -> dict[int, dict[str, Any]]:
+def replicas(tier: str) -> dict[int, dict[str, Any]]:
     """Replicas of a tier by process id. Calls are under way together: one by one, all may go to the replica with less to do."""
-    handle = serve.get_deployment_handle(tier, application)
+    handle = serve.get_deployment_handle(tier, APPLICATION)
     calls = [handle.describe.remote() for _ in range(16)]
     states: list[dict[str, Any]] = [call.result(timeout_s=LONG_S) for call in calls]
     return {state["pid"]: state for state in states}
@@ -117,19 +117,6 @@ def test_served_text_is_the_full_models(
         assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers[-1:])
 
 
-def test_stream_joins_to_the_text(client: Client, reference: Cascade) -> None:
-    """Guards streaming over the wire: pieces join to text, ids and history, and the last brings the statistics."""
-    params = SamplingParams(max_tokens=60, temperature=1.2, seed=5)
-    chunks = list(client.stream(PROMPT, params))
-    completion = chunks[-1].completion
-    assert completion is not None
-    assert "".join(chunk.text for chunk in chunks) == completion.text == alone(reference, params).text
-    assert b"".join(chunk.origins for chunk in chunks) == completion.origins
-    assert completion.stats.edges[0].verifier == "full"
-    assert completion.stats.prompt_tokens > 0
-    assert all(chunk.ends == () or chunk.ends[-1] == len(chunk.text) for chunk in chunks)
-
-
 def test_crowd_gets_the_same_texts(client: Client, reference: Cascade) -> None:
     """Guards concurrent requests on shared passes, streams and leases against each other."""
     params = [SamplingParams(max_tokens=32, temperature=0.8, seed=seed) for seed in range(4)]
@@ -185,72 +172,6 @@ def test_cancelled_stream_frees_every_tier(client: Client) -> None:
         stream.close()  # type: ignore[attr-defined]
 
 
-def test_deadline_frees_every_tier(server: Server, client: Client) -> None:
-    """Guards the client's deadline end to end."""
-    with Client(server.address, timeout=0.5) as hasty, pytest.raises(DeadlineExceeded):
-        hasty.generate(PROMPT, SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True))
-
-
-def test_client_that_never_reads_harms_nobody(server: Server, client: Client, reference: Cascade) -> None:
-    """Guards other requests, and memory, against a stream that is opened and left unread."""
-    params = SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True)
-    with grpc.insecure_channel(server.address) as channel:
-        unread = serving_pb2_grpc.CascadeStub(channel).Generate(encode_request(PROMPT, params, None))
-        short = SamplingParams(max_tokens=24, temperature=0)
-        assert client.generate(PROMPT, short).text == alone(reference, short).text
-        unread.cancel()
-
-
-BAD_REQUESTS = {
-    "no input": (pb.GenerateRequest(), "neither prompt nor token_ids"),
-    "empty prompt": (pb.GenerateRequest(prompt=""), "empty"),
-    "no ids": (pb.GenerateRequest(token_ids=pb.TokenIds()), "empty"),
-    "id out of range": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4_000_000_000])), "4000000000"),
-    "prompt too long": (pb.GenerateRequest(prompt="x y " * 5000), "1024"),
-    "max_tokens 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=0)), "max_tokens is 0"),
-    "max_tokens absurd": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=2**31)), "2147483648"),
-    "temperature NaN": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(temperature=float("nan"))), "temperature is nan"),
-    "temperature below 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(temperature=-1)), "temperature is -1"),
-    "top_p 0": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(top_p=0)), "top_p is 0"),
-    "min_p infinite": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(min_p=float("inf"))), "min_p is inf"),
-    "seed too large": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(seed=2**64 - 1)), "seed is"),
-    "empty stop": (pb.GenerateRequest(prompt="x", sampling=pb.Sampling(stop=[""])), "stop"),
-    "unknown tier": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["huge"])), "huge"),
-    "unknown mode": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(mode="fast")), "fast"),
-    "unknown schedule": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(schedule="later")), "later"),
-    "branches 33": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(branches=33)), "branches is 33"),
-    "window 0": (pb.GenerateRequest(prompt="x", speculation=pb.Speculation(window=0)), "window is 0"),
-    "unknown field": (pb.GenerateRequest.FromString(b"\x0a\x01x\xf8\x06\x01"), "unknown fields"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_bad_requests_are_refused(server: Server, name: str) -> None:
-    """Guards the server against every kind of nonsense: INVALID_ARGUMENT and one sentence, never a traceback."""
-    request, words = BAD_REQUESTS[name]
-    with grpc.insecure_channel(server.address) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Complete(request, timeout=30)
-        with pytest.raises(grpc.RpcError) as caught_streaming:
-            list(stub.Generate(request, timeout=30))
-    for error in (caught.value, caught_streaming.value):
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert words in error.details()
-        assert "Traceback" not in error.details()
-
-
-def test_broken_bytes_are_refused(server: Server, client: Client, reference: Cascade) -> None:
-    """Guards the proxy against requests that are no protobuf or no UTF-8; the next request is served as ever."""
-    with grpc.insecure_channel(server.address) as channel:
-        call = channel.unary_unary("/cascade.v1.Cascade/Complete")
-        for garbage in (b"\xff\xff\xff\xff", b"\x0a\x02\xc3\x28", b"\x0a\x7f"):
-            with pytest.raises(grpc.RpcError):
-                call(garbage, timeout=30)
-    params = SamplingParams(max_tokens=8, temperature=0)
-    assert client.generate(PROMPT, params).text == alone(reference, params).text
-
-
 def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
     """Guards Describe: names bottom to top, replicas, limits; and the metrics of tiers."""
     wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2])
@@ -291,41 +212,35 @@ def test_any_router_aborts_for_all(server: Server, client: Client) -> None:
     wait_until(both)
 
 
-def test_token_ids_and_async_client(server: Server, client: Client, reference: Cascade) -> None:
-    """Guards prompts of token ids, and the client for event loops."""
-    import asyncio
-
-    ids = reference.tokenizer.encode(PROMPT)
-    params = SamplingParams(max_tokens=16, temperature=0)
-
-    async def ask() -> tuple[str, str]:
-        async with AsyncClient(server.address) as asynchronous:
-            whole = await asynchronous.generate(ids, params)
-            return whole.text, "".join([chunk.text async for chunk in asynchronous.stream(ids, params)])
-
-    expected = alone(reference, params).text
-    assert asyncio.run(ask()) == (expected, expected)
-    assert CompletionBuilder().add(pb.GenerateResponse()).text == ""
-    assert threading.active_count() < 200
-
-
-def test_refused_prompts_of_the_library_are_refused_here(client: Client) -> None:
-    """Guards the error types of clients: the same as the library's."""
-    with pytest.raises(InvalidRequest, match="empty"):
-        client.generate([], SamplingParams())
+def test_routers_keep_a_limit_together(server: Server, client: Client) -> None:
+    """Guards a limit against the number of routers, whichever of them a connection meets; and that places come back."""
+    request = encode_request(PROMPT, SamplingParams(max_tokens=900, seed=1, ignore_eos=True), None)
+    with grpc.insecure_channel(server.address) as channel:
+        calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(MOST_RUNNING)]
+        for call in calls:
+            next(call)
+        time.sleep(1.0)  # until the other router has heard
+        words = f"may have {MOST_RUNNING} answers"
+        for _ in range(8):
+            with Client(server.address, patience_s=0) as other, pytest.raises(Overloaded, match=words):
+                other.generate(PROMPT, SHORT)
+        for call in calls:
+            call.cancel()
+    assert client.generate(PROMPT, SHORT).token_ids
 
 
-def test_openai_client_gets_the_full_models_text(server: Server, client: Client, reference: Cascade) -> None:
-    """Guards the HTTP door of the served system, whole and streamed; `client` looks at every tier behind it."""
-    params = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
-    expected = alone(reference, params).text
-    asked: dict[str, Any] = {"model": server.model, "max_tokens": 48, "temperature": 0.8, "seed": 11}
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as asking:
-        assert asking.completions.create(prompt=PROMPT, **asked).choices[0].text == expected
-        pieces = asking.completions.create(prompt=PROMPT, stream=True, **asked)
-        assert "".join(piece.choices[0].text for piece in pieces) == expected
-        chat = asking.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked)
-        assert chat.choices[0].message.content == expected
-        long = asked | {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
-        with asking.completions.create(prompt=PROMPT, stream=True, **long) as left:
-            next(iter(left))
+def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) -> None:
+    """Guards the preference for a replica on its whole way: the router, Serve's router, what replicas say of themselves."""
+
+    def counts() -> tuple[int, int]:
+        states = replicas("full").values()
+        return sum(one["asked"] for one in states), sum(one["reused"] for one in states)
+
+    before = counts()
+    for number in range(16):
+        prompt = [*range(1000, 1160), number]
+        client.generate(prompt, SHORT)
+        client.generate(prompt, SHORT, handling=Handling(cache_salt=f"tenant {number}"))
+    asked, reused = (now - then for now, then in zip(counts(), before, strict=True))
+    assert asked == 32 * 161
+    assert reused >= 12 * 160

@@ -22,6 +22,7 @@ from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.metrics.page import Page
+from deployments.ops.metrics.series import SERIES
 from tests.conftest import LONG_S
 from tests.doors import House, house
 
@@ -85,6 +86,16 @@ def test_counters_have_their_router() -> None:
     """Guards rates of several routers at one port: each counts for itself."""
     assert Scrape.parse(Page("one").text().decode()).router == "one"
     assert Scrape.parse(Page().text().decode()).router == ""
+
+
+def test_requests_of_now_are_shown() -> None:
+    """Guards the names of gauges: requests that ran and waited were shown as none."""
+    names = ("num_requests_running", "num_requests_waiting")
+    text = "".join(f"# TYPE cascade_{name} gauge\ncascade_{name} {7 + place}.0\n" for place, name in enumerate(names))
+    assert all(name in SERIES for name in names)
+    with console.capture() as captured:
+        console.print(view(Frame(0.0, scrape=Scrape.parse(text))), width=120)
+    assert {"7", "8"} <= {*captured.get().replace("│", " ").split()}
 
 
 def test_branches_are_shown() -> None:

@@ -31,12 +31,8 @@ OF_DRAFTERS = {  # likewise, of edges that have one
     "prefetched_corrections": "prefetched",
     "prefetched_tokens": "prefetched_tokens",
 }
-BY_NUMBER = {  # likewise, each with numbers by rank or position
-    "proposed_by_rank": "proposed_by_rank",
-    "accepted_by_rank": "accepted_by_rank",
-    "proposed_by_position": "proposed_by_position",
-    "accepted_by_position": "accepted_by_position",
-}
+# likewise, of the same names, each with numbers by rank or position
+BY_NUMBER = ("proposed_by_rank", "accepted_by_rank", "proposed_by_position", "accepted_by_position")
 
 
 class RouterMetrics:
@@ -131,8 +127,8 @@ class RouterMetrics:
         labels = (edge.drafter or "none", edge.verifier)
         for name, field in (OF_PASSES | (OF_DRAFTERS if edge.drafter else {})).items():
             self._edges[name].labels(*labels).inc(getattr(edge, field))
-        for name, field in BY_NUMBER.items() if edge.drafter else ():
-            for number, count in enumerate(getattr(edge, field)):
+        for name in BY_NUMBER if edge.drafter else ():
+            for number, count in enumerate(getattr(edge, name)):
                 self._edges[name].labels(*labels, str(number)).inc(count)
 
     def _watch(self, edge: Edge, sampling: str) -> None:

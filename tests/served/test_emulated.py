@@ -1,29 +1,37 @@
-"""What Ray's node shows of a served cascade: emulated devices, behind the real gRPC door."""
+"""A cascade on emulated devices, served on GPUs that are not there: what Ray's node shows of it, and the benchmark's texts."""
 
+import asyncio
 import contextlib
 import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.cluster.devices import Setup
-from cascade import SamplingParams, Speculation
-from cascade.client import Client
+from benchmarks.cluster.crowd import AUTO, THREE, crowd
+from benchmarks.cluster.devices import Asked, Setup, simulated
+from benchmarks.cluster.one import ALONE, PAIRS
+from cascade import InvalidRequest, SamplingParams, Speculation
+from cascade.bench.measure import Mode
+from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
 from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES
-from tests.conftest import LONG_S, Cluster
+from tests.conftest import FAKE_GPUS, LONG_S, Cluster
 
-APPLICATION = "counted"  # of its own: what nodes counted of others stays
-SETUP = Setup(stretch=1.0, replicas=(1, 1, 1))
+APPLICATION = "emulated"  # of its own: what nodes counted of others stays
+SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
 NAMES = SETUP.config.names
-PROMPT = list(range(20, 60))
-PARAMS = SamplingParams(max_tokens=48, temperature=0, seed=0, ignore_eos=True)
 EDGE = {"drafter": "medium", "verifier": "full"}
+PROMPT = list(range(20, 60))
+PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+LOCKSTEP = Mode("lockstep", Speculation(tiers=("medium",), window=4, schedule="lockstep"))
+
+
 NEVER_YET = {"failovers", "resumed_answers", "refused", "undrafted_answers", "num_preemptions", "tier_pass_failures"}
 PERHAPS = {
     "corrections",
@@ -40,9 +48,12 @@ Labels = dict[str, str]
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Three tiers of toys with a device each."""
+    """Three tiers of toys, each replica with a device, of whose full one there are two."""
     with Server.start(SETUP.config, port=0, name=APPLICATION) as server:
         yield server
+
+
+# what Ray's node shows: first, while nothing has been counted
 
 
 class Shown(defaultdict[str, list[tuple[Labels, float]]]):
@@ -86,10 +97,10 @@ def own_tokens(shown: Shown, before: Shown, least: int) -> bool:
 
 def test_a_request_moves_what_nodes_show(server: Server) -> None:
     """Guards the way from routers and replicas to Prometheus: names, labels, and values that move as much as they should."""
-    before = when(lambda shown: shown.total("healthy") == len(NAMES) and shown.total("full_replicas", tier=ROUTER) == 1)
+    before = when(lambda shown: shown.total("healthy") == 4 and shown.total("full_replicas", tier=ROUTER) == 2)
     assert {said["tier"] for said, _ in before["ray_cascade_healthy"]} == {*NAMES}
     with Client(server.address) as client:
-        answer = client.generate(PROMPT, PARAMS, Speculation(tiers=("tiny", "medium")))
+        answer = client.generate(PROMPT, replace(PARAMS, seed=0), Speculation(tiers=("tiny", "medium")))
     [edge] = [edge for edge in answer.stats.edges if (edge.drafter, edge.verifier) == ("medium", "full")]
     num_tokens = len(answer.token_ids)
     shown = when(
@@ -116,7 +127,7 @@ def test_a_request_moves_what_nodes_show(server: Server) -> None:
 
 def test_series_are_those_of_the_list(server: Server) -> None:
     """Guards against names and labels that only the documents know, and series that never come."""
-    shown = when(lambda shown: shown.total("healthy") == len(NAMES) and shown.total("tiers") == len(NAMES))
+    shown = when(lambda shown: shown.total("healthy") == 4 and shown.total("tiers") == len(NAMES))
     left_out = NEVER_YET | LATER | PERHAPS | {series.name for series in AUDITS}  # which nobody has asked for
     wanted = [one for one in SERIES.values() if {"router", "tier"} & {*one.places} and one.name not in left_out]
     for series in wanted:
@@ -131,3 +142,56 @@ def test_series_are_those_of_the_list(server: Server) -> None:
     assert (router["tier"], router["model"]) == (ROUTER, SETUP.config.tiers[-1].model_loading_config.model_id)
     samples = {sample for series in SERIES.values() for sample in series.samples}
     assert {name for name in shown if not name.endswith("_created")} <= samples
+
+
+# what answers are
+
+
+def test_every_mode_writes_what_the_toy_writes_alone(server: Server) -> None:
+    """Guards figures against wrong texts: leases, links, sessions and trees lose, repeat and mistake no token."""
+    prompts = [PROMPT, PROMPT[5:]]
+    expected = simulated(SETUP.tiers(), Asked(prompts, PARAMS), ALONE.speculation, warm_up=1).texts
+    with Client(server.address) as client:
+        for mode in (ALONE, *PAIRS, LOCKSTEP, THREE, AUTO):
+            for seed, prompt in enumerate(prompts):
+                found = client.generate(prompt, replace(PARAMS, seed=seed), mode.speculation)
+                assert found.token_ids == expected[seed], mode.name
+
+
+def test_each_replica_holds_its_device(server: Server) -> None:
+    """Guards a device for each replica: Ray has given away as many GPUs as there are replicas."""
+    with Client(server.address) as client:
+        tiers = client.describe().tiers
+    assert [tier.replicas for tier in tiers] == [1, 1, 2]
+    assert {(tier.device, tier.dtype) for tier in tiers} == {("emulated", "toy")}
+    assert ray.available_resources().get("GPU", 0) == FAKE_GPUS - 4
+
+
+def test_passes_are_not_sooner_than_the_device(server: Server) -> None:
+    """Guards the table in a real replica: an answer alone takes a pass of the device for each token at least."""
+    begin = time.monotonic()
+    with Client(server.address) as client:
+        client.generate(PROMPT, replace(PARAMS, max_tokens=12, seed=0), Speculation("off"))
+    assert time.monotonic() - begin >= 12 * SETUP.full_pass_s
+
+
+def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
+    """Guards the crowd of the benchmark: many at once on several replicas, broken off in the middle."""
+
+    async def together() -> bool:
+        async with AsyncClient(server.address) as client:
+            clients = crowd(client, THREE, 40, SETUP, [PROMPT, PROMPT[5:]])
+            clients.grow(8)
+            await clients.rate(1.0)
+            await clients.stop(2)
+            await clients.rate(0.3)
+            await clients.stop()
+        return clients.exact and clients.tokens > 0
+
+    assert asyncio.run(together())
+
+
+def test_what_toys_do_not_honour_is_refused(server: Server) -> None:
+    """Guards against penalties and biases that a toy would ignore without a word."""
+    with Client(server.address) as client, pytest.raises(InvalidRequest, match="honours temperature and the filters"):
+        client.generate(PROMPT, replace(PARAMS, seed=0, presence_penalty=1.0))

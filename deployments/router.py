@@ -178,7 +178,7 @@ class Router:
 
     async def abort_for(self, router: str, key: str, request_id: str) -> int | None:
         """Another router asks to end requests of a key."""
-        return None if router == self._siblings.me else self.admission.abort(key, request_id)
+        return None if router == self._siblings.name else self.admission.abort(key, request_id)
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
@@ -210,7 +210,7 @@ class Router:
 
     async def exchange_limits(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
         """Another router tells what keys hold and have used there, and is told the same of this one."""
-        return self._exchange.heard(router, usages)
+        return self._exchange.receive(router, usages)
 
     async def drain(self) -> None:
         """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""

@@ -105,8 +105,8 @@ class TierReplica:
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
-        self._replica = siblings.me
-        self._handover = Handover(siblings.me, partial(siblings.ask, "running_for"), self._server.leave, period_s)
+        self._replica = siblings.name
+        self._handover = Handover(siblings.name, partial(siblings.ask, "running_for"), self._server.leave, period_s)
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
         self._watching = asyncio.create_task(self._handover.watch())

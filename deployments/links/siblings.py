@@ -22,17 +22,17 @@ class Siblings:
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
         here = context()
-        self.me = replica_name()
-        self._place = None if here is None else (here.deployment, here.app_name)
+        self.name = replica_name()
+        self._deployment = None if here is None else (here.deployment, here.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """What ``method`` of each replica returns, which is told first who asks; ``None`` and those without answer left out."""
-        if self._place is None:
+        if self._deployment is None:
             return []
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if self._handle is None:  # Serve's controller is asked, which may take a while
-                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._place)
+                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._deployment)
                 answers = await self._answers(self._handle, method, args)
         except Exception as error:  # whatever Ray raises, or the time is over
             log.warning("The other replicas cannot be asked: %s", error or type(error).__name__)
@@ -42,7 +42,7 @@ class Siblings:
     async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
         while True:
             try:
-                answers: list[Any] = await handle.broadcast(method, self.me, *args).results_async(return_exceptions=True)
+                answers: list[Any] = await handle.broadcast(method, self.name, *args).results_async(return_exceptions=True)
                 return answers
             except RayServeException:  # none is known yet
                 await asyncio.sleep(AGAIN_S)

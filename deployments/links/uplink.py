@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # between two looks whether the tier hangs
 CHECKS_MISSED = 2.0  # periods without a health check, after which a replica asks whether Serve stops it
-SURE = 2  # answers in a row that say so
+CONFIRMATIONS = 2  # answers in a row that say so
 REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
@@ -211,7 +211,7 @@ class Handover:
     async def watch(self) -> None:
         """Return when the sessions have been handed over."""
         found = 0
-        while found < SURE:
+        while found < CONFIRMATIONS:
             await asyncio.sleep(self._gap_s / 4)
             missed = time.monotonic() - self._checked > CHECKS_MISSED * self._gap_s
             running = await self._running() if missed else []

@@ -51,8 +51,8 @@ class Tracing:
         """A span that begins now, or has begun at ``since_ns``; with no parent, below whatever this task is in."""
         if self.tracer is None:
             return INVALID_SPAN
-        above = set_span_in_context(parent) if isinstance(parent, Span) else parent
-        return self.tracer.start_span(name, above, kind, attributes, start_time=since_ns)
+        context = set_span_in_context(parent) if isinstance(parent, Span) else parent
+        return self.tracer.start_span(name, context, kind, attributes, start_time=since_ns)
 
 
 UNTRACED = Tracing()
@@ -125,7 +125,7 @@ def flush() -> None:
 # where they belong
 
 
-def told(headers: Iterable[tuple[str, object]]) -> Context:
+def parent_of_headers(headers: Iterable[tuple[str, object]]) -> Context:
     """Where HTTP headers or gRPC metadata say that a request belongs; empty if they do not, or not as W3C has it.
 
     Several `traceparent` are none, several `tracestate` are one list.
@@ -137,12 +137,12 @@ def told(headers: Iterable[tuple[str, object]]) -> Context:
     return PROPAGATOR.extract({PARENT: parents, STATE: states}) if len(parents) == 1 else Context()
 
 
-def above(opening: Open) -> Context:
+def parent_of(opening: Open) -> Context:
     """Where the side that opened a session says that it belongs."""
     return PROPAGATOR.extract({PARENT: opening.traceparent, STATE: opening.tracestate})
 
 
-def under(opening: Open, span: Span) -> Open:
+def within(opening: Open, span: Span) -> Open:
     """``opening`` as part of ``span``."""
     carrier: dict[str, str] = {}
     PROPAGATOR.inject(carrier, set_span_in_context(span))
@@ -168,7 +168,7 @@ class RequestTrace:
         came = now - int((time.monotonic() - since) * 1e9)
         attributes = {"cascade.replica": tracing.replica}
         # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
-        span = tracing.span("cascade.request", told(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
+        span = tracing.span("cascade.request", parent_of_headers(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
         tracing.span("cascade.admission", span, since_ns=came).end(now)
         return cls(tracing, span)
 
@@ -199,7 +199,7 @@ class AnswerTrace:
         }
         self._span = tracing.span("cascade.answer", request.span, attributes=said)
         self._wait = tracing.span("cascade.queue", self._span)
-        self.opening = opening if tracing.tracer is None else under(opening, self._span)  # what to ask the full tier
+        self.opening = opening if tracing.tracer is None else within(opening, self._span)  # what to ask the full tier
 
     def turn(self) -> None:
         """It is written from now on."""
@@ -255,9 +255,9 @@ class SessionSpans:
         if self._tracing.tracer is None or not opening.traceparent:
             return opening
         attributes = {"cascade.tier": opening.tier, "cascade.session": opening.session, **said}
-        span = self._tracing.span(f"cascade.{verb} {opening.tier}", above(opening), kind, attributes)
+        span = self._tracing.span(f"cascade.{verb} {opening.tier}", parent_of(opening), kind, attributes)
         self._spans[opening.session] = span, opening.tier
-        return under(opening, span)
+        return within(opening, span)
 
     def event(self, session: str, name: str, **attributes: str) -> None:
         """Something happens to it."""

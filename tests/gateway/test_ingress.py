@@ -42,9 +42,9 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ray's class as the proxies have it, put back behind the test; private, so this guards against new versions of Ray."""
     monkeypatch.setattr(proxy, "ProxyResponseGenerator", proxy.ProxyResponseGenerator)
     monkeypatch.setattr("ray.serve._private.proxy_response_generator.DeploymentResponseGenerator", Response)
-    ingress.attend()
-    ingress.attend()
-    assert proxy.ProxyResponseGenerator.__mro__.count(ingress._Attended) == 1
+    ingress.patch_proxies()
+    ingress.patch_proxies()
+    assert proxy.ProxyResponseGenerator.__mro__.count(ingress._EndsWithItsCall) == 1
     return proxy.ProxyResponseGenerator
 
 

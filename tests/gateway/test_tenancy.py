@@ -148,7 +148,7 @@ class Neighbours(Siblings):
 
     def __init__(self, name: str, houses: list[House]) -> None:
         super().__init__()
-        self.me = name
+        self.name = name
         self.dead = False
         self._houses = houses
 
@@ -156,7 +156,7 @@ class Neighbours(Siblings):
         answers = []
         for one in self._houses:
             if not (self.dead or one.router._siblings.dead):  # type: ignore[attr-defined]
-                asked = asyncio.run_coroutine_threadsafe(getattr(one.router, method)(self.me, *args), one.loop)
+                asked = asyncio.run_coroutine_threadsafe(getattr(one.router, method)(self.name, *args), one.loop)
                 answers.append(await asyncio.wrap_future(asked))
         return [answer for answer in answers if answer is not None]
 
@@ -232,11 +232,11 @@ def test_a_router_that_comes_hears_what_has_been_used() -> None:
     """Guards a rate against routers that are new, and against charging twice for what is told twice."""
     old, new = (Account("alice", KeyLimits(tokens_per_minute=600)) for _ in range(2))
     old.charge(500)
-    new.heard("old", old.usage)
-    old.heard("new", new.usage)
+    new.receive("old", old.usage)
+    old.receive("new", new.usage)
     assert new.usage.balance == pytest.approx(100, abs=5)
     assert old.usage.balance == pytest.approx(100, abs=5)
     new.charge(50)
-    old.heard("new", new.usage)
-    old.heard("new", new.usage)
+    old.receive("new", new.usage)
+    old.receive("new", new.usage)
     assert old.usage.balance == pytest.approx(50, abs=5)

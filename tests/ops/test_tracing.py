@@ -20,7 +20,7 @@ from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
-from deployments.ops.tracing import Tracing, above, exporters, told, tracing
+from deployments.ops.tracing import Tracing, exporters, parent_of, parent_of_headers, tracing
 from tests.doors import House, house
 from tests.links.net import Node
 from tests.router.test_http import PROMPT, ask
@@ -172,17 +172,17 @@ def test_unsampled_requests_stay_so(served: House, traces: Traces) -> None:
 @pytest.mark.parametrize("wrong", ["", GIVEN.upper(), GIVEN.replace(TRACE, "0" * 32), GIVEN + "-more"])
 def test_what_is_no_context_is_ignored(wrong: str) -> None:
     """Guards against traces that join where W3C Trace Context says they must not; OpenTelemetry's own tests have more cases."""
-    assert not told([("traceparent", wrong), ("tracestate", "a=b")])
-    assert not above(replace(opening(), traceparent=wrong, tracestate="a=b"))
+    assert not parent_of_headers([("traceparent", wrong), ("tracestate", "a=b")])
+    assert not parent_of(replace(opening(), traceparent=wrong, tracestate="a=b"))
 
 
 def test_contexts_as_w3c_has_them() -> None:
     """Guards later versions, names in any case, and repeated headers: several parents are none, several states one list."""
-    assert told([("TraceParent", GIVEN)])
-    assert told([("traceparent", "cc" + GIVEN[2:] + "-what-comes-later")])
-    assert not told([("traceparent", GIVEN), ("traceparent", GIVEN)])
-    assert not told([("traceparent-bin", GIVEN.encode()), ("traceparent", GIVEN.encode())])
-    [span] = told([("traceparent", GIVEN), ("tracestate", "a=1"), ("tracestate", "b=2")]).values()
+    assert parent_of_headers([("TraceParent", GIVEN)])
+    assert parent_of_headers([("traceparent", "cc" + GIVEN[2:] + "-what-comes-later")])
+    assert not parent_of_headers([("traceparent", GIVEN), ("traceparent", GIVEN)])
+    assert not parent_of_headers([("traceparent-bin", GIVEN.encode()), ("traceparent", GIVEN.encode())])
+    [span] = parent_of_headers([("traceparent", GIVEN), ("tracestate", "a=1"), ("tracestate", "b=2")]).values()
     assert span.get_span_context().trace_state.to_header() == "a=1,b=2"  # type: ignore[attr-defined]
 
 

@@ -102,7 +102,7 @@ class Account:
         oldest = time.monotonic() - FORGET_S
         return sum(usage.running for usage, heard_at in self._elsewhere.values() if heard_at > oldest)
 
-    def heard(self, router: str, usage: Usage) -> None:
+    def receive(self, router: str, usage: Usage) -> None:
         """Another router tells what the key holds and has used there."""
         self._refill()
         known = self._elsewhere.get(router)
@@ -176,11 +176,11 @@ class Access:
         """What the keys that have limits, and have been used, hold and have used here."""
         return {one.name: one.usage for one in self._everybody if one.limited and one.num_charged + one.num_running}
 
-    def heard(self, router: str, usages: Mapping[str, Usage]) -> None:
+    def receive(self, router: str, usages: Mapping[str, Usage]) -> None:
         """Another router tells what keys hold and have used there."""
         for account in self._everybody:
             if account.name in usages:
-                account.heard(router, usages[account.name])
+                account.receive(router, usages[account.name])
 
     @property
     def _everybody(self) -> Collection[Account]:
@@ -221,12 +221,12 @@ class Exchange:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def heard(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
+    def receive(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
         """Another router tells of its keys, and is told of those here; ``None`` if it is this one."""
-        if router == self._others.me:
+        if router == self._others.name:
             return None
-        self._access.heard(router, usages)
-        return self._others.me, self._access.usages()
+        self._access.receive(router, usages)
+        return self._others.name, self._access.usages()
 
     async def _run(self) -> None:
         while True:
@@ -236,7 +236,7 @@ class Exchange:
             if counts != self._last_sent or any(running for running, _ in counts.values()):
                 self._last_sent = counts
                 for router, theirs in await self._others.ask("exchange_limits", usages):
-                    self._access.heard(router, theirs)
+                    self._access.receive(router, theirs)
 
 
 def _with_least_priority(limits: KeyLimits) -> KeyLimits:

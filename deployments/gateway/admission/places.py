@@ -17,7 +17,7 @@ class Places:
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._max_running = max_running
-        self._room = max_running + max_waiting
+        self._capacity = max_running + max_waiting
         self._free = max_running  # turns that nobody has; less than none where there are fewer than before
         self._queue = FairQueue()
         self._calls: dict[Ticket, asyncio.Future[None]] = {}  # of those that wait
@@ -35,12 +35,12 @@ class Places:
         """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
         if self.closed:
             raise Unavailable(LEAVING)
-        if num_answers > self._room:
+        if num_answers > self._capacity:
             raise InvalidRequest(
-                f"The request asks for {num_answers} answers at once: the server takes {self._room}; "
+                f"The request asks for {num_answers} answers at once: the server takes {self._capacity}; "
                 "send fewer prompts, or a smaller n"
             )
-        if self.num_admitted + num_answers > self._room:
+        if self.num_admitted + num_answers > self._capacity:
             raise Overloaded(
                 f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait",
                 FULL_RETRY_AFTER_S,
@@ -79,7 +79,7 @@ class Places:
 
     def resize(self, max_running: int, max_waiting: int) -> None:
         """Have so many places from now on; what is being written or waits has its own until it ends."""
-        more, self._max_running, self._room = max_running - self._max_running, max_running, max_running + max_waiting
+        more, self._max_running, self._capacity = max_running - self._max_running, max_running, max_running + max_waiting
         self._give_back(more)
 
     def _give_back(self, turns: int) -> None:

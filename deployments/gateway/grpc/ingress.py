@@ -16,11 +16,11 @@ SERVICER = "deployments.gateway.grpc.ingress.add_CascadeServicer_to_server"
 
 def add_CascadeServicer_to_server(servicer: serving_pb2_grpc.CascadeServicer, server: grpc.aio.Server) -> None:
     """Add the service; called in the proxy's process."""
-    attend()
+    patch_proxies()
     serving_pb2_grpc.add_CascadeServicer_to_server(servicer, server)
 
 
-def attend() -> None:
+def patch_proxies() -> None:
     """Let the proxy cancel a request whose client leaves while a piece of the answer is being written to it, and say in plain
     words that a router is gone.
 
@@ -29,8 +29,8 @@ def attend() -> None:
     does as before.
     """
     original = getattr(proxy, "ProxyResponseGenerator", None)
-    if isinstance(original, type) and not issubclass(original, _Attended):
-        proxy.ProxyResponseGenerator = type("ProxyResponseGenerator", (_Attended, original), {})
+    if isinstance(original, type) and not issubclass(original, _EndsWithItsCall):
+        proxy.ProxyResponseGenerator = type("ProxyResponseGenerator", (_EndsWithItsCall, original), {})
 
 
 class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is not typed
@@ -44,7 +44,7 @@ class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is no
         return "The router that wrote the answer is gone: ask again"
 
 
-class _Attended:
+class _EndsWithItsCall:
     """Mixed into the proxy's answers: the request ends with the call in whose task it was made."""
 
     _response: Any

@@ -1,4 +1,4 @@
-"""Traces: one request is one trace over all processes, see docs/tracing.md. Off unless the environment asks for it.
+"""Traces: one request is one trace over all processes, see docs/howto/observe.md. Off unless the environment asks for it.
 
 Spans go where OpenTelemetry's environment variables say, or Ray Serve's tracing. They belong where W3C Trace Context says, in
 `traceparent` and `tracestate`. They begin and end with requests, answers and sessions; passes have none.

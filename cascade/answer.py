@@ -149,7 +149,7 @@ class Answer:
         return self._piece() if self.finished else None
 
     def receive(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
-        """What the full tier says: the next piece, if there is one, and the acknowledgement for the tier."""
+        """Take in a proposal of the full tier: the next piece of text, if there is one, and the tier's acknowledgement."""
         if self.finished:
             return None, None
         begin = self.opening.prompt_len + len(self._tokens)

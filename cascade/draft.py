@@ -45,7 +45,7 @@ class Draft:
         assert len(self.dists) in (0, size)
         if self.parents:
             assert len(self.parents) == size
-            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node stands behind its parent"
+            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node comes after its parent"
             if self.parents == tuple(range(-1, size - 1)):
                 object.__setattr__(self, "parents", ())
         assert not (self.dists and self.parents), "what nodes were drawn from is known of lines alone"
@@ -95,7 +95,7 @@ class Draft:
         return len(self.tokens) if not self.parents else max(self.depths) + 1
 
     def walk(self, own: Sequence[int], ends: Collection[int] = ()) -> tuple[list[int], list[int]]:
-        """The way that own tokens take through the tree: new tokens of the text, and the nodes that say the same.
+        """Follow own tokens through the tree: the new tokens of the text, and the nodes that say the same.
 
         ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
         last new token may be in the tree or not: then there is a node less. After the first of ``ends`` there is none.
@@ -148,7 +148,7 @@ class Draft:
         return Draft(*parts, self.dists[:size])
 
     def pick(self, nodes: Sequence[int]) -> "Draft":
-        """What these nodes say, which come with those before them, in their order here."""
+        """The draft of ``nodes`` alone: ascending, and none without its parent."""
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
@@ -162,7 +162,7 @@ class Draft:
         )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
-        """Of its first ``size`` nodes those that are token ids, no deeper than ``depth``, after others that are kept."""
+        """The part of its first ``size`` nodes that are token ids and at most ``depth`` tokens deep, each with its parents."""
         if self.is_line:
             tokens = self.tokens[:depth]
             return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
@@ -196,7 +196,7 @@ class Draft:
         )
 
     def merge(self, other: "Draft") -> "Draft":
-        """All that either guesses. What both say has the origins and confidences of this one, whose nodes come first."""
+        """The union of both trees. Nodes of both have this one's origins and confidences; this one's nodes come first."""
         return self.union(other)[0]
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:

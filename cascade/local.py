@@ -30,9 +30,8 @@ from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import glance
-from cascade.requests import Deliver, Mailbox, Requests
 from cascade.scorer import Drafter, Scorer
-from cascade.tier.local_links import join
+from cascade.tier.local_links import Deliver, Mailbox, Requests, join
 from cascade.tier.tier import Tier
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -50,13 +49,12 @@ ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are take
 
 
 class Cascade:
-    """One to five models of a family, the largest of which is answered for.
+    """One to five models of a family. Output is exactly the last one's; the others make it faster.
 
     >>> with Cascade.demo() as cascade:
     ...     print(cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
 
-    ``models`` go bottom to top; whatever the others guess, the text is what the last one alone would write. Safe to use from
-    several threads and event loops at once.
+    ``models`` go bottom to top. Safe to use from several threads and event loops at once.
     """
 
     def __init__(

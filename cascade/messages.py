@@ -17,7 +17,7 @@ MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
 RUNNER_UPS = 2  # of an own token that are of use
 YIELDED = "a background session yields to all others"  # reason of a `Failed`
 BACKGROUND = MAX_PRIORITY + 1  # priority that no request has, see `Open.background`
-MAX_RANKS = 1 + RUNNER_UPS  # of guesses that are counted apart: own tokens of the drafter, and its runner-ups
+MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses that are counted: own tokens of the drafter, first and second runner-ups
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Lane:
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()  # as those of a `Draft`
 
-    def behind(self, text: Sequence[int]) -> "Lane":
+    def after(self, text: Sequence[int]) -> "Lane":
         """What it says after ``text``; nothing if the text says something else from ``start`` on."""
         known, draft = text[self.start :], Draft(self.tokens, bytes(len(self.tokens)), parents=self.parents)
         path = draft.find(known)
@@ -110,7 +110,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """By which rule the edges around a session accept guesses. All but the one below the full tier are coupled."""
+    """Acceptance rules of the edges above and below a session. All but the one below the full tier are coupled."""
 
     rule: Rule = "coupled"  # of the edge to the tier below
     above: Rule = "coupled"  # of the edge to the tier above
@@ -172,7 +172,7 @@ class Open:
 
     @property
     def background(self) -> bool:
-        """It has a tier to itself: it is refused beside a session of another kind, and over when one opens."""
+        """It yields to all others: it is refused beside a session of another kind, and ends when one opens."""
         return self.priority >= BACKGROUND
 
 

@@ -13,8 +13,8 @@ BLOCK = 16  # positions
 TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 UNIT = 1 / 16  # of gaps on the wire, in nats
-UNREAD = -1  # guesses of a row whose text no drafter reads, now or later
-GROWTH = 16  # an allocation that is full grows by at least this part of itself: little is copied, and little held in vain
+UNREAD = -1  # guesses of a row whose text no drafter reads
+GROWTH = 16  # a full allocation grows by at least 1/16 of itself: little is copied, and little held in vain
 
 
 def num_blocks(positions: int) -> int:
@@ -28,7 +28,7 @@ def tiled(positions: int) -> int:
 
 
 def grown_capacity(positions: int, capacity: int) -> int:
-    """New capacity, in positions, of storage for ``capacity`` that has to hold more."""
+    """New capacity, in positions, of a store for ``capacity`` positions that has to hold ``positions``."""
     return BLOCK * max(num_blocks(positions), num_blocks(capacity + capacity // GROWTH))
 
 
@@ -43,7 +43,7 @@ class Store(Protocol):
         """Make room for ``positions`` in all; what is written stays."""
 
     def reuse(self, source: Any, positions: int) -> None:
-        """Hold the first ``positions`` of another store of the same model, too; there is room for them."""
+        """Hold what another store of the same model has of the first ``positions``; there is room for them."""
 
     def fork(self, position: int) -> Any:
         """A store that goes on otherwise from ``position`` on, empty there; what is before it is this one's.
@@ -54,7 +54,7 @@ class Store(Protocol):
         """
 
     def join(self, fork: Any) -> None:
-        """Hold from its position on what ``fork``, one of this store, holds there. The fork is void then, and free."""
+        """Take over what ``fork``, a fork of this store, holds from its position on; the fork is freed."""
 
     def free(self) -> None:
         """Give the memory back; the store is not used again."""
@@ -105,12 +105,12 @@ class Row:
     cache: Any  # a Store of the model that runs the pass, or a fork of one: then the draft is a line
     start: int  # absolute position of tokens[0]; all positions before are in the store
     tokens: Sequence[int]
-    num_own: int  # own tokens wanted, after the last so many of tokens; 0 for a prefill chunk that does not end the text
+    num_own: int  # trailing positions of tokens whose own token is wanted; 0 for a prefill chunk that does not end the text
     params: SamplingParams  # with a seed
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
-    draft: Draft = NO_DRAFT  # after tokens; the own token after each of its nodes is wanted, too
+    draft: Draft = NO_DRAFT  # guesses after tokens; the own token after each of its nodes is wanted, too
     runner_ups: int = 0  # wanted beside each own token
-    guesses: int = 0  # that a drafter which reads the model may make after the text, along the draft_top_k line, or `UNREAD`
+    guesses: int = 0  # that a drafter which reads the model may make after the text, one after another, or `UNREAD`
     draw: Draw | None = None  # instead of shared noise; the draft is a line then
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
 
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def num_scored(self) -> int:
-        """Positions of the pass whose own tokens are wanted: the last so many of ``fed``."""
+        """Positions of the pass whose own tokens are wanted: the last ones of ``input_ids``."""
         return self.num_own + len(self.draft)
 
 

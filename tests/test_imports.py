@@ -14,7 +14,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.session", "cascade.engine"),
     ("cascade.tier",),
     ("cascade.simulation", "cascade.family", "cascade.training"),
-    ("cascade.settings", "cascade.requests"),
+    ("cascade.settings",),
     ("cascade.local",),
     ("cascade.bench", "cascade.llm"),
     ("deployments.replica", "deployments.versions"),

@@ -33,9 +33,9 @@ from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Failed, Message, origin_level
-from cascade.requests import Mailbox
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
+from cascade.tier.local_links import Mailbox
 from tests import small
 from tests.architectures import build
 from tests.cases import crossed, rare

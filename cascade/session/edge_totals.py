@@ -34,22 +34,22 @@ class EdgeTotals:
             self._edge, self._bare, self._emitted, self._waited_s, self.agreed = self._edge + counted, 0, 0, 0.0, 0
         return self._edge
 
-    def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, whose: Sequence[str] = ()) -> None:
+    def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
         """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
 
-        ``whose`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
+        ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         """
         if not num_scored:
             self._bare += 1
             self._emitted += num_new
             return
-        inner, drafter = sorted({*whose[:num_scored]} - {""}), self._edge.drafter
+        inner, drafter = sorted({*drafters[:num_scored]} - {""}), self._edge.drafter
         if not inner:
             self._edge += self._part(drafter, draft, range(num_scored), path, num_new)
             return
         first = "" if drafter else inner[0]  # whose pass it is: that of a drafter here if there is no tier below
         for name in ("", *inner) if drafter else inner:
-            nodes, right = ([node for node in some if whose[node] == name] for some in (range(num_scored), path))
+            nodes, right = ([node for node in some if drafters[node] == name] for some in (range(num_scored), path))
             part = self._part(name or drafter, draft, nodes, right, num_new if name == first else None)
             if name:
                 _add(self._past, part)
@@ -76,9 +76,9 @@ class EdgeTotals:
         """The verifier says another token than the drafter did."""
         self._edge += Edge(self._edge.drafter, self.tier, corrected=1)
 
-    def prepared(self, num_waiting: int) -> None:
+    def prepared(self, num_tokens: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
-        self._edge += Edge(self._edge.drafter, self.tier, prefetched=1, prefetched_tokens=num_waiting)
+        self._edge += Edge(self._edge.drafter, self.tier, prefetched=1, prefetched_tokens=num_tokens)
 
     def waited(self, seconds: float) -> None:
         """The verifier waited for guesses."""
@@ -89,7 +89,7 @@ class EdgeTotals:
         if _num_passes(edges) > _num_passes(self.below):
             self.below = edges
 
-    def change(self, drafter: str) -> None:
+    def change_drafter(self, drafter: str) -> None:
         """Another drafter from now on, or none."""
         for edge in (self.edge, *self.below):
             _add(self._past, edge)

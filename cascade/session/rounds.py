@@ -18,15 +18,13 @@ from collections.abc import Sequence
 from cascade.draft import Dist, Draft
 from cascade.messages import Open, Rules
 from cascade.scorer import Draw, Scored
-from cascade.session.hints import Pool
+from cascade.session.guesses import Pool
 from cascade.session.work import Work
 from cascade.splitmix import GOLDEN, mix, signed
 
-MAX_NODES = 64  # of a round
 
-
-def unended(opening: Open, below: Rules) -> frozenset[int]:
-    """Ending tokens that the session below stops at: none in rounds, but where what comes after them could not be shaped."""
+def stops_below(opening: Open, below: Rules) -> frozenset[int]:
+    """Ending tokens after which the tier below writes nothing: none in rounds, but where what follows could not be shaped."""
     shaped = opening.params.structured is not None or opening.params.min_tokens
     return frozenset() if below.wants_q and not shaped else opening.ends
 
@@ -40,39 +38,38 @@ class Rounds:
         assert opening.params.seed is not None
         self._rules: Rules = opening.rules
         self._ends = opening.ends
-        self.stops = unended(opening, opening.rules.below())  # tokens after which the tier below writes nothing
+        self.stops = stops_below(opening, opening.rules.below())  # tokens after which the tier below writes nothing
         self._prompt_len = opening.prompt_len
         self._text = text
-        self._keys = array("q", [_first(opening.params.seed, opening.rules.hop)])  # of positions from the prompt's end on
+        after_prompt = signed(mix(mix(opening.params.seed) ^ (opening.rules.hop + 1) * GOLDEN))
+        self._keys = array("q", [after_prompt])  # of the noise at positions from the prompt's end on
         self._dists: dict[int, Dist] = {}  # by position
-
-    @classmethod
-    def of(cls, opening: Open, text: Sequence[int]) -> "Rounds | None":
-        """None where all noise is shared."""
-        return cls(opening, text) if opening.rules.independent_noise else None
 
     def draw(self, work: Work) -> Draw | None:
         """How the own tokens of a row are drawn, if it has any."""
         if not work.num_own:
             return None
-        rules, keys = self._rules, [self._key(len(self._text))]
+        known, text = self._keys, self._text
+        for position in range(self._prompt_len + len(known) - 1, len(text)):
+            known.append(_next_key(known[-1], text[position]))
+        rules, keys = self._rules, [known[len(text) - self._prompt_len]]
         for token in work.draft.tokens:
-            keys.append(_next(keys[-1], token))
+            keys.append(_next_key(keys[-1], token))
         return Draw(keys, rules.rule, rules.draft_top_k if rules.wants_q else None)
 
-    def guesses(self, pool: Pool, room: int, *, whole: bool) -> list[tuple[float, int]]:
+    def candidates(self, pool: Pool, depth: int, *, whole: bool) -> list[tuple[float, int]]:
         """Guesses that the next row has judged, each with its chance; ``whole`` if all of a round are here.
 
         They are a line, up to an ending token, which is one of them.
         """
         draft, chances, _ = pool
-        if room <= 0 or (draft.dists and not whole):
+        if depth <= 0 or (draft.dists and not whole):
             return []
-        tokens = draft.trunk.tokens[:room]
+        tokens = draft.trunk.tokens[:depth]
         size = next((place for place, token in enumerate(tokens, start=1) if token in self._ends), len(tokens))
         return list(zip(chances[:size], range(size), strict=True))
 
-    def judged(self, start: int, draft: Draft, scored: Scored) -> None:
+    def advance(self, start: int, draft: Draft, scored: Scored) -> None:
         """A pass has said how the text goes on from position ``start`` on."""
         new, _ = draft.walk(scored.own, self._ends)
         if scored.dists:
@@ -81,35 +78,22 @@ class Rounds:
     def cut(self, position: int) -> None:
         """The text goes on otherwise from ``position`` on."""
         del self._keys[max(0, position - self._prompt_len) + 1 :]
-        self._forget(0, position)
+        self._keep_dists(0, position)
 
-    def proposed(self, start: int, tokens: Sequence[int], origins: bytes) -> Draft:
-        """``tokens`` of the text from ``start`` on, as the tier above is told them.
-
-        With what each was drawn from, if that tier asks for it and the model says it.
+    def proposal(self, start: int, tokens: Sequence[int], origins: bytes) -> Draft:
+        """``tokens`` of the text from ``start`` on, as the tier above is sent them:
+        with what each was drawn from, if that tier asks for it and the model says it.
         """
         size = len(tokens)
-        self._forget(start, start + size)
+        self._keep_dists(start, start + size)
         dists = tuple(self._dists.values()) if self._rules.wants_q and len(self._dists) == size else ()
         return Draft(tuple(tokens), origins, dists=dists)
 
-    def _forget(self, start: int, end: int) -> None:
-        """All but positions from ``start`` to before ``end``."""
+    def _keep_dists(self, start: int, end: int) -> None:
+        """Forget all but positions from ``start`` to before ``end``."""
         self._dists = {place: dist for place, dist in self._dists.items() if start <= place < end}
 
-    def _key(self, position: int) -> int:
-        """Of the noise at ``position``, after the text before it."""
-        keys, first = self._keys, self._prompt_len
-        for place in range(first + len(keys) - 1, position):
-            keys.append(_next(keys[-1], self._text[place]))
-        return keys[position - first]
 
-
-def _first(seed: int, hop: int) -> int:
-    """The key after the prompt."""
-    return signed(mix(mix(seed) ^ (hop + 1) * GOLDEN))
-
-
-def _next(key: int, token: int) -> int:
+def _next_key(key: int, token: int) -> int:
     """The key after ``token``."""
     return signed(mix(key + (token + 1) * GOLDEN))

@@ -10,21 +10,20 @@ change the text.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cascade.draft import Draft
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
-from cascade.scorer import RunnerUp, Scored
-from cascade.session.branches import UNKNOWN, Beside, Branch, Branches
+from cascade.scorer import Scored
+from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.edge_totals import EdgeTotals
-from cascade.session.guessed import Guessed
-from cascade.session.hints import Hint, fed
-from cascade.session.opening import below
-from cascade.session.rounds import MAX_NODES, Rounds
+from cascade.session.guesses import MAX_NODES, Guesses, Hint, usable_nodes
+from cascade.session.rounds import Rounds, stops_below
 from cascade.session.work import Work
 
 MIN_RUN_AHEAD = 2
-REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been told
+MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -35,27 +34,27 @@ class ProtocolError(Exception):
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
-    What is guessed is only ever dropped together with a commit to the tier below, and proposals repeat everything that is not
+    Guesses are only ever dropped together with a commit to the tier below, and proposals repeat everything that is not
     committed: so both sides agree again after any loss.
     """
 
     __slots__ = (
         "_limit",
         "_origins",
-        "_told",
+        "_sent_len",
+        "accepted_branch",
         "branches",
-        "changed",
+        "changed_from",
         "committed",
         "drafter",
         "drafter_session",
-        "guessed",
+        "guesses",
         "kv_len",
         "level",
         "opening",
         "rounds",
         "run_ahead",
         "skip_reason",
-        "taken",
         "text",
         "tier",
         "totals",
@@ -66,24 +65,24 @@ class Session:
         self.opening = opening
         self.tier = tier
         self.level = level
-        self.text = list(opening.tokens)  # one list for life: histories look at it
+        self.text = list(opening.tokens)  # one list for life: drafters and states hold on to it
         self.committed = len(self.text)
-        self._told = len(self.text)  # positions of the text that the tier above has been told
-        self.rounds = Rounds.of(opening, self.text)
-        self.run_ahead = RunAhead()
-        self.changed = 0  # position from which on the text is not what it was at the last hint
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
         self.skip_reason = ""  # why it has no drafter, if the tier left them out
-        self._origins = bytearray(len(self.text))  # parallel to text
-        self._limit = opening.prompt_len + opening.params.max_tokens
+        self.changed_from = 0  # position from which on the text is not what it was at the last hint
+        self.run_ahead = RunAhead()
         self.totals = EdgeTotals(tier)
-        self.guessed = Guessed(vocab_size, opening.draft_window, self.totals)
+        self.guesses = Guesses(vocab_size, opening.draft_window, self.totals)
+        self.rounds = Rounds(opening, self.text) if opening.rules.independent_noise else None
         self.branches: Branches | None = None  # beside its own text, if the tier above takes any
         if opening.branches and self.rounds is None:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
-        self.taken: Branch | None = None  # the branch that the last correction has made the text, see `join`
+        self.accepted_branch: Branch | None = None  # made the text by the last commit; its keys and values still in its fork
+        self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
+        self._origins = bytearray(len(self.text))  # parallel to text
+        self._limit = opening.prompt_len + opening.params.max_tokens
 
     # what the tier asks
 
@@ -122,15 +121,20 @@ class Session:
         return len(self.text) - self.kv_len
 
     @property
-    def room(self) -> int:
-        """Guesses that one pass can use: after them one own token must still fit limit and window."""
+    def max_depth(self) -> int:
+        """Guesses one after another that a pass can use: after them one own token must still fit limit and window."""
         end = min(self._limit, self.committed + self.window)
         return max(0, end - len(self.text) - 1)
 
     @property
     def depth(self) -> int:
-        """Positions after the text that the next pass can fill."""
-        return min(self.guessed.pool.draft.height, self.room)
+        """Guesses one after another that are at hand and that the next pass can use, likely or not."""
+        return min(self.guesses.pool.draft.height, self.max_depth)
+
+    @property
+    def likely_depth(self) -> int:
+        """The same, but of drafters inside the tier only those that are likely."""
+        return min(self.guesses.length, self.max_depth)
 
     @property
     def runner_ups(self) -> int:
@@ -138,34 +142,31 @@ class Session:
         return RUNNER_UPS if self.branches is not None else 0
 
     @property
-    def usable(self) -> int:
-        """Guesses at hand that the next pass can use, one after another; of a drafter inside those that are likely."""
-        return min(self.guessed.usable, self.room)
-
-    @property
     def window_full(self) -> bool:
         """All the guesses of a round are here: a whole draft window, or a text's end."""
-        trunk, stops = self.guessed.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
-        whole = len(trunk) >= min(self.opening.draft_window, self.room, MAX_NODES) or not stops.isdisjoint(trunk.tokens[-1:])
+        trunk, stops = self.guesses.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
+        whole = len(trunk) >= min(self.opening.draft_window, self.max_depth, MAX_NODES) or not stops.isdisjoint(
+            trunk.tokens[-1:]
+        )
         return whole and bool(self.drafter) and not self.prefilling
 
-    def guesses(self) -> list[tuple[float, int]]:
+    def candidates(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
         if self.rounds is not None:
-            return self.rounds.guesses(self.guessed.pool, self.room, whole=self.window_full)
-        return fed(self.guessed.pool, self.room, self.opening.ends)
+            return self.rounds.candidates(self.guesses.pool, self.max_depth, whole=self.window_full)
+        return usable_nodes(self.guesses.pool, self.max_depth, self.opening.ends)
 
     @property
     def chance(self) -> float:
         """That the tier above says what the text says so far."""
         return self.branches.chances[-1] if self.branches is not None else 1.0
 
-    def ways(self) -> list[tuple[float, Branch]]:
+    def branch_candidates(self) -> list[tuple[float, Branch]]:
         """Branches that may be written on, held or new, each with the chance that this is of use."""
         branches = self.branches
         if branches is None or self.opening.lockstep or self.num_pending > 1 or self.opening.params.structured is not None:
             return []
-        return branches.worth(min(self._limit, self.committed + self.opening.window))
+        return branches.candidates(min(self._limit, self.committed + self.opening.window))
 
     def branch_work(self, branch: Branch) -> Work:
         """The row that writes a branch on, which is held from then on."""
@@ -188,12 +189,12 @@ class Session:
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0)
         if nodes is None:
-            nodes = sorted(node for _, node in self.guesses()[: max_tokens - len(pending)])
-        pool = self.guessed.pool
-        whose = tuple(pool.whose[node] for node in nodes) if pool.whose else ()
-        return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), whose=whose)
+            nodes = sorted(node for _, node in self.candidates()[: max_tokens - len(pending)])
+        pool = self.guesses.pool
+        drafters = tuple(pool.drafters[node] for node in nodes) if pool.drafters else ()
+        return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), drafters=drafters)
 
-    # what happens
+    # a pass has scored a row
 
     def advance(self, work: Work, scored: Scored) -> Commit | None:
         """Take what a pass says of ``work``; the commit for the tier below, ``None`` after a prefill chunk.
@@ -201,7 +202,7 @@ class Session:
         Own tokens may end before the draft does, after the first at least: the guesses left have not been scored.
         """
         if work.branch is not None:
-            self._extend(work.branch, work, scored)
+            self._advance_branch(work.branch, work, scored)
             return None
         assert self.kv_len == work.start
         if not work.num_own:
@@ -210,78 +211,74 @@ class Session:
         assert 1 <= len(scored.own) <= work.num_scored
         start = len(self.text)
         if self.rounds is not None:
-            self.rounds.judged(start, work.draft, scored)
-        self._accept(work.draft, scored.own, scored.runner_ups, work.whose)
+            self.rounds.advance(start, work.draft, scored)
+        self._accept(work, scored)
         return Commit(self.drafter_session, start, tuple(self.text[start:]))
 
-    def _accept(
-        self, draft: Draft, own: Sequence[int], runner_ups: Sequence[Sequence[RunnerUp]], whose: Sequence[str] = ()
-    ) -> None:
-        """Emit the guesses of ``draft`` that are right and the own token after them; what was guessed after it is left."""
+    def _accept(self, work: Work, scored: Scored) -> None:
+        """Emit the guesses that are right and the own token after them; what was guessed after it is left."""
+        draft, own, start = work.draft, scored.own, len(self.text)
         new, path = draft.walk(own, self.opening.ends)
-        guessed = self.guessed
-        pool = guessed.pool.draft
+        guesses, pool = self.guesses, self.guesses.pool.draft
         known = pool.find(new)
         replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
-        self.totals.passed(draft, len(own) - 1, path[: len(new) - 1], len(new), whose)
-        guessed.learn(len(self.text), new, known if pool is guessed.draft else guessed.draft.find(new))
+        self.totals.passed(draft, len(own) - 1, path[: len(new) - 1], len(new), work.drafters)
+        guesses.advance(start, new, known if pool is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
-            beside = [Beside.of(others) for others in runner_ups] or [UNKNOWN] * len(own)
-            for at in (-1, *path[: len(new) - 1]):
-                self.branches.wrote(beside[1 + at])
-            self.branches.refused(len(self.text), draft, own, beside, path)
-        self.changed = min(self.changed, len(self.text))
+            margins = [Margin.of(others) for others in scored.runner_ups] or [UNKNOWN] * len(own)
+            for node in (-1, *path[: len(new) - 1]):
+                self.branches.append(margins[1 + node])
+            self.branches.keep_rejected(start, draft, own, margins, path)
+        self.changed_from = min(self.changed_from, start)
         self.text += new
         self._origins += bytes(pool.origins[node] for node in known)
         if len(known) < len(new):
             self._origins.append(origin(self.level, corrected=replaced))
         self.kv_len = len(self.text) - 1
 
-    def _extend(self, branch: Branch, work: Work, scored: Scored) -> None:
+    def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
         """A branch has one more own token."""
         assert self.branches is not None
         [token] = scored.own
         branch.kv_len = work.start + len(work.tokens)
         branch.tokens.append(token)
-        branch.beside.append(Beside.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
+        branch.margins.append(Margin.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
         branch.ended = token in self.opening.ends or branch.end >= self._limit
-        self.branches.grown = True
+        self.branches.unsent = True
+
+    # messages of the tier above and the tier below
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
         """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
         if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
-        end = start + len(tokens)
+        end, branches = start + len(tokens), self.branches
         have = self.text[start:end]
-        same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), len(have))
-        ahead = max(0, start + same - self.committed)
-        self.run_ahead.judged(ahead, cut=self.committed <= start + same < len(self.text) and same < len(tokens))
-        if same == len(tokens):
-            if self.branches is not None:
-                self.branches.kept(max(0, end - self.committed))
+        num_same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), len(have))
+        cut, rest = start + num_same, tuple(tokens[num_same:])
+        self.run_ahead.judged(max(0, cut - self.committed), cut=bool(rest) and self.committed <= cut < len(self.text))
+        if not rest:
+            if branches is not None:
+                branches.commit(max(0, end - self.committed))
             self.committed = max(self.committed, end)
             return None
-        cut, rest = start + same, tuple(tokens[same:])
-        self.guessed.cut(rest if cut == len(self.text) else None)
-        self.changed = min(self.changed, cut)
-        self._told = min(self._told, cut)
+        self.guesses.cut(rest if cut == len(self.text) else None)
+        self.changed_from = min(self.changed_from, cut)
+        self._sent_len = min(self._sent_len, cut)
+        self.kv_len = min(self.kv_len, cut)
         if self.rounds is not None:
             self.rounds.cut(cut)
-        self.kv_len = min(self.kv_len, cut)
-        told = self.branches is not None and not self.branches.grown
-        if self.branches is not None:
-            self.taken = self.branches.corrected(cut - self.committed, rest)
-        waiting = tuple(self.taken.tokens[len(rest) :]) if self.taken is not None else ()
-        self.text[cut:] = rest + waiting
-        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(waiting)
-        self._told = len(self.text) if told and waiting else self._told
+        ahead: tuple[int, ...] = ()  # what the session had prepared after the correction
+        all_sent = branches is not None and not branches.unsent
+        if branches is not None:
+            self.accepted_branch = branches.correct(cut - self.committed, rest)
+            ahead = tuple(self.accepted_branch.tokens[len(rest) :]) if self.accepted_branch is not None else ()
+        self.text[cut:] = rest + ahead
+        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(ahead)
+        if ahead and all_sent:
+            self._sent_len = len(self.text)
         self.committed = end
-        return Commit(self.drafter_session, cut, rest + waiting)
-
-    def joined(self) -> None:
-        """The branch that was taken has handed over its keys and values."""
-        assert self.taken is not None
-        self.kv_len = self.taken.kv_len
+        return Commit(self.drafter_session, cut, rest + ahead)
 
     def propose(self, proposal: Proposal) -> None:
         """Guesses from below: ignored if they do not join the text, the newest win where they contradict older ones."""
@@ -289,34 +286,34 @@ class Session:
             return
         self.totals.heard(proposal.edges)
         if self.opening.watch:
-            self.guessed.watch(proposal.lanes)
-        self.guessed.take(proposal, self.text)
+            self.guesses.lanes_below = proposal.lanes
+        self.guesses.receive(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""
-        self.guessed.hint(hints)
-        self.changed = len(self.text)
+        self.guesses.hint(hints)
+        self.changed_from = len(self.text)
 
     def proposal(self) -> Proposal | None:
         """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
 
         The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
-        with it may be `REPEATED` times as long, and a text ahead takes few messages instead of one for each token. Watched
+        with it may be `MAX_REPEATED` times as long, and a text ahead takes few messages instead of one for each token. Watched
         sessions tell everything, and their lanes.
         """
-        ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._told)
+        ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._sent_len)
         watch, branches = self.opening.watch, self.branches
-        grown = branches is not None and branches.grown
-        if not watch and not grown and (new <= 0 or (REPEATED * new < ahead and not self.stalled)):
+        worth_it = new > 0 and (MAX_REPEATED * new >= ahead or self.stalled)
+        if not (watch or worth_it or (branches is not None and branches.unsent)):
             return None
         if self.opening.rules.wants_q and not self.stalled:  # no part of a round is of use
             return None
-        self._told = len(self.text)
+        self._sent_len = len(self.text)
         start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
         if branches is not None:
-            draft = branches.draft(tokens, origins, self.level)
+            draft = branches.proposal(tokens, origins, self.level)
         elif self.rounds is not None:
-            draft = self.rounds.proposed(start, tokens, origins)
+            draft = self.rounds.proposal(start, tokens, origins)
         else:
             draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
@@ -325,27 +322,43 @@ class Session:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
-        return self.guessed.lanes(self.text, self.drafter)
-
-    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
-        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
-        self._change(drafter)
-        self.guessed.stats = DraftStats()
-        self.drafter, self.drafter_session = drafter, session
-        return below(self.opening, self.text, drafter, session, chain)
-
-    def detach(self) -> Close | None:
-        """Go on alone; the message that closes the session below, ``None`` if there is none."""
-        closing = Close(self.drafter_session) if self.drafter else None
-        self._change("")
-        self.drafter = self.drafter_session = ""
-        return closing
+        return self.guesses.lanes(self.text, self.drafter)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first, over every drafter the session ever had."""
         return self.totals.all
 
-    def _change(self, drafter: str) -> None:
-        self.totals.change(drafter)
-        self.guessed.change()
+    # the tier below
+
+    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
+        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
+        self._change_drafter(drafter, session)
+        self.guesses.stats = DraftStats()
+        opening = self.opening
+        rules = opening.rules.below()
+        return replace(
+            opening,
+            params=replace(opening.params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
+            session=session,
+            tokens=tuple(self.text),
+            tier=drafter,
+            chain=chain,
+            window=opening.draft_window,
+            branches=opening.draft_branches,
+            adaptive=False,
+            lockstep=opening.lockstep and not opening.rules.independent_noise,
+            rules=rules,
+            ends=stops_below(opening, rules),
+        )
+
+    def detach(self) -> Close | None:
+        """Go on alone; the message that closes the session below, ``None`` if there is none."""
+        closing = Close(self.drafter_session) if self.drafter else None
+        self._change_drafter("", "")
+        return closing
+
+    def _change_drafter(self, drafter: str, session: str) -> None:
+        self.totals.change_drafter(drafter)
+        self.guesses.change_drafter()
+        self.drafter, self.drafter_session = drafter, session

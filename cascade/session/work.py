@@ -15,7 +15,7 @@ class Work:
     num_own: int  # own tokens wanted after the last of tokens: 1, or 0 for a prefill chunk that does not end the text
     draft: Draft = NO_DRAFT
     branch: Branch | None = None  # whose tokens these are; None for the session's text
-    whose: tuple[str, ...] = ()  # of each node of the draft, see `cascade.session.hints.Pool`
+    drafters: tuple[str, ...] = ()  # of each node of the draft, see `cascade.session.guesses.Pool`
 
     def __len__(self) -> int:
         """Positions that the pass reads."""
@@ -35,5 +35,5 @@ class Work:
         """The same row as several, one after another: at most ``size`` tokens that are only read, then those with own ones."""
         read = self.num_read
         parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
-        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft, whose=self.whose)
+        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft, drafters=self.drafters)
         return [*parts, last] if self.num_own else parts

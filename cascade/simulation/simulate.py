@@ -174,7 +174,7 @@ class Node:
         self._loop.advance(batch, scored, now)
         for slot, work in batch:
             session = slot.session
-            if work.num_own and work.branch is None and session.drafter and not session.guessed.draft and not session.done:
+            if work.num_own and work.branch is None and session.drafter and not session.guesses.draft and not session.done:
                 self._bare[session.opening.session] = now
         self._wake(now)
 

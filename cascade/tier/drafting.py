@@ -76,16 +76,16 @@ class Drafting(Generic[U]):
     def draft(self, slot: Slot[U], now: float) -> float | None:
         """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
         chain, session = slot.chain, slot.session
-        if session.done or slot.using == chain:
+        if session.done or slot.attached == chain:
             return None
         usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
         if not chain:
             self.leave(slot)
-        elif usable and slot.using != usable:
+        elif usable and slot.attached != usable:
             self.leave(slot)
             opening = session.attach(usable[0], self._mint(), usable[1:])
-            session.guessed.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
-            slot.using, slot.settling = usable, SETTLING
+            session.guesses.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
+            slot.attached, slot.settling = usable, SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
         failed = (tier for tier in chain if not self._health.usable(tier, now))
@@ -101,17 +101,17 @@ class Drafting(Generic[U]):
         drafter = slot.session.drafter
         self._slots.pop(slot.session.drafter_session, None)
         closing = slot.session.detach()
-        slot.using = ALONE
+        slot.attached = ALONE
         if closing is not None:
             slot.settling = SETTLING
             self._send(drafter, closing)
 
-    def tell(self, slot: Slot[U], commit: Commit) -> None:
+    def commit(self, slot: Slot[U], commit: Commit) -> None:
         """The text has changed."""
         if slot.session.drafter:
             self._send(slot.session.drafter, commit)
 
-    def hear(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
+    def receive(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
         """A message from below; the drafter that is lost and the reason, if one is."""
         slot = self._slots.get(message.session)
         if slot is None:

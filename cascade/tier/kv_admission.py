@@ -65,40 +65,36 @@ class KVAdmission:
         return blocks is not None
 
     def settle(self, slot: Slot[Any]) -> None:
-        """Let the session have what its branch holds that was taken, and free all branches that it has no more."""
+        """Move the keys and values of the branch that is the text now into the session; free those of branches that are gone.
+
+        Where they have no room they are computed again.
+        """
         session, held = slot.session, slot.session.branches.held if slot.session.branches is not None else ()
-        if session.taken is not None:
-            fork = slot.forks.pop(session.taken, None)
-            if fork is not None:
-                self._join(slot, fork, session.taken)
-            session.taken = None
+        branch, session.accepted_branch = session.accepted_branch, None
+        if branch is not None and (fork := slot.forks.pop(branch, None)) is not None:
+            assert slot.allocation is not None
+            if self.block_manager.reserve(slot.allocation, branch.kv_len):  # before the fork's own blocks count as free
+                slot.cache.join(fork.store)
+                session.kv_len = branch.kv_len
+            else:
+                fork.store.free()
+            self.block_manager.give_back(fork.blocks)
         for branch in [branch for branch in slot.forks if branch not in held]:
-            self._release(slot.forks.pop(branch))
+            self._free(slot.forks.pop(branch))
 
-    def _join(self, slot: Slot[Any], fork: Fork, branch: Branch) -> None:
-        """A branch is the text now; where its keys and values have no room they are computed again."""
-        assert slot.allocation is not None
-        if self.block_manager.reserve(slot.allocation, branch.kv_len):  # before the fork's own blocks count as free
-            slot.cache.join(fork.store)
-            slot.session.joined()
-        else:
-            fork.store.free()
-        self.block_manager.give_back(fork.blocks)
-
-    def _release(self, fork: Fork) -> None:
+    def _free(self, fork: Fork) -> None:
         fork.store.free()
         self.block_manager.give_back(fork.blocks)
 
-    def _void(self, slot: Slot[Any]) -> None:
-        """A session loses all of its branches."""
+    def _free_branches(self, slot: Slot[Any]) -> None:
         while slot.forks:
-            self._release(slot.forks.popitem()[1])
+            self._free(slot.forks.popitem()[1])
         if slot.session.branches is not None:
-            slot.session.branches.void()
+            slot.session.branches.held = []
 
     def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
         """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
-        self._void(slot)
+        self._free_branches(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
         if allocation is not None and (spoilt or session.opening.background):
             self.block_manager.drop(allocation)
@@ -119,39 +115,32 @@ class KVAdmission:
 
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
         """Make room for so many positions, at the cost of others if need be."""
-        allocation = slot.allocation
-        if allocation is not None and positions <= allocation.capacity:
-            return True
-        while not self._take(slot, positions):
+        while not self._reserve(slot, positions):
             victim = _victim(slot, ranked, now)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._free_branches(victim)
+            assert victim.allocation is not None
+            self.block_manager.drop(victim.allocation)
+            victim.allocation, victim.session.kv_len = None, 0
+            self.preempted += 1
         return True
 
-    def _take(self, slot: Slot[Any], positions: int) -> bool:
-        session = slot.session
+    def _reserve(self, slot: Slot[Any], positions: int) -> bool:
+        """The same without others' memory."""
         if slot.allocation is not None:
-            return self.block_manager.reserve(slot.allocation, positions)
-        found = self.block_manager.open(session.text, _salt(slot), positions)
-        if found is None:
-            return False
-        slot.allocation, session.kv_len = found
-        return True
-
-    def _preempt(self, slot: Slot[Any]) -> None:
-        assert slot.allocation is not None
-        self._void(slot)
-        self.block_manager.drop(slot.allocation)
-        slot.allocation, slot.session.kv_len = None, 0
-        self.preempted += 1
+            return positions <= slot.allocation.capacity or self.block_manager.reserve(slot.allocation, positions)
+        found = self.block_manager.open(slot.session.text, _salt(slot), positions)
+        if found is not None:
+            slot.allocation, slot.session.kv_len = found
+        return found is not None
 
 
 def _salt(slot: Slot[Any]) -> str:
     """Sessions with the same one may share what is held, which depends on the adapter, and on whether a drafter reads it."""
     opening = slot.session.opening
-    own = "" if opening.params.prompt_logprobs is None else opening.session  # what others left lacks logits
-    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.guesses != UNREAD}"
+    nobody_else = "" if opening.params.prompt_logprobs is None else opening.session  # what others left lacks logits
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{nobody_else}\0{slot.model_guesses != UNREAD}"
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:

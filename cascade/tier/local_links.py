@@ -1,8 +1,12 @@
-"""Links in memory: joins the tiers of one process."""
+"""Links in memory: between the tiers of one process, and from its full tier to those who ask."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.answer import Answer, Chunk
+from cascade.errors import InvalidRequest, Unavailable
+from cascade.messages import Close, Failed, Link, Message, Open, Proposal
 from cascade.tier.tier import Tier
 
 
@@ -46,3 +50,101 @@ class LocalUplink(Link):
             if isinstance(message, Failed):
                 self._routes.pop(message.session, None)
         self._owner.post(messages)
+
+
+class Requests:
+    """The requests of one call, told apart by their session; ``link`` takes what the tier ``full`` answers."""
+
+    def __init__(self, full: Tier, answers: Sequence[Answer], link: Link) -> None:
+        self._full = full
+        self._answers = {answer.opening.session: answer for answer in answers}
+        self._link = link
+
+    @property
+    def finished(self) -> bool:
+        return not self._answers
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Those that have not finished."""
+        return tuple(self._answers)
+
+    def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
+        try:
+            self.open()
+            while not self.finished:
+                yield from self.receive(receive())
+        finally:
+            self.close()
+
+    def open(self) -> None:
+        self._full.post([answer.opening for answer in self._answers.values()], self._link)
+
+    def receive(self, message: Message) -> list[Chunk]:
+        assert isinstance(message, Proposal | Failed)
+        answer = self._answers.get(message.session)
+        if answer is None:
+            return []
+        if isinstance(message, Failed):
+            raise InvalidRequest(message.reason) if message.fault else Unavailable(f"The full tier failed: {message.reason}")
+        chunk, commit = answer.receive(message)
+        if answer.finished:
+            del self._answers[message.session]
+            self._full.post([Close(message.session)])
+        elif commit is not None:
+            self._full.post([commit])
+        return [chunk] if chunk is not None else []
+
+    def close(self) -> None:
+        """End what has not finished."""
+        if self._answers:
+            self._full.post([Close(session) for session in self._answers])
+            self._answers.clear()
+
+
+class Deliver(Link):
+    """The end of a link that hands each message to a function."""
+
+    def __init__(self, deliver: Callable[[Message], object]) -> None:
+        self._deliver = deliver
+
+    def send(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._deliver(message)
+
+
+class Mailbox(Link):
+    """Takes the messages for all requests of an event loop, those of a pass at once.
+
+    To wake a loop takes longer than all else that an answer asks of the tier's thread, for both want the interpreter then.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._inboxes: dict[str, asyncio.Queue[Message]] = {}  # by session
+
+    def send(self, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: its readers are gone
+            self._loop.call_soon_threadsafe(self._sort, messages)
+
+    @contextlib.contextmanager
+    def reading(self, sessions: Sequence[str]) -> Iterator[asyncio.Queue[Message]]:
+        """Where messages of these sessions come, as long as it is open."""
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._inboxes |= dict.fromkeys(sessions, inbox)
+        try:
+            yield inbox
+        finally:
+            for session in sessions:
+                del self._inboxes[session]
+
+    @property
+    def idle(self) -> bool:
+        """Nobody reads."""
+        return not self._inboxes
+
+    def _sort(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            assert isinstance(message, Proposal | Failed)
+            if (inbox := self._inboxes.get(message.session)) is not None:
+                inbox.put_nowait(message)

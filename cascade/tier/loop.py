@@ -1,4 +1,4 @@
-"""What a tier decides, between two passes: takes messages, schedules rows, lets sessions advance. No thread, clock or model.
+"""What a tier decides, between two passes: receives messages, schedules rows, lets sessions advance. No thread, clock or model.
 
 The serving tier adds these, the simulator adds virtual time: what one session sends below and hears from there is the same in
 both. Times are those of one clock, in seconds.
@@ -12,22 +12,21 @@ from typing import Generic, TypeAlias
 
 from cascade.errors import InvalidRequest
 from cascade.messages import YIELDED, Close, Commit, Failed, Message, Open, Proposal
-from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
-from cascade.scorer import Drafter, Guesser, RowState, Scored
-from cascade.session.hints import Hint
+from cascade.scorer import Drafter, RowState, Scored
+from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session
 from cascade.session.work import Work
 from cascade.tier.drafting import Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.scheduler import Batch, schedule, stretch
-from cascade.tier.slot import Slot, U
+from cascade.tier.scheduler import Batch, prefill_limit, schedule
+from cascade.tier.slot import InnerDrafter, Slot, U
 
 log = logging.getLogger(__name__)
 
-TELL_S = 0.02  # between two proposals of a watched session that bring no new tokens
+SHOW_S = 0.02  # between two proposals of a watched session that bring no new tokens
 
 # from a session's opening, and its text while it grows; raises `InvalidRequest`
 NewState: TypeAlias = Callable[[Open, Sequence[int]], RowState]
@@ -48,7 +47,7 @@ class Limits:
 class Loop(Generic[U]):
     """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
 
-    ``send_up`` takes what is meant for those who opened sessions, each named as in `take`; ``send_down`` what is meant for a
+    ``send_up`` takes what is meant for those who opened sessions, each named as in `receive`; ``send_down`` what is meant for a
     tier below, by its name. ``drafters`` guess inside the tier, where a request allows it.
     """
 
@@ -76,13 +75,12 @@ class Loop(Generic[U]):
         self._send_up = send_up
         self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
         self._drafters = drafters
-        self._untold: dict[str, Slot[U]] = {}  # watched ones with guesses that the tier above has not heard of
 
     def change(self, policy: Policy) -> None:
         """Start passes by ``policy`` from now on; from any thread."""
         self._limits = replace(self._limits, policy=policy)
 
-    # take
+    # receive
 
     def receive(self, message: Message, up: U | None, now: float) -> None:
         """A message from above or below; an Open comes with the one who takes its session's proposals."""
@@ -90,13 +88,17 @@ class Loop(Generic[U]):
             assert up is not None
             self._open(message, up, now)
         elif isinstance(message, Proposal | Failed):
-            self._hear(message, now)
+            lost = self._drafting.receive(message, now)
+            if lost is not None:
+                log.info("Tier %s goes on without %s: %s", self._name, *lost)
+            elif (slot := self._drafting.slot(message.session)) is not None:
+                slot.unseen = slot.session.opening.watch
         elif message.session not in self.slots:
             return  # it has failed meanwhile
         elif isinstance(message, Close):
             self._leave(self.slots[message.session])
         else:
-            self._obey(self.slots[message.session], message, now)
+            self._commit(self.slots[message.session], message, now)
 
     def drop(self, up: U) -> None:
         """Whoever opened sessions as ``up`` is gone: close them all."""
@@ -109,8 +111,8 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        last = [slot for slot in self.slots.values() if slot.session.opening.background]
-        problem = YIELDED if opening.background and len(last) < len(self.slots) else self._problem(opening)
+        background = [slot for slot in self.slots.values() if slot.session.opening.background]
+        problem = YIELDED if opening.background and len(background) < len(self.slots) else self._problem(opening)
         if problem:
             self._send_up(up, Failed(opening.session, problem, self._name))
             return
@@ -118,23 +120,23 @@ class Loop(Generic[U]):
         learnt = None if opening.background else self._drafting.calibrations.of("", opening.params.temperature)
         session = Session(opening, self._name, self._level, self._limits.vocab_size, learnt)
         try:
-            state = self._state(session)
+            state = self._new_state(opening, session.text)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
-        for slot in () if opening.background else last:
+        for slot in () if opening.background else background:
             self._fail(slot, YIELDED)
-        slot = Slot(session, up, since=now, opened=now, state=state, guessers=self._guessers(opening))
+        slot = Slot(session, up, since=now, opened=now, state=state, drafters=self._inner_drafters(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
 
-    def _guessers(self, opening: Open) -> tuple[tuple[str, Calibration, Guesser], ...]:
+    def _inner_drafters(self, opening: Open) -> tuple[InnerDrafter, ...]:
         """Drafters inside the tier that take part: those that the request allows. In rounds none: their drafts are windows."""
         if opening.lockstep and opening.chain:
             return ()
         learnt, temperature = self._drafting.calibrations, opening.params.temperature
         chosen = (drafter for drafter in self._drafters if drafter.name in opening.drafters)
-        return tuple((one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)
+        return tuple(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)
 
     def _problem(self, opening: Open) -> str | None:
         """Why a session cannot be served here."""
@@ -148,64 +150,53 @@ class Loop(Generic[U]):
             return f"tier {name} cannot hold the session: {lack}"
         return f"session {opening.session} is open already" if opening.session in self.slots else None
 
-    def _state(self, session: Session) -> RowState | None:
-        """What the session's sampling parameters need to know of its text."""
-        if not session.opening.params.shaped:
+    def _new_state(self, opening: Open, text: Sequence[int]) -> RowState | None:
+        """What the sampling parameters need to know of a text; raises `InvalidRequest`."""
+        if not opening.params.shaped:
             return None
         if self._limits.new_state is None:
             raise InvalidRequest(f"tier {self._name} honours temperature and the filters of likely tokens alone")
-        return self._limits.new_state(session.opening, session.text)
+        return self._limits.new_state(opening, text)
 
-    def _obey(self, slot: Slot[U], commit: Commit, now: float) -> None:
+    def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
         stalled = slot.session.stalled
         try:
             change = slot.session.commit(commit.start, commit.tokens)
         except ProtocolError as error:
             self._fail(slot, str(error))
             return
-        took = slot.session.taken is not None
+        branched = slot.session.accepted_branch is not None
         self.kv_admission.settle(slot)
         if change is not None:
-            self._drafting.tell(slot, change)
-            for _, _, guesser in slot.guessers:
-                guesser.cut()
+            self._drafting.commit(slot, change)
+            for drafter in slot.drafters:
+                drafter.guesser.cut()
             self._hint(slot)
-        if took:  # what it has written there may be news
+        if branched:  # the tier above may not know yet what was written there
             self._propose(slot)
         if change is not None or stalled:
             slot.since = now
-
-    def _hear(self, message: Proposal | Failed, now: float) -> None:
-        """A message from below."""
-        lost = self._drafting.hear(message, now)
-        if lost is not None:
-            log.info("Tier %s goes on without %s: %s", self._name, *lost)
-        elif (slot := self._drafting.slot(message.session)) is not None and slot.session.opening.watch:
-            self._untold[message.session] = slot
 
     # schedule
 
     def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
         """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
-        self._tell(now)
         wake_at: float | None = None
-        if self._background:  # short passes: a request may come any time
-            max_tokens = stretch(self._profile, max_tokens)
+        if any(slot.session.opening.background for slot in islice(self.slots.values(), 1)):  # then all are
+            max_tokens = prefill_limit(self._profile, max_tokens)  # short passes: a request may come any time
         for slot in self.slots.values():
-            if slot.using != slot.chain:  # it drafts with others than it should, or with nobody
-                wake_at = earlier(wake_at, self._drafting.draft(slot, now))
+            if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
+                wake_at = earliest(wake_at, self._drafting.draft(slot, now))
+            if slot.unseen and now - slot.shown_at > SHOW_S:  # before the pass that judges its guesses
+                slot.unseen, slot.shown_at = False, now
+                self._propose(slot)
         able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
         batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]
         for slot, work in batch:
             if work.num_own and work.branch is None:
                 slot.session.totals.waited(now - slot.since)
-        return batch, earlier(earlier(wake_at, start_at), retry_at)
-
-    @property
-    def _background(self) -> bool:
-        """There is nothing else to do."""
-        return any(slot.session.opening.background for slot in islice(self.slots.values(), 1))
+        return batch, earliest(wake_at, start_at, retry_at)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""
@@ -215,18 +206,9 @@ class Loop(Generic[U]):
         self.kv_admission.settle(slot)
         if branch in session.branches.held and branch not in slot.forks:
             text = [*session.text[: branch.start], *branch.tokens]
-            state = self._limits.new_state(session.opening, text) if slot.state is not None and self._limits.new_state else None
-            if not self.kv_admission.fork(slot, branch, text, state):
+            if not self.kv_admission.fork(slot, branch, text, self._new_state(session.opening, text)):
                 session.branches.held.remove(branch)
         return branch in slot.forks
-
-    def _tell(self, now: float) -> None:
-        """Send the guesses of watched sessions up, before the pass that judges them."""
-        for name, slot in [(name, slot) for name, slot in self._untold.items() if now - slot.told > TELL_S]:
-            del self._untold[name]
-            if self._drafting.slot(name) is slot:
-                slot.told = now
-                self._propose(slot)
 
     # advance
 
@@ -235,7 +217,7 @@ class Loop(Generic[U]):
         rows: list[Progress[U]] = []
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
-                self._extend(slot, work, result)
+                self._advance_branch(slot, work, result)
                 continue
             if not isinstance(result, Scored):
                 reason = f"a pass of tier {self._name} failed" if result is None else str(result)
@@ -245,12 +227,12 @@ class Loop(Generic[U]):
             commit = slot.session.advance(work, result)
             self.kv_admission.scored(slot)
             if commit is not None:
-                for _, _, guesser in slot.guessers:
-                    guesser.observe(work.tokens[-1], work.draft, result)
+                for drafter in slot.drafters:
+                    drafter.guesser.observe(work.tokens[-1], work.draft, result)
                 self._hint(slot)
                 self.written += len(commit.tokens)
                 rows.append(Progress(slot, work, len(commit.tokens), seconds))
-                self._drafting.tell(slot, commit)
+                self._drafting.commit(slot, commit)
         for slot in {id(slot): slot for slot, _ in batch}.values():
             if self.slots.get(slot.session.opening.session) is slot:
                 self._propose(slot)
@@ -259,11 +241,11 @@ class Loop(Generic[U]):
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess after a text that is another one now."""
         session = slot.session
-        if slot.guessers and not session.stalled:
-            text, since, most = session.text, session.changed, min(session.room, self._limits.policy.max_guesses)
-            session.hint([Hint(name, learnt, one.guess(text, since, most)) for name, learnt, one in slot.guessers])
+        if slot.drafters and not session.stalled:
+            text, since, most = session.text, session.changed_from, min(session.max_depth, self._limits.policy.max_guesses)
+            session.hint([Hint(one.name, one.calibration, one.guesser.guess(text, since, most)) for one in slot.drafters])
 
-    def _extend(self, slot: Slot[U], work: Work, result: Result) -> None:
+    def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
         """A branch takes its own token; one that could not be scored is given up, and harms nobody."""
         branch, branches = work.branch, slot.session.branches
         assert branch is not None
@@ -289,10 +271,9 @@ class Loop(Generic[U]):
 
     def _leave(self, slot: Slot[U], *, spoilt: bool = False) -> None:
         """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
-        self._untold.pop(slot.session.drafter_session, None)
         self._drafting.leave(slot)
-        for _, _, guesser in slot.guessers:
-            guesser.close(slot.session.text)
+        for drafter in slot.drafters:
+            drafter.guesser.close(slot.session.text)
         del self.slots[slot.session.opening.session]
         self.kv_admission.leave(slot, spoilt=spoilt)
 
@@ -301,6 +282,6 @@ class Loop(Generic[U]):
         self._send_up(slot.up, Failed(slot.session.opening.session, reason, self._name, fault))
 
 
-def earlier(first: float | None, second: float | None) -> float | None:
-    """The earlier of two times; None is never."""
-    return min((time for time in (first, second) if time is not None), default=None)
+def earliest(*times: float | None) -> float | None:
+    """The earliest of some times; None is never."""
+    return min((time for time in times if time is not None), default=None)

@@ -45,7 +45,7 @@ class Runner:
         self.max_tokens = max_tokens  # fewer for a while after a pass that was too large for the memory
         self._tier = tier
         self._model = model
-        self._most_tokens = max_tokens
+        self._max_tokens = max_tokens
         self._profile = profile
         self._ended: float | None = None  # when the last pass did, while nobody has waited since
         self.watchdog = Watchdog()
@@ -97,7 +97,8 @@ class Runner:
         """One pass, None if it fails for another reason than the fault of its only row."""
         rows = [row_of(slot, work) for slot, work in batch]
         works = [work for _, work in batch]
-        self.watchdog.begin(self._profile.predict(sum(map(len, works)), sum(work.start for work in works)))
+        num_tokens, context = sum(map(len, works)), sum(work.start for work in works)
+        self.watchdog.begin(self._profile.predict(num_tokens, context))
         begin = time.monotonic()
         try:
             scored = self._model.run(rows)
@@ -108,9 +109,15 @@ class Runner:
             log.exception("A pass of tier %s failed with %d rows", self._tier, len(rows))
             self.stats.failures += 1
             return None
-        self._account(batch, time.monotonic() - begin)
-        if sum(len(work) for _, work in batch) >= self.max_tokens:
-            self.max_tokens = min(self._most_tokens, self.max_tokens + 1)
+        seconds, stats = time.monotonic() - begin, self.stats
+        self._profile.record(num_tokens, sum(work.num_read for work in works), context, seconds)
+        stats.passes += 1
+        stats.tokens += num_tokens
+        stats.own_tokens += sum(work.num_scored for work in works)
+        stats.busy_s += seconds
+        stats.pass_s = self._profile.pass_s
+        if num_tokens >= self.max_tokens:
+            self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
         return list(scored)
 
     def _scores_canary(self) -> bool:
@@ -126,34 +133,22 @@ class Runner:
             cache.free()
         return True
 
-    def _account(self, batch: Batch[Any], seconds: float) -> None:
-        stats = self.stats
-        stats.passes += 1
-        stats.tokens += sum(len(work) for _, work in batch)
-        stats.own_tokens += sum(work.num_scored for _, work in batch)
-        stats.busy_s += seconds
-        works = [work for _, work in batch]
-        read, context = sum(work.num_read for work in works), sum(work.start for work in works)
-        self._profile.record(sum(map(len, works)), read, context, seconds)
-        stats.pass_s = self._profile.pass_s
-
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
     """What the model is given."""
-    session, guesses, state = slot.session, slot.guesses, slot.state
+    session, guesses = slot.session, slot.model_guesses
     params, num_own = session.opening.params, work.num_own
     if work.branch is not None or session.scoring_prompt or not num_own:
         guesses = min(0, guesses)
-    alike: dict[str, Any] = {"runner_ups": session.runner_ups, "guesses": guesses}
     if work.branch is not None:
         fork = slot.forks[work.branch]
-        return Row(fork.store, work.start, work.tokens, num_own, params, fork.state, **alike)
+        return Row(
+            fork.store, work.start, work.tokens, num_own, params, fork.state, runner_ups=session.runner_ups, guesses=guesses
+        )
     if session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
-        params, num_own = _of_prompt(params), len(work.tokens)
-        return Row(slot.cache, work.start, work.tokens, num_own, params, state, guesses=guesses)
+        params = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
+        return Row(slot.cache, work.start, work.tokens, len(work.tokens), params, slot.state, guesses=guesses)
     draw = session.rounds.draw(work) if session.rounds is not None else None
-    return Row(slot.cache, work.start, work.tokens, num_own, params, state, work.draft, draw=draw, **alike)
-
-
-def _of_prompt(params: SamplingParams) -> SamplingParams:
-    return SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
+    return Row(
+        slot.cache, work.start, work.tokens, num_own, params, slot.state, work.draft, session.runner_ups, guesses, draw=draw
+    )

@@ -1,11 +1,13 @@
 """Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rule.
 
-A pass has a budget of tokens. Sessions that write come before those that read, each in its turn; a long text is read in chunks
-beside them, of a size that stretches the pass only so far. What is scored beyond the texts, `cascade.planner.choice` says.
+A pass has a budget of tokens. Sessions that decode come before those that prefill, each in its turn; a long text is read in
+chunks beside them, of a size that lengthens the pass only so far. How many guesses and branches are scored beside the texts,
+`cascade.planner.choice` computes.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from cascade.planner.choice import Policy, affordable
@@ -15,15 +17,15 @@ from cascade.session.work import Work
 from cascade.tier.slot import Slot, U
 
 PRIORITY_S = 10.0  # a session goes before others that came so much earlier, for each step of priority: so nobody starves
-SHARE = 4  # readers get at least this part of a pass, one over it
-STRETCH = 3.0  # reading beside sessions that write may take so many times their pass
+PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
+MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
 CERTAIN = 1e6  # more than any chance: of what is scored whatever it costs
 LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
-LEAST = 0.05  # chance to be of use for which a pass may start that scores nothing but branches
+MIN_BRANCH_CHANCE = 0.05  # to be of use, for which a pass may start that scores nothing but branches
 
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
-Ways: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # branches of sessions, by the identity of their slots
+BranchCandidates: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # of sessions, by the identity of their slots
 
 
 def rank(slot: Slot[Any]) -> float:
@@ -39,101 +41,99 @@ def schedule(
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
     those that would still wait: it costs them less than the next. It scores at most ``max_tokens``.
     """
-    ways = {id(slot): found for slot in slots if (found := slot.session.ways())}
+    branches = {id(slot): found for slot in slots if (found := slot.session.branch_candidates())}
     ready = [
         (_start_at(slot, policy, profile), slot)
         for slot in slots
-        if not slot.session.stalled or any(chance >= LEAST for chance, _ in ways.get(id(slot), ()))
+        if not slot.session.stalled or any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches.get(id(slot), ()))
     ]
     first = min((start_at for start_at, _ in ready), default=None)
     if first is None or first > now:
         return [], first
     joining = [slot for start_at, slot in ready if start_at <= now or not slot.session.opening.lockstep]
-    readers = [slot for slot in joining if slot.session.num_pending >= CHUNK]
-    writers = [slot for slot in joining if slot.session.num_pending < CHUNK]
-    reading = _reading_budget(readers, writers, profile, max_tokens)
-    batch = _write(writers, ways, max_tokens - reading, policy.max_guesses, profile)
-    scored = sum(len(work) for _, work in batch)
-    left = min(max_tokens - scored, stretch(profile, max_tokens) if batch else max_tokens)
-    return batch + _read(readers, left, policy.max_guesses), None
+    prefills = [slot for slot in joining if slot.session.num_pending >= CHUNK]
+    decodes = [slot for slot in joining if slot.session.num_pending < CHUNK]
+    reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
+    batch = _decode_rows(decodes, branches, max_tokens - reserved, policy.max_guesses, profile)
+    left = max_tokens - sum(len(work) for _, work in batch)
+    if batch:
+        left = min(left, prefill_limit(profile, max_tokens))
+    return batch + _prefill_rows(prefills, left, policy.max_guesses), None
 
 
 def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     """When a session should be scored with what it has; a time that has passed means now."""
     session, since = slot.session, slot.since
-    if not session.drafter or session.prefilling or not session.room:
+    if not session.drafter or session.prefilling or not session.max_depth:
         return since
     if session.opening.lockstep:
         return since if session.window_full else since + LOCKSTEP_PATIENCE_S
-    stats = session.guessed.stats
-    if stats.interrupted and session.usable < policy.waits_for(stats, session.room):
+    stats = session.guesses.stats
+    if stats.interrupted and session.likely_depth < policy.waits_for(stats, session.max_depth):
         return since + policy.patience * profile.pass_s
     return since
 
 
-def _reading_budget(readers: Sequence[Slot[U]], writers: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
-    """Tokens of a pass that those who write have to leave."""
-    if not readers or not writers:
-        return max_tokens if readers else 0
-    turn = min(map(_turn, readers)) < min(map(_turn, writers))  # where a pass is too short to be shared
-    share = max_tokens // SHARE or int(turn)
-    return min(share, stretch(profile, max_tokens), sum(slot.session.num_pending for slot in readers))
+def prefill_limit(profile: Profile, max_tokens: int) -> int:
+    """Tokens that may be read beside sessions that decode."""
+    return max(CHUNK, min(max_tokens, int(MAX_STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
 
 
-def stretch(profile: Profile, max_tokens: int) -> int:
-    """Tokens that may be read beside sessions that write."""
-    return max(CHUNK, min(max_tokens, int(STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
+def _prefill_budget(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
+    """Tokens of a pass that sessions which decode have to leave."""
+    if not prefills or not decodes:
+        return max_tokens if prefills else 0
+    their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # where a pass is too short to be shared
+    share = max_tokens // PREFILL_SHARE or int(their_turn)
+    return min(share, prefill_limit(profile, max_tokens), sum(slot.session.num_pending for slot in prefills))
 
 
-def _write(slots: Sequence[Slot[U]], ways: Ways, budget: int, max_guesses: int, profile: Profile) -> Batch[U]:
+def _decode_rows(
+    slots: Sequence[Slot[U]], branches: BranchCandidates, budget: int, max_guesses: int, profile: Profile
+) -> Batch[U]:
     """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
     texts: list[Slot[U]] = []
-    own, left = 0.0, budget
+    own, left = 0.0, budget  # tokens that the texts are expected to gain, tokens of the pass
     for slot in sorted(slots, key=_turn):
         if not slot.session.stalled and left > 0:
             texts.append(slot)
             own += slot.session.chance
             left -= slot.session.num_pending
-    found = sorted(_candidates(texts, slots, ways, max_guesses), key=_falling) if left > 0 else []
-    sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in found]
-    certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
-    context = sum(slot.session.kv_len for slot in texts)
-    cost = partial(profile.turn, context=context)
-    size = max(affordable(sizes, own, budget - left, budget, cost), min(certain, left))
+    candidates = _candidates(texts, slots, branches, max_guesses) if left > 0 else []
+    sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in candidates]
+    num_certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
+    cost = partial(profile.turn, context=sum(slot.session.kv_len for slot in texts))
+    size = max(affordable(sizes, own, budget - left, budget, cost), min(num_certain, left))
     nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
-    branches: Batch[U] = []
-    for _, slot, candidate in found[:size]:
+    branch_rows: Batch[U] = []
+    for _, slot, candidate in candidates[:size]:
         if isinstance(candidate, Branch):
-            branches.append((slot, slot.session.branch_work(candidate)))
+            branch_rows.append((slot, slot.session.branch_work(candidate)))
         else:
             nodes[id(slot)].append(candidate)
     rows: Batch[U] = []
     for slot in texts:
         rows.append((slot, slot.session.work(budget, sorted(nodes[id(slot)]))))
         budget -= slot.session.num_pending
-    return rows + branches
+    return rows + branch_rows
 
 
 def _candidates(
-    texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], ways: Ways, max_guesses: int
+    texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], branches: BranchCandidates, max_guesses: int
 ) -> list[tuple[float, Slot[U], int | Branch]]:
-    """Guesses after the texts and branches beside them, each with the chance to be of use."""
+    """Guesses after the texts and branches beside them, each with the chance to be of use: the likeliest first."""
     found: list[tuple[float, Slot[U], int | Branch]] = []
     for slot in texts:
         session = slot.session
         certain = session.opening.lockstep  # whose rounds are whole
-        guesses = session.guesses()[: max_guesses + (session.opening.draft_branches if certain else 0)]
+        guesses = session.candidates()[: max_guesses + (session.opening.draft_branches if certain else 0)]
         found += [(CERTAIN if certain else session.chance * chance, slot, node) for chance, node in guesses]
     for slot in slots:
-        found += [(chance, slot, branch) for chance, branch in ways.get(id(slot), ())]
-    return found
+        found += [(chance, slot, branch) for chance, branch in branches.get(id(slot), ())]
+    return sorted(found, key=itemgetter(0), reverse=True)
 
 
-def _falling(candidate: tuple[float, Slot[Any], int | Branch]) -> float:
-    return -candidate[0]
-
-
-def _read(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:
+def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:
     """Half of the budget for the first to come, the rest for the shortest texts: neither waits for all of the other."""
     if not slots or budget <= 0:
         return []

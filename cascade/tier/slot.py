@@ -1,7 +1,7 @@
 """What a session occupies at a tier, and what the tier knows of its drafters."""
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain
@@ -11,6 +11,14 @@ from cascade.session.session import Session
 from cascade.tier.block_manager import Allocation
 
 U = TypeVar("U")
+
+
+class InnerDrafter(NamedTuple):
+    """A drafter inside the tier that guesses for a session."""
+
+    name: str
+    calibration: Calibration  # of its guesses
+    guesser: Guesser
 
 
 @dataclass(slots=True)
@@ -35,11 +43,12 @@ class Slot(Generic[U]):
     state: RowState | None = None  # of its text, if sampling parameters ask for it
     allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
     chain: Chain = ALONE  # those that shall draft for it now
-    using: Chain = ALONE  # those that do
+    attached: Chain = ALONE  # those that do
     settling: int = 0  # passes to come that say nothing about them yet
     forks: dict[Branch, Fork] = field(default_factory=dict)
-    guessers: tuple[tuple[str, Calibration, Guesser], ...] = ()  # of drafters inside the tier, by name
-    told: float = 0.0  # when the tier above last heard of guesses alone, if the session is watched
+    drafters: tuple[InnerDrafter, ...] = ()
+    unseen: bool = False  # a watched session has guesses that the tier above has not been sent
+    shown_at: float = 0.0  # when it last was
 
     @property
     def cache(self) -> Store:
@@ -58,6 +67,6 @@ class Slot(Generic[U]):
         return self.session.opening.params.temperature > 0
 
     @property
-    def guesses(self) -> int:
-        """Those that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
-        return min(self.session.room, max((guesser.wants for _, _, guesser in self.guessers), default=UNREAD))
+    def model_guesses(self) -> int:
+        """Guesses that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
+        return min(self.session.max_depth, max((drafter.guesser.wants for drafter in self.drafters), default=UNREAD))

@@ -178,22 +178,17 @@ class Tier:
         try:
             item = self._inbox.get(timeout=None if wake_at is None else max(0.0, wake_at - time.monotonic()))
             while item is not None:
-                self._take(item)
+                if isinstance(item, tuple):
+                    messages, up = item
+                    for message in messages:
+                        alone = isinstance(message, Open) and self.below is None
+                        self._loop.receive(replace(message, chain=()) if alone else message, up, time.monotonic())
+                else:
+                    self._loop.drop(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return True
         return False
-
-    def _take(self, item: tuple[Sequence[Message], Link | None] | Link) -> None:
-        if not isinstance(item, tuple):
-            self._loop.drop(item)
-            return
-        messages, up = item
-        now = time.monotonic()
-        for message in messages:
-            if isinstance(message, Open) and self.below is None:
-                message = replace(message, chain=())
-            self._loop.receive(message, up, now)
 
     def _refuse(self) -> None:
         """Answer the Opens that came too late."""

@@ -62,8 +62,8 @@ def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
     hard, easy = (Slot(session, None, 0.0, 0.0) for session in sessions)
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)
-    assert drafting.hear(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
-    assert (hard.using, hard.chain, easy.using) == (ALONE, ALONE, ALLOWED)
+    assert drafting.receive(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
+    assert (hard.attached, hard.chain, easy.attached) == (ALONE, ALONE, ALLOWED)
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None
     assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]

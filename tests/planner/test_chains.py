@@ -300,13 +300,13 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
     slot = allowed_to_draft()
     drafting.begin(slot, 1, 0.0)
-    assert slot.using == ("tiny",)
-    assert drafting.hear(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
-    assert slot.using == ALLOWED
+    assert slot.attached == ("tiny",)
+    assert drafting.receive(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
+    assert slot.attached == ALLOWED
     retry_at = drafting.draft(slot, 1.0)
     assert retry_at is not None
     assert drafting.draft(slot, retry_at) is None
-    assert slot.using == ("tiny",)
+    assert slot.attached == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]
 
 

@@ -11,7 +11,7 @@ from cascade.planner.acceptance import Calibration, Calibrations
 from cascade.planner.choice import DEARER, affordable
 from cascade.planner.cost import PassCost
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
-from cascade.session.branches import LEAST_OFFERED, Beside, Branches
+from cascade.session.branches import MIN_CHANCE, Branches, Margin
 from cascade.session.session import Session
 from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import BlockManager
@@ -82,56 +82,56 @@ def test_drafters_and_temperatures_are_told_apart() -> None:
     assert len({id(known.of(*key)) for key in (("tiny", 0.0), ("tiny", 0.7), ("medium", 0.7), ("", 0.7))}) == 4
 
 
-def close(*tokens: int) -> Beside:
-    return Beside.of([RunnerUp(token, 0.1 + place) for place, token in enumerate(tokens)])
+def close(*tokens: int) -> Margin:
+    return Margin.of([RunnerUp(token, 0.1 + place) for place, token in enumerate(tokens)])
 
 
 def branches(most: int = 4) -> Branches:
     """A text 5, 6, 7 after 3 committed tokens, with close tokens beside its first two."""
     found = Branches(most, 3)
-    for beside in (close(1, 2), close(8), Beside.of([])):
-        found.wrote(beside)
+    for margin in (close(1, 2), close(8), Margin.of([])):
+        found.append(margin)
     return found
 
 
 def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
     """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails after their heads."""
     found = branches()
-    likeliest = max(found.worth(100), key=lambda way: way[0])[1]
+    likeliest = max(found.candidates(100), key=lambda way: way[0])[1]
     assert (likeliest.start, likeliest.tokens) == (3, [1])
     found.hold(likeliest)
     likeliest.tokens.append(9)
-    likeliest.beside.append(close(4))
-    draft = found.draft([5, 6, 7], bytes(3), 1)
+    likeliest.margins.append(close(4))
+    draft = found.proposal([5, 6, 7], bytes(3), 1)
     assert draft.trunk.tokens == (5, 6, 7)
     assert [len(draft.find(path)) for path in ([1, 9], [2], [5, 8])] == [2, 1, 2]
     assert [draft.ranks[node] for node in (*draft.find([1, 9]), *draft.find([2]))] == [1, 0, 2]
-    assert branches(most=1).draft([5, 6, 7], bytes(3), 1).tokens == (5, 6, 7, 1)
-    assert Branches(4, 3).draft([], b"", 0) == Draft()
+    assert branches(most=1).proposal([5, 6, 7], bytes(3), 1).tokens == (5, 6, 7, 1)
+    assert Branches(4, 3).proposal([], b"", 0) == Draft()
 
 
 def test_a_correction_takes_its_branch_and_leaves_no_other() -> None:
     """Guards against branches of a text that is gone: they would be scored after tokens of another one."""
     found = branches()
-    for _, branch in found.worth(100):
+    for _, branch in found.candidates(100):
         found.hold(branch)
     assert len(found.held) == 3
-    found.kept(1)
+    found.commit(1)
     assert [branch.start for branch in found.held] == [4]
-    taken = found.corrected(0, (8,))
+    taken = found.correct(0, (8,))
     assert taken is not None
     assert (taken.start, taken.tokens, found.held, found.committed) == (4, [8], [], 5)
-    assert found.corrected(0, (8,)) is None
+    assert found.correct(0, (8,)) is None
 
 
 def test_unlikely_branches_make_room() -> None:
     """Guards memory: no more branches than a request allows, and those stay that are likeliest to be taken."""
     found = branches(most=1)
-    for _, branch in found.worth(100):
+    for _, branch in found.candidates(100):
         found.hold(branch)
     assert len(found.held) == 1
-    assert all(chance >= LEAST_OFFERED for chance, _ in branches().worth(100))
-    assert branches().worth(4) == [], "a branch has room behind its first token"
+    assert all(chance >= MIN_CHANCE for chance, _ in branches().candidates(100))
+    assert branches().candidates(4) == [], "a branch has room behind its first token"
 
 
 def test_forks_are_lent_and_given_back() -> None:
@@ -142,7 +142,7 @@ def test_forks_are_lent_and_given_back() -> None:
     assert admission.admit([slot], 16, 0.0)[0] == [slot]
     slot.cache.write(0, session.text)
     session.advance(session.work(10), Scored([4], runner_ups=[(RunnerUp(5, 0.1), RunnerUp(6, 0.2))]))
-    for _, branch in session.ways():
+    for _, branch in session.branch_candidates():
         work = session.branch_work(branch)
         assert admission.fork(slot, branch, [*session.text[: branch.start], *branch.tokens], None)
         slot.forks[branch].store.write(work.start, work.tokens)

@@ -16,7 +16,7 @@ from cascade.planner.acceptance import Calibration
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Scored
-from cascade.session.hints import Hint, fed
+from cascade.session.guesses import Hint, usable_nodes
 from cascade.session.rounds import Rounds
 from cascade.session.session import Session
 from cascade.simulation.toy import ToyModel
@@ -189,7 +189,9 @@ def test_the_law_of_many_texts(setup: str) -> None:
 
 def test_ends_that_are_not_judged_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ending tokens, which the coupled rule compares without a row of their own: the test above would tell."""
-    monkeypatch.setattr(Rounds, "guesses", lambda self, pool, room, whole: fed(pool, room, self._ends) if whole else [])
+    monkeypatch.setattr(
+        Rounds, "candidates", lambda self, pool, depth, whole: usable_nodes(pool, depth, self._ends) if whole else []
+    )
     assert written("ratio", FEW) > 2 * UNLIKELY_Z
 
 
@@ -228,8 +230,8 @@ def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules) -> None:
 
 def test_a_drafter_that_stops_at_ends_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rounds against coming sooner for what they say: the test above would tell."""
-    for module in ("opening", "rounds"):
-        monkeypatch.setattr(f"cascade.session.{module}.unended", lambda opening, below: opening.ends)
+    for module in ("session", "rounds"):
+        monkeypatch.setattr(f"cascade.session.{module}.stops_below", lambda opening, below: opening.ends)
     with pytest.raises(AssertionError):
         test_rounds_without_guesses_are_gone_alone("lost", BLOCK)
 
@@ -244,21 +246,21 @@ def test_rounds_are_whole_or_nothing() -> None:
     guess = Draft((0, 1, 0, 1), bytes(4), dists=(Dist((0, 1), (0.5, 0.5)),) * 4)
     ended = Draft((0, END), bytes(2), dists=guess.dists[:2])
     session.propose(Proposal("below", 1, ended))
-    assert (session.window_full, session.guesses()) == (False, []), "who drafts does not stop at an end"
+    assert (session.window_full, session.candidates()) == (False, []), "who drafts does not stop at an end"
     session.propose(Proposal("below", 1, guess.first(2)))
-    assert (session.window_full, session.guesses()) == (False, [])
+    assert (session.window_full, session.candidates()) == (False, [])
     session.propose(Proposal("below", 1, guess.first(3)))
-    assert [node for _, node in session.guesses()] == [0, 1, 2]
+    assert [node for _, node in session.candidates()] == [0, 1, 2]
     assert len(session.work(100).draft.dists) == 3
     session.propose(Proposal("below", 1, guess.first(1)))  # late
-    assert len(session.guessed.draft.dists) == len(session.guessed.draft) == 3
+    assert len(session.guesses.draft.dists) == len(session.guesses.draft) == 3
     session.detach()
-    assert not session.guesses(), "nobody waits for them"
+    assert not session.candidates(), "nobody waits for them"
     again = replace(first, tokens=(1,) * 9, prompt_len=9)
     reading = Session(again, "1", 1, VOCAB)
     reading.attach("0", "below", ())
     reading.propose(Proposal("below", 9, guess.first(3)))
-    assert not reading.guesses(), "the first pass waits for nobody"
+    assert not reading.candidates(), "the first pass waits for nobody"
 
 
 def test_a_window_longer_than_any_draft_is_full() -> None:
@@ -297,7 +299,7 @@ def test_guesses_that_nobody_drew_are_compared(rule: Rule) -> None:
     first = opening(1, Rules(rule), 1, params=params(1, 12), draft_window=8)
     session = Session(first, "0", 0, VOCAB)
     session.hint([Hint("lookup", Calibration(), Draft((0, 1, END, 1), bytes(4)))])
-    assert [node for _, node in session.guesses()] == [0, 1, 2]
+    assert [node for _, node in session.candidates()] == [0, 1, 2]
     work = session.work(100)
     draw = session.rounds.draw(work) if session.rounds is not None else None
     assert draw is not None

@@ -14,7 +14,7 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import CHUNK, Profile
 from cascade.scorer import Scored
 from cascade.session.session import Session
-from cascade.tier.scheduler import PRIORITY_S, STRETCH, Batch, rank, schedule
+from cascade.tier.scheduler import MAX_STRETCH, PRIORITY_S, Batch, rank, schedule
 from cascade.tier.slot import Slot
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=100_000)
@@ -32,7 +32,7 @@ def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 
     """A session with so many positions to catch up with, and so many guesses after them."""
     opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
     session = Session(opening, "full", 1, 32)
-    session.guessed.draft = Draft((1,) * guesses, bytes(guesses))
+    session.guesses.draft = Draft((1,) * guesses, bytes(guesses))
     return Slot(session, None, since, opened)
 
 
@@ -74,7 +74,7 @@ def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token
     assert all(work.tokens and len(work.draft) <= POLICY.max_guesses for _, work in batch)
     writers = [s for s in slots if s.session.num_pending < CHUNK]
     if not writers:
-        everything = sum(s.session.num_pending + min(s.session.usable, POLICY.max_guesses) for s in slots)
+        everything = sum(s.session.num_pending + min(s.session.likely_depth, POLICY.max_guesses) for s in slots)
         assert total >= min(max_tokens, everything) - POLICY.max_guesses * len(slots)
 
 
@@ -101,7 +101,7 @@ def test_writers_come_before_readers() -> None:
     reader, writers = slot(30_000), [slot(1, 4, opened=1.0, since=0.9) for _ in range(10)]
     assert picked([reader, *writers]) == [512 - 50] + [5] * 10
     slow = profile(token_s=0.0005)  # 60 tokens cost as much as three passes
-    assert picked([reader, *writers], costs=slow) == [STRETCH * 20] + [5] * 10
+    assert picked([reader, *writers], costs=slow) == [MAX_STRETCH * 20] + [5] * 10
     assert picked([reader], costs=slow) == [512]
     crowd = [slot(1, 16, opened=1.0) for _ in range(200)]
     found = picked([reader, *crowd])
@@ -117,7 +117,7 @@ def test_a_stretched_pass_is_what_was_promised() -> None:
         costs.record(1, 0, 0, 0.010)
     assert costs.token_s == pytest.approx(0.0003)
     [read, _] = picked([slot(30_000), slot(1)], costs=costs)
-    assert read * costs.token_s == pytest.approx(STRETCH * costs.pass_s, rel=0.02)
+    assert read * costs.token_s == pytest.approx(MAX_STRETCH * costs.pass_s, rel=0.02)
 
 
 def test_short_prompts_pass_long_ones_and_the_first_goes_on() -> None:

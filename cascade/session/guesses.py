@@ -1,0 +1,182 @@
+"""What is guessed after a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import Lane, Proposal
+from cascade.planner.acceptance import Calibration, DraftStats
+from cascade.session.edge_totals import EdgeTotals
+
+MAX_NODES = 64  # of a draft
+LIKELY = 0.5  # chance of a guess for which nobody waits for others
+
+
+class Hint(NamedTuple):
+    """A guess of one drafter inside the tier."""
+
+    drafter: str
+    calibration: Calibration  # of its guesses
+    draft: Draft
+
+
+class Pool(NamedTuple):
+    """All guesses after a text as one tree, the nodes of the tier below first."""
+
+    draft: Draft
+    chances: list[float]  # of each node: that the text goes along its path
+    drafters: tuple[str, ...] = ()  # of each node, the drafter inside the tier that alone guesses it; empty if there is none
+
+
+def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Pool:
+    """The union. What several guess has the best of their chances."""
+    chances = calibration.chances(draft)
+    if not hints:
+        return Pool(draft, chances)
+    drafters = [""] * len(draft)
+    for hint in hints:
+        draft, places = draft.union(hint.draft)
+        for chance, place in zip(hint.calibration.chances(hint.draft), places, strict=True):
+            if place < len(chances):
+                chances[place] = max(chances[place], chance)
+            else:
+                chances.append(chance)
+                drafters.append(hint.drafter)
+    return Pool(draft, chances, tuple(drafters))
+
+
+def usable_nodes(pool: Pool, depth: int, ends: Collection[int]) -> list[tuple[float, int]]:
+    """Nodes less than ``depth`` deep that a pass can use, each with its chance: the likeliest first.
+
+    An ending token is compared but never read, since nothing comes after it.
+    """
+    draft, chances, _ = pool
+    if not draft or depth <= 0:
+        return []
+    tokens = draft.tokens
+    if draft.is_line:
+        size = min(len(draft), depth)
+        size = next((node for node in range(size) if tokens[node] in ends), size)
+        return list(zip(chances[:size], range(size), strict=True))
+    depths, nodes = draft.depths, {-1}
+    for node in range(len(draft)):
+        if depths[node] < depth and draft.parents[node] in nodes and tokens[node] not in ends:
+            nodes.add(node)
+    nodes.discard(-1)
+    return sorted(((chances[node], node) for node in nodes), key=lambda guess: (-guess[0], guess[1]))
+
+
+class Guesses:
+    """Guesses of token ids under ``vocab_size``, at most ``window`` positions ahead; ``totals`` counts what they are worth.
+
+    ``draft`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent something
+    newer.
+    """
+
+    __slots__ = (
+        "_pool",
+        "_totals",
+        "_unprepared",
+        "_vocab_size",
+        "_window",
+        "calibration",
+        "draft",
+        "hints",
+        "lanes_below",
+        "stats",
+    )
+
+    def __init__(self, vocab_size: int, window: int, totals: EdgeTotals) -> None:
+        self._vocab_size = vocab_size
+        self._window = window
+        self._totals = totals
+        self.draft = NO_DRAFT  # of the tier below
+        self.hints: tuple[Hint, ...] = ()  # of drafters inside the tier
+        self.stats = DraftStats()  # of the tier below
+        self.calibration = Calibration()  # of its guesses
+        self.lanes_below: tuple[Lane, ...] = ()  # what the tier below said of those below it, in a watched session
+        self._unprepared: int | None = None  # position of a correction that no guess is known after
+        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
+
+    @property
+    def pool(self) -> Pool:
+        """All guesses as one tree."""
+        known = self._pool
+        if known is None or known[0] is not self.draft or known[1] is not self.hints:
+            known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
+        return known[2]
+
+    @property
+    def length(self) -> int:
+        """Guesses one after another; of a drafter inside those that are likely."""
+        likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
+        return max(self.draft.height, likely)
+
+    def lanes(self, text: Sequence[int], drafter: str) -> tuple[Lane, ...]:
+        """Guesses after ``text`` that nobody has judged: those at hand, and those that tiers below have of each other."""
+        begin, end = len(text), len(text) + len(self.draft.trunk)
+        hints = tuple(Lane(hint.drafter, begin, hint.draft.tokens, hint.draft.parents) for hint in self.hints)
+        if not drafter:
+            return hints
+        below = (lane.after(text) for lane in self.lanes_below if lane.start <= end)  # others: of a text cut since
+        return (Lane(drafter, begin, self.draft.tokens, self.draft.parents), *hints, *below)
+
+    def change_drafter(self) -> None:
+        """The tier below is another one, or none, from now on."""
+        self.lanes_below, self._unprepared = (), None
+
+    def advance(self, start: int, new: Sequence[int], path: Sequence[int]) -> None:
+        """The text goes on with ``new`` at ``start``: count which guesses were right, and keep what is guessed after them.
+
+        ``path`` are the nodes of the draft that say the same, as far as there are any.
+        """
+        trunk = self.draft.trunk.tokens
+        num_right = next((i for i, (a, b) in enumerate(zip(trunk, new, strict=False)) if a != b), min(len(trunk), len(new)))
+        self.stats.passed(len(trunk), num_right, len(new))
+        self.calibration.learn(self.draft, new, path)
+        for hint in self.hints:
+            hint.calibration.learn(hint.draft, new, hint.draft.find(new))
+        self._unprepared = None
+        self._totals.agreed += num_right
+        if num_right < min(len(trunk), len(new)):  # the tier below was wrong there
+            self._totals.corrected()
+            self.lanes_below = ()
+            if len(path) > num_right and (num_prepared := self.draft.below(path[num_right]).height):
+                self._totals.prepared(num_prepared)
+            else:
+                self._unprepared = start + num_right
+        self.draft = self.draft.below(path[-1]) if len(path) == len(new) else NO_DRAFT
+        self.hints = ()
+
+    def cut(self, rest: Sequence[int] | None) -> None:
+        """The tier above has corrected the text; by ``rest`` after all of it, if that is so."""
+        path = self.draft.find(rest) if rest is not None else []
+        self.draft = self.draft.below(path[-1]) if rest and len(path) == len(rest) else NO_DRAFT
+        self.hints = ()
+        self.stats.interrupt()
+
+    def receive(self, proposal: Proposal, text: Sequence[int]) -> None:
+        """Guesses from below: ignored if they do not join ``text``, the newest win where they contradict older ones."""
+        if not 0 <= len(text) - proposal.start < len(proposal.draft):
+            return
+        known = text[proposal.start :]
+        path = proposal.draft.find(known)
+        if len(path) < len(known):
+            return
+        rest = proposal.draft.below(path[-1] if path else -1)
+        if self._unprepared is not None and proposal.start <= self._unprepared and rest:
+            self._totals.prepared(rest.height)
+            self._unprepared = None
+        fresh = rest.fitting(self._vocab_size, self._window, MAX_NODES)
+        new, old = fresh.trunk.tokens, self.draft.trunk.tokens
+        if new[: len(old)] != old[: len(new)]:
+            self.draft = fresh
+        elif not fresh.dists and not self.draft.dists:
+            self.draft = fresh.merge(self.draft).first(MAX_NODES)
+        elif len(new) >= len(old):  # what a round offers, it offers as a whole
+            self.draft = fresh
+
+    def hint(self, hints: Sequence[Hint]) -> None:
+        """What drafters inside the tier guess after the text as it is, in place of what they did."""
+        valid = (hint._replace(draft=hint.draft.fitting(self._vocab_size, self._window, MAX_NODES)) for hint in hints)
+        self.hints = tuple(hint for hint in valid if hint.draft)

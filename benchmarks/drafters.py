@@ -26,8 +26,7 @@ from benchmarks.document import console, finish, parsed, parser, stamp
 from benchmarks.turns import AGAIN, ALONE, AUTO, Size, Stream, at, in_turns
 from cascade import family
 from cascade.bench import report
-from cascade.bench.load import Cell, same_text
-from cascade.bench.measure import Mode
+from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
 from cascade.drafters import EXIT, TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher

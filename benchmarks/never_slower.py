@@ -26,8 +26,7 @@ from benchmarks.asked import lossless, stamp
 from benchmarks.baseline import quiet
 from benchmarks.turns import ALONE, AUTO, Ask, Question, Text, at, level_load, questions
 from cascade.answer import Completion
-from cascade.bench.load import rotated
-from cascade.bench.measure import Mode, stranger
+from cascade.bench.load import Mode, isolated, rotated
 from cascade.client import AsyncClient
 from cascade.params import SamplingParams
 from deployments.ops.launch import Server
@@ -89,7 +88,7 @@ async def _round(
 
     async def one(number: int) -> Completion:
         params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=number)
-        return await ask(asked[number % len(asked)].ids, params, mode.speculation, stranger())
+        return await ask(asked[number % len(asked)].ids, params, mode.speculation, isolated())
 
     speed, answers = await level_load(one, load, size.round_s)
     return speed, {number: answer.token_ids for number, answer in answers.items()}

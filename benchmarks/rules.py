@@ -20,8 +20,7 @@ from benchmarks.asked import by_category, chat_ids
 from benchmarks.document import console, finish, parsed, parser, stamp
 from benchmarks.turns import AGAIN, ALONE, Size, at, in_turns
 from cascade import family
-from cascade.bench.load import joined
-from cascade.bench.measure import Mode
+from cascade.bench.load import Mode, joined
 from cascade.draft import Draft
 from cascade.engine.acceptance import RULES
 from cascade.engine.model import Model

@@ -19,8 +19,7 @@ from benchmarks.cluster.recorded import record
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.turns import AGAIN, ALONE, Size, Stream, at, in_turns
 from cascade import family
-from cascade.bench.load import Cell, joined, same_text
-from cascade.bench.measure import Mode
+from cascade.bench.load import Cell, Mode, joined, same_text
 from cascade.client import AsyncClient
 from cascade.engine.threads import apart
 from cascade.messages import RUNNER_UPS, Edge

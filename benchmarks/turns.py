@@ -12,8 +12,7 @@ from benchmarks.document import console
 from cascade import family
 from cascade.answer import Chunk, Completion
 from cascade.bench import report
-from cascade.bench.load import Cell, Workload, load
-from cascade.bench.measure import Mode
+from cascade.bench.load import Cell, Mode, Workload, load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import Handling, SamplingParams, Speculation
 

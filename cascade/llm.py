@@ -7,6 +7,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
@@ -28,7 +29,7 @@ class RequestOutput:
 
 
 class LLM:
-    """`Cascade`, asked as vLLM's `LLM` is: for lists of prompts or conversations, with ``model`` to be answered for.
+    """`Cascade`, asked as vLLM's `LLM` is: for lists of prompts or conversations. Output is exactly that of ``model``.
 
     ``draft_models`` draft for it, the largest first, as with `cascade serve --draft`. Each is a local path or a hub id;
     ``options`` are those of `Cascade.from_pretrained`, which tells what is raised.
@@ -37,6 +38,9 @@ class LLM:
     def __init__(self, model: str, draft_models: Sequence[str] = (), **options: Any) -> None:
         if isinstance(draft_models, str):
             raise ConfigError(f"draft_models is {draft_models!r}: give a list, the largest first")
+        known = set(signature(Cascade.from_pretrained).parameters) - {"models"}
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError(f"LLM has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
         self.cascade = Cascade.from_pretrained([*reversed(draft_models), model], **options)
 
     def generate(self, prompts: Prompt | Batch, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:

@@ -20,7 +20,7 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
-from cascade.settings.sentence import sentence
+from cascade.settings.section import sentence
 from deployments.links.leases import HELD_PLACES
 from deployments.ops.scaling.plan import scaled, scaled_to_zero
 from deployments.versions import versioned

@@ -56,6 +56,8 @@ def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPat
     """Guards against a name taken letter by letter, and against errors of templates in place of ours."""
     with pytest.raises(ConfigError, match="draft_models is 'tiny': give a list"):
         LLM("full", draft_models="tiny")
+    with pytest.raises(ConfigError, match=r"LLM has no option 'dtyp': it takes .*, dtype, "):
+        LLM("full", dtyp="float32")
     with pytest.raises(InvalidRequest, match="empty"):
         llm.generate("")
     backend = llm.cascade.tokenizer.backend

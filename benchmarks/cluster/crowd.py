@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.cluster.devices import Setup
 from cascade import family
 from cascade.answer import Chunk
-from cascade.bench.measure import Mode, stranger
+from cascade.bench.load import Mode, isolated
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
@@ -85,7 +85,7 @@ class Crowd:
             seed = number + 1000 * place
             text = self.texts.setdefault(seed, [])
             asked = self.client.stream(
-                list(self._prompt(seed)), replace(self.params, seed=seed), self.mode.speculation, stranger()
+                list(self._prompt(seed)), replace(self.params, seed=seed), self.mode.speculation, isolated()
             )
             async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], asked)) as chunks:
                 async for chunk in chunks:

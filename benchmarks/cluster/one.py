@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
 from cascade import family
-from cascade.bench.measure import EdgeTotals, Mode, stranger
+from cascade.bench.load import EdgeTotals, Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import RecordedText, Recording
@@ -99,7 +99,7 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:
-    return client.generate(list(prompt), params, mode.speculation, stranger())
+    return client.generate(list(prompt), params, mode.speculation, isolated())
 
 
 def predicted(tiers: Sequence[SimTier], asked: Asked, mode: Mode, size: Size) -> Run:

@@ -9,18 +9,48 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from cascade.answer import Chunk, Completion
-from cascade.bench.measure import EdgeTotals, Mode, stranger
 from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
+from cascade.messages import Edge
 from cascade.params import Handling, SamplingParams, Speculation
 
 T = TypeVar("T")
 AsyncStream = Callable[[str, SamplingParams, Speculation, Handling], AsyncIterator[Chunk]]
+
+
+def isolated() -> Handling:
+    """For a request that nothing is known of: no keys and values of its prompt, and no texts like its own."""
+    return Handling(cache_salt=uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to serve a request."""
+
+    name: str
+    speculation: Speculation
+
+
+class EdgeTotals(dict[tuple[str, str], Edge]):
+    """What happened on each edge in all requests, by drafter and verifier."""
+
+    def add(self, edges: Iterable[Edge]) -> None:
+        """Count the edges of a request, or of other totals."""
+        for edge in edges:
+            key = (edge.drafter, edge.verifier)
+            self[key] = self[key] + edge if key in self else edge
+
+    @property
+    def full_passes(self) -> int:
+        """Passes of the full tier, each counted once for every request in it."""
+        full = next(iter(self.values())).verifier if self else ""  # a request's first edges are the full tier's
+        return sum(edge.passes for edge in self.values() if edge.verifier == full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +224,7 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
     last = begin = time.perf_counter()
     gaps_s = []
     completion = None
-    async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], stream(prompt, params, speculation, stranger()))) as chunks:
+    async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], stream(prompt, params, speculation, isolated()))) as chunks:
         async for chunk in chunks:
             now = time.perf_counter()
             gaps_s.append(now - last)

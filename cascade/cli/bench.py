@@ -17,8 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cascade.answer import Chunk
 from cascade.bench import report
-from cascade.bench.load import AsyncStream, Cell, Workload, joined, load, same_text
-from cascade.bench.measure import EdgeTotals, Mode
+from cascade.bench.load import AsyncStream, Cell, EdgeTotals, Mode, Workload, joined, load, same_text
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
 from cascade.cli.connection import Here, Served, asking, loaded
 from cascade.cli.screen import acceptance, console

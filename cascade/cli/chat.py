@@ -28,7 +28,7 @@ Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
 CLEARED = "/clear begins a new conversation."
 
 
-@click.command(context_settings={"default_map": {"max_tokens": 512, "temperature": 0.7}})
+@click.command(context_settings={"default_map": {"max_tokens": 512}})
 @click.argument("models", nargs=-1)
 @click.option("--address", help=f"Of a server. Without one the models run here. Example: {DEFAULT_ADDRESS}")
 @click.option("--system", default="", metavar="TEXT", help="Tell the assistant who it is.")

@@ -13,14 +13,14 @@ from cascade.errors import ConfigError
 @click.command()
 @model_options
 def check(**models: Any) -> None:
-    """Say what the tiers of MODEL, as `cascade serve` has it, need and whether they fit together, without loading a weight.
+    """Say what the tiers of MODEL need and whether they fit together, without loading a weight.
 
-    Ends with status 1 and a sentence if they do not.
+    MODEL is as `cascade serve` has it, or a file for `serve deploy`. Ends with status 1 and a sentence if they do not fit.
     """
     from cascade.settings.check import needs, remarks, unpinned, verify
     from deployments.app import build
 
-    parsed = configured(**models)
+    parsed = configured(**models, deployed=True)
     with console.status("Reading configurations"):
         found = needs(parsed)
     console.print(screen.needs(found))

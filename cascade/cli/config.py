@@ -37,10 +37,12 @@ def configured(
     dtype: str | None = None,
     max_model_len: int | None = None,
     served_model_name: Sequence[str] = (),
+    *,
+    deployed: bool = False,
 ) -> "CascadeConfig":
     """The configuration of a YAML file, of ``model`` with ``drafts`` below it, or of the demonstration family.
 
-    Options overrule the file. Raises `ConfigError`.
+    Options overrule the file, which may be one for ``serve deploy`` if ``deployed``. Raises `ConfigError`.
     """
     from cascade.settings.config import CascadeConfig
 
@@ -48,7 +50,7 @@ def configured(
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
         if drafts:
             raise ConfigError(f"{path} is a configuration, which names its tiers: leave --draft out, or give a model")
-        values = CascadeConfig.load(path).model_dump(mode="json", exclude_unset=True)
+        values = CascadeConfig.load(path, deployed=deployed).model_dump(mode="json", exclude_unset=True)
     elif model is not None:
         values = {"tiers": _tiers([*reversed(drafts), model], tensor_parallel_size or 1)}
     elif drafts:

@@ -111,18 +111,13 @@ def stream_for(asked: Asked) -> Callable[[str, SamplingParams, Speculation, Hand
     return stream
 
 
-def api_key() -> str | None:
-    """The user's, for servers that ask for one."""
-    return os.environ.get("CASCADE_API_KEY")
-
-
 @contextmanager
 def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Asked]:
     """The server at ``address``, or what `loaded` loads."""
     if address:
         from cascade.client import Client
 
-        with Client(address, api_key=api_key()) as client:
+        with Client(address) as client:
             yield Served(client)
         return
     with loaded(models) as cascade:

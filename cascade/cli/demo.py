@@ -11,8 +11,7 @@ import click
 from rich.progress import Progress
 
 from cascade.answer import Chunk
-from cascade.bench.load import Workload, joined, load, same_text
-from cascade.bench.measure import Mode
+from cascade.bench.load import Mode, Workload, joined, load, same_text
 from cascade.bench.prompts import QUESTIONS, Prompt
 from cascade.cli import screen
 from cascade.cli.bench import modes

@@ -1,6 +1,5 @@
 """`cascade top`: the tiers, edges and requests of a running server, again and again."""
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +40,7 @@ def top(address: str, url: str, every: float, once: bool) -> None:
     """Watch the tiers, edges and sessions of a server until Ctrl-C."""
     from cascade.client import Client
 
-    with Client(address, api_key=os.environ.get("CASCADE_API_KEY")) as client:
+    with Client(address) as client:
         last = look(client, url)
         seen: dict[str, Frame] = {}  # the latest of each router: any of several may answer
         if once:

@@ -1,6 +1,7 @@
 """Sampling parameters, guesses and what became of them to and from the protocol, for clients, routers and links alike."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, Lane
@@ -8,42 +9,15 @@ from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import link_pb2
 from cascade.v1 import serving_pb2 as pb
 
-SAME_FIELDS = (  # of `SamplingParams`, with the same name and type in `pb.Sampling`
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "adapter",
-)
-EDGE_TOTALS = (  # of `Edge`, with the same name and type in `pb.Edge` and `LinkEdge`
-    "drafter",
-    "verifier",
-    "passes",
-    "proposed",
-    "accepted",
-    "emitted",
-    "waited_s",
-    "corrected",
-    "prefetched",
-    "prefetched_tokens",
-    "undrafted_passes",
-    "agreed",
-)
-EDGE_COUNTS = {  # likewise, each with as many numbers as it has at most
+CONVERTED = ("stop", "stop_token_ids", "logit_bias", "structured")  # fields of `SamplingParams` of another type in the protocol
+SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
+EDGE_COUNTS = {  # fields of `Edge` and `pb.Edge` that are lists, each with as many numbers as it has at most
     "accepted_by_position": MAX_POSITIONS,
     "proposed_by_position": MAX_POSITIONS,
     "accepted_by_rank": MAX_RANKS,
     "proposed_by_rank": MAX_RANKS,
 }
+EDGE_TOTALS = tuple(field.name for field in fields(Edge) if field.name not in EDGE_COUNTS)
 
 
 def encode_lane(lane: Lane) -> pb.Lane:

@@ -24,8 +24,7 @@ from cascade.settings.deployment import AutoscalingConfig, DeploymentConfig, sca
 from cascade.settings.emulated import emulation_problems
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
 from cascade.settings.router import RouterConfig
-from cascade.settings.section import Section
-from cascade.settings.sentence import sentence
+from cascade.settings.section import Section, sentence
 
 MAX_TIERS = 5
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
@@ -133,15 +132,23 @@ class CascadeConfig(Section):
             raise ConfigError(f"{origin}: {sentence(error)}") from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a YAML file; raises `ConfigError`."""
+    def load(cls, path: Path, *, deployed: bool = False) -> Self:
+        """Read a YAML file, or if ``deployed`` one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not YAML: {_fault(error)}") from None
-        return cls.parse(values, str(path))
+        if not (isinstance(values, Mapping) and isinstance(values.get("applications"), list)):
+            return cls.parse(values, str(path))
+        if not deployed:
+            raise ConfigError(f"{path} is a file for `serve deploy`: give a file of what stands under its args, or deploy it")
+        arguments = [one.get("args") for one in values["applications"] if isinstance(one, Mapping)]
+        cascades = [one for one in arguments if isinstance(one, Mapping) and "tiers" in one]
+        if len(cascades) != 1:
+            raise ConfigError(f"{path} has {len(cascades)} applications with tiers: give a file with one")
+        return cls.parse(cascades[0], str(path))
 
     @classmethod
     def demo(cls) -> Self:

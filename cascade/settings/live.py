@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.sentence import sentence
+from cascade.settings.section import sentence
 
 OF_ROUTERS = (
     "window",

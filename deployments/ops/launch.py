@@ -25,7 +25,7 @@ from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
-from cascade.settings.sentence import sentence
+from cascade.settings.section import sentence
 from deployments.app import bind, build, emulated_gpus, parse, shortage
 from deployments.gateway.admission.access import Access
 from deployments.links.tls import check, check_door

@@ -14,8 +14,7 @@ from benchmarks import document, drafters, never_slower, rules, trees, turns
 from benchmarks.asked import by_category
 from benchmarks.turns import ALONE, Question, Size
 from cascade.answer import Chunk, Completion, Stats
-from cascade.bench.load import Cell
-from cascade.bench.measure import EdgeTotals
+from cascade.bench.load import Cell, EdgeTotals
 from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
 from cascade.params import LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation

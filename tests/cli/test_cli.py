@@ -12,6 +12,7 @@ from typing import Any
 import click
 import psutil
 import pytest
+import yaml
 from click.testing import CliRunner
 from openai import AuthenticationError, OpenAI
 
@@ -168,6 +169,7 @@ def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch
         (["simulate", "--tier", "a=1", "--tier", "b=2"], "--accept"),
         (["serve", "nowhere.yaml"], "nowhere.yaml"),
         (["serve", "--draft", "small"], "--draft"),
+        (["check", "--darft", "small"], "No such option '--darft'. Did you mean '--draft'?"),
         (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
     ],
 )
@@ -227,6 +229,20 @@ def test_check_fits_a_terminal_and_finds_a_wrong_order() -> None:
     assert "Tier tiny is not smaller than tier medium" in " ".join(output.split())
     code, output = run("check", full, "--draft", medium, "--draft", tiny)
     assert "not smaller" not in output
+
+
+def test_check_takes_files_for_serve_deploy(tmp_path: Path) -> None:
+    """Guards operators, who check what they deploy; and `cascade serve` from a file that says more than it heeds."""
+    path, cascade = tmp_path / "serve.yaml", small.config().model_dump(mode="json", exclude_unset=True)
+    other = {"name": "other", "import_path": "other:app"}
+    path.write_text(yaml.safe_dump({"applications": [other, {"import_path": "deployments.app:build", "args": cascade}]}))
+    code, output = run("check", str(path))
+    assert (code, "The tiers fit together." in output) == (0, True), output
+    code, output = run("serve", str(path))
+    assert (code, "is a file for `serve deploy`" in output) == (1, True)
+    path.write_text(yaml.safe_dump({"applications": [other]}))
+    code, output = run("check", str(path))
+    assert (code, "has 0 applications with tiers" in " ".join(output.split())) == (1, True)
 
 
 @pytest.mark.xdist_group("ray")

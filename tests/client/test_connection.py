@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -32,27 +32,29 @@ STATUSES = [
 # errors
 
 
+def calls(client: Client) -> list[Callable[[], object]]:
+    """Every way to ask."""
+    return [lambda: client.generate("p"), lambda: list(client.stream("p")), client.describe]
+
+
+def async_calls(client: AsyncClient) -> list[Callable[[], Awaitable[object]]]:
+    return [lambda: client.generate("p"), lambda: anext(client.stream("p")), client.describe]
+
+
 @pytest.mark.parametrize(("code", "kind"), STATUSES, ids=lambda value: getattr(value, "name", value.__class__.__name__))
 async def test_status_becomes_the_librarys_error(
     client: Client, async_client: AsyncClient, server: Canned, code: grpc.StatusCode, kind: type[CascadeError]
 ) -> None:
     """Guards users against having to know gRPC: the library's error, the server's sentence, for every call."""
     server.status = code
-    calls: list[Callable[[], object]] = [lambda: client.generate("p"), lambda: list(client.stream("p")), client.describe]
-    for call in calls:
+    for call in calls(client):
         with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
             call()
+        assert (type(caught.value), caught.value.__cause__) == (kind, None)
+    for ask in async_calls(async_client):
+        with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+            await ask()
         assert type(caught.value) is kind
-        assert caught.value.__cause__ is None
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await async_client.generate("p")
-    assert type(caught.value) is kind
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await anext(async_client.stream("p"))
-    assert type(caught.value) is kind
-    with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
-        await async_client.describe()
-    assert type(caught.value) is kind
 
 
 async def test_deadline(server: Canned) -> None:
@@ -116,19 +118,13 @@ def test_addresses_of_another_door_are_refused(address: str) -> None:
 async def test_unreachable_server() -> None:
     """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable, match="No server answers at the client's address"):
-            client.generate("p")
-        with pytest.raises(Unavailable):
-            list(client.stream("p"))
-        with pytest.raises(Unavailable):
-            client.describe()
+        for call in calls(client):
+            with pytest.raises(Unavailable, match="No server answers at the client's address"):
+                call()
     async with AsyncClient("127.0.0.1:1") as async_client:
-        with pytest.raises(Unavailable):
-            await async_client.generate("p")
-        with pytest.raises(Unavailable):
-            await anext(async_client.stream("p"))
-        with pytest.raises(Unavailable):
-            await async_client.describe()
+        for ask in async_calls(async_client):
+            with pytest.raises(Unavailable):
+                await ask()
 
 
 # hosts that vanish

@@ -292,11 +292,11 @@ def test_who_lost_an_answer_waits_for_a_full_server() -> None:
 
 def test_addresses_that_never_answered_are_asked_once() -> None:
     """Guards users against waiting for a slip in an address; a client that has met a server before waits."""
-    slip = Attempts(99, None, num_servers=2, greenhorn=True)
+    slip = Attempts(99, None, num_servers=2, unproven=True)
     slip.failed(Unreached("nobody"))
     with pytest.raises(Unreached):
         slip.failed(Unreached("nobody"))
-    known, met = Attempts(99, None, num_servers=2), Attempts(99, None, greenhorn=True)
+    known, met = Attempts(99, None, num_servers=2), Attempts(99, None, unproven=True)
     met.failed(Unavailable("killed in the middle of the call"))
     for _ in range(5):
         known.failed(Unreached("nobody"))

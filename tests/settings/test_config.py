@@ -20,7 +20,6 @@ from cascade import family
 from cascade.cli.main import main
 from cascade.drafters import DrafterSpec, source_and_kind
 from cascade.errors import ConfigError
-from cascade.params import MAX_WINDOW
 from cascade.settings.config import CascadeConfig
 from deployments import app, versions
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
@@ -56,10 +55,6 @@ def emulated(*agreements: list[float] | None, stretch: float = 1.0, **engine: An
 
 WRONG: dict[str, tuple[Any, str]] = {
     "emulated without passes": (one(engine_kwargs={"emulated": {"pass_ms": {}}}), r"emulated\.pass_ms: it has 0 entries"),
-    "emulated in no time": (
-        one(engine_kwargs={"emulated": {"pass_ms": {4: 0}}}),
-        r"emulated\.pass_ms\.4 is 0: .*greater than 0",
-    ),
     "emulated on a GPU": (emulated(None, device="cuda"), r"device is 'cuda', and an emulated one .* remove one of the two"),
     "emulated by ranks": (
         emulated(None, tensor_parallel_size=2),
@@ -80,7 +75,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no tiers": ({"window": 3}, r"tiers is missing; add it"),
     "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
     "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
-    "tier a string": ({"tiers": ["full"]}, r"tiers\.0 is 'full': it must be a mapping"),
     "no name": ({"tiers": [{"model_loading_config": {"model_id": "m"}}]}, r"tiers\.0\.name is missing"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
     "unknown drafter": (one(engine_kwargs={"drafter": "oracle"}), r"drafter.kind is 'oracle': it must be one of auto, lookup"),
@@ -119,13 +113,13 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"drafter": {"layers": 4}}),
         r"source, layers and skip need their kind beside them",
     ),
-    "some layers and others": (
-        one(engine_kwargs={"drafter": {"kind": "exit", "layers": 4, "skip": [7]}}),
-        r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
-    ),
     "layers of a lookup": (
         one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
         r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
+    ),
+    "some layers and others": (
+        one(engine_kwargs={"drafter": {"kind": "exit", "layers": 4, "skip": [7]}}),
+        r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
     ),
     "a layer twice": (
         one(engine_kwargs={"drafter": {"kind": "exit", "skip": [7, 7]}}),
@@ -137,21 +131,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs: quantise is not a known key"),
     "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),
     "window 0": ({"tiers": [tier()], "window": 0}, r"window is 0: .*greater than or equal to 1"),
-    "window too long": ({"tiers": [tier()], "window": MAX_WINDOW + 1}, r"window is 257: .*256"),
-    "window a word": ({"tiers": [tier()], "window": "wide"}, r"window is 'wide': .*integer"),
     "verify": ({"tiers": [tier()], "verify": "perhaps"}, r"verify is 'perhaps': .*boolean"),
     "dtype": (one(engine_kwargs={"dtype": "int4"}), r"dtype is 'int4': .*'bfloat16'"),
-    "cpu_affinity": (one(engine_kwargs={"cpu_affinity": [-1]}), r"cpu_affinity\.0 is -1"),
     "patience infinite": (one(engine_kwargs={"patience": float("inf")}), r"patience is inf"),
-    "num_replicas": (deploying(num_replicas=0), r"deployment_config\.num_replicas is 0"),
     "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
     "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
-    "keys_env": ({"tiers": [tier()], "router": {"access": {"keys_env": "a b"}}}, r"keys_env is 'a b'"),
-    "key limits": (
-        {"tiers": [tier()], "router": {"access": {"limits": {"alice": {"tokens_per_minute": 0}}}}},
-        r"limits\.alice\.tokens_per_minute is 0",
-    ),
-    "max_prompts": ({"tiers": [tier()], "router": {"limits": {"max_prompts": 4097}}}, r"max_prompts is 4097: .*4096"),
     "embedded source": (
         one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
         r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
@@ -166,14 +150,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "request router option": (
         deploying(request_router_config={"backoff": 1}),
         r"request_router_config of tier full has the unknown key 'backoff'",
-    ),
-    "request router class": (
-        deploying(request_router_config={"request_router_class": "no.such:Class"}),
-        r"tier full.*no",
-    ),
-    "placement strategy": (
-        one(placement_group_config={"bundles": [{"CPU": 1}], "strategy": "NEAR"}),
-        r"tier full.*NEAR",
     ),
     "replicas and autoscaling": (
         deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}),
@@ -226,6 +202,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "binary": (lambda path: path.write_bytes(bytes(range(256))), r"is not YAML"),
     "Python object": (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
     "impossible date": (lambda path: path.write_text("tiers: 2026-13-45"), r"is not YAML"),
+    "wrong value": (lambda path: path.write_text("tiers: 5"), r"tiers is 5: it must be a list"),
     "deep": (lambda path: path.write_text("[" * 1200), r"is not YAML"),
 }
 
@@ -253,15 +230,6 @@ def test_path_and_keys_are_refused() -> None:
     """Guards against keys that would be ignored beside a path."""
     with pytest.raises(ConfigError, match="config is a path"):
         parse({"config": "a.yaml", "window": 3})
-
-
-def test_files_name_their_problem(tmp_path: Path) -> None:
-    """Guards the sentence about a file: its path, the field and the value are in it."""
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump({"tiers": [tier()], "window": 0}))
-    with pytest.raises(ConfigError) as caught:
-        CascadeConfig.load(path)
-    assert str(caught.value).startswith(f"{path}: window is 0: ")
 
 
 # what is right

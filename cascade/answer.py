@@ -213,7 +213,9 @@ class Answer:
 
     def _piece(self) -> Chunk | None:
         """Everything that is certain and was not handed out yet."""
-        certain = len(self._text) if self.finished else self._num_certain()
+        certain = len(self._text)
+        if not self.finished:  # what may begin a stop string may be taken back
+            certain -= max((_overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
         num_tokens = self._num_sent_tokens
         while num_tokens < len(self._ends) and self._ends[num_tokens] <= certain:
             num_tokens += 1
@@ -244,11 +246,6 @@ class Answer:
     def _covers(self, num_tokens: int) -> int:
         """Characters that the first ``num_tokens`` tokens complete."""
         return self._ends[num_tokens - 1] if num_tokens else 0
-
-    def _num_certain(self) -> int:
-        """Characters that no stop string can take back any more."""
-        held = max((_overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
-        return len(self._text) - held
 
     def _completion(self, num_tokens: int) -> Completion | None:
         if self.finish_reason is None:

@@ -33,7 +33,11 @@ class Capabilities:
             raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}")
         params.check_vocabulary(self.vocab_size)
         check_adapter(params.adapter, self.adapters)
-        self._check_known(known, params)
+        if known and params.seed is None:
+            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+        self._check_ids(known)
+        if len(known) > params.max_tokens:
+            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}")
         if params.structured is not None:
             self.check_grammar(params.structured, known)
 
@@ -51,8 +55,18 @@ class Capabilities:
         prompt cannot be served, or any parameter not be honoured.
         """
         self.check(params, known)
-        self._check_prompt(ids, params.max_tokens)
-        chosen = speculation.chosen(self.names)
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it must have at least one token")
+        self._check_ids(ids)
+        if (needed := len(ids) + params.max_tokens) > self.context_len:
+            raise InvalidRequest(
+                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together {needed}: "
+                f"the models take {self.context_len}; shorten it, or lower max_tokens"
+            )
+        chosen, rules = speculation.chosen(self.names), COUPLED
+        if speculation.rule != "coupled" and chosen and params.temperature > 0:  # else all rules are the same
+            top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
+            rules = Rules(speculation.rule, draft_top_k=top_k)
         return Open(
             session=mint(),
             tokens=(*ids, *known),
@@ -66,38 +80,14 @@ class Capabilities:
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
             lockstep=speculation.in_rounds,
-            rules=self._rules(speculation, params, drafted=bool(chosen)),
+            rules=rules,
             adaptive=speculation.adaptive,
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             watch=handling.watch,
         )
 
-    def _rules(self, speculation: Speculation, params: SamplingParams, *, drafted: bool) -> Rules:
-        """By which rules guesses are accepted: at temperature 0, or without guesses, there is but one."""
-        if speculation.rule == "coupled" or not drafted or params.temperature == 0:
-            return COUPLED
-        top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
-        return Rules(speculation.rule, draft_top_k=top_k)
-
-    def _check_known(self, known: Sequence[int], params: SamplingParams) -> None:
-        if known and params.seed is None:
-            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
-        self._check_ids(known)
-        if len(known) > params.max_tokens:
-            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}")
-
     def _check_ids(self, ids: Sequence[int]) -> None:
         wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}")
-
-    def _check_prompt(self, ids: Sequence[int], max_tokens: int) -> None:
-        if not ids:
-            raise InvalidRequest("The prompt is empty: it must have at least one token")
-        self._check_ids(ids)
-        if len(ids) + max_tokens > self.context_len:
-            raise InvalidRequest(
-                f"The prompt has {len(ids)} tokens and max_tokens is {max_tokens}, "
-                f"together {len(ids) + max_tokens}: the models take {self.context_len}; shorten it, or lower max_tokens"
-            )

@@ -1,6 +1,7 @@
 """The cells of `cascade.bench.load` as tables and as one JSON document."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -96,21 +97,10 @@ def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _edge_entry(edge: Edge) -> dict[str, Any]:
-    return {
+    return asdict(edge) | {
         "drafter": edge.drafter or None,
-        "verifier": edge.verifier,
-        "passes": edge.passes,
-        "proposed": edge.proposed,
-        "accepted": edge.accepted,
         "acceptance": edge.accepted / edge.proposed if edge.proposed else None,
         "mean_accepted_len": edge.mean_accepted_len,
-        "accepted_by_position": edge.accepted_by_position,
-        "proposed_by_position": edge.proposed_by_position,
-        "accepted_by_rank": edge.accepted_by_rank,
-        "proposed_by_rank": edge.proposed_by_rank,
-        "corrected": edge.corrected,
-        "prefetched": edge.prefetched,
-        "prefetched_tokens": edge.prefetched_tokens,
     }
 
 

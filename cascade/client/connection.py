@@ -139,32 +139,27 @@ class Connection:
         """The pause before the request is sent again; raises the library's error where that is of no use, or cannot be."""
         if self._closed and isinstance(error, grpc.RpcError):
             raise error
-        told = _told(error) if isinstance(error, grpc.RpcError) else error
-        if isinstance(told, Unavailable):
+        cause = _error_of(error) if isinstance(error, grpc.RpcError) else error
+        if isinstance(cause, Unavailable):
             door.shut_until = time.monotonic() + SHUT_S
         if not again:
-            raise told from None
-        return attempts.failed(told)
+            raise cause from None
+        return attempts.failed(cause)
 
 
-def _told(error: grpc.RpcError) -> CascadeError:
+def _error_of(error: grpc.RpcError) -> CascadeError:
     """The library's error in place of gRPC's."""
     code = error.code()
     kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
     if kind is Overloaded:
-        return Overloaded(sentence, _retry_after_s(error))
+        pairs: Any = error.trailing_metadata() or ()
+        try:
+            return Overloaded(sentence, float(dict(pairs)[RETRY_AFTER]))
+        except (KeyError, ValueError):  # it does not say
+            return Overloaded(sentence)
     if kind is Unavailable and sentence.startswith(UNREACHED):
         return Unreached(f"No server answers at the client's address ({sentence}): start one, or mend the address")
     return kind(sentence)
-
-
-def _retry_after_s(error: grpc.RpcError) -> float:
-    """Seconds after which the server may take another try; 1 if it does not say."""
-    pairs: Any = error.trailing_metadata() or ()
-    try:
-        return float(dict(pairs).get(RETRY_AFTER, 1))
-    except ValueError:
-        return 1.0
 
 
 def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCredentials | None]:

@@ -39,25 +39,11 @@ def run(*arguments: str, input: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output if result.exit_code else result.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["serve"],
-        ["demo"],
-        ["chat"],
-        ["generate"],
-        ["bench"],
-        ["top"],
-        ["simulate"],
-        ["drafter", "train"],
-    ],
-)
-def test_help_teaches(command: list[str]) -> None:
+def test_help_teaches() -> None:
     """Guards every command's help against breaking."""
-    code, output = run(*command, "--help")
-    assert code == 0
-    assert "Usage" in output
+    for command in ([], ["drafter", "train"], *([name] for name in main.commands)):
+        code, output = run(*command, "--help")
+        assert (code, "Usage" in output) == (0, True)
 
 
 @pytest.mark.parametrize(

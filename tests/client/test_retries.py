@@ -150,10 +150,10 @@ def test_unseeded_streams_go_on_with_the_seed_of_their_first_piece(served: House
 async def test_broken_turns_go_on(tmp_path: Path) -> None:
     """Guards calls of tools whose stream breaks: one call, with an id and whole arguments."""
     with talking(tmp_path, "hermes", pass_s=0.001) as parrots, tearing(parrots) as torn:
-        await _torn_turns(parrots, torn)
+        await broken_turns(parrots, torn)
 
 
-async def _torn_turns(served: House, torn: Torn) -> None:
+async def broken_turns(served: House, torn: Torn) -> None:
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
     params = SamplingParams(max_tokens=200, temperature=0, seed=1)
     said = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]

@@ -24,6 +24,7 @@ from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import Runner
 from cascade.tier.scheduler import LOCKSTEP_PATIENCE_S
+from tests.cases import rare
 
 VOCAB = 6
 END = 5
@@ -173,7 +174,7 @@ def written(setup: str, number: int) -> float:
     return surprise(outputs, law(models(num_tiers)[-1]))
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", ["ratio", "block over coupled", rare("block"), rare("two likeliest")])
 def test_the_law_is_the_full_models(setup: str) -> None:
     """Guards the promise of these rules through everything that carries them: joint law of all tokens, ends among them."""
     assert written(setup, FEW) < UNLIKELY_Z
@@ -203,12 +204,12 @@ def test_the_same_seed_gives_the_same_text(setup: str) -> None:
     """Guards reproducibility: nothing but the seed and the drafts decides, however often a session was opened."""
     num_tiers, rules = SETUPS[setup]
     stack = Stack(models(num_tiers))
-    for seed in range(20):
+    for seed in range(8):
         first = opening(seed, rules, num_tiers, params=params(seed, 12), ends=frozenset())
         assert stack.write(first) == stack.write(first) == Stack(models(num_tiers)).write(first)
 
 
-@pytest.mark.parametrize(("name", "rules"), [("deaf", BLOCK), ("lost", BLOCK), ("lost", RATIO)])
+@pytest.mark.parametrize(("name", "rules"), [("deaf", BLOCK), ("lost", RATIO), rare("lost", BLOCK)])
 def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules) -> None:
     """Guards the law, and progress, where guesses come too late or the tier below dies in mid-answer, whatever it has drawn."""
     outputs = []

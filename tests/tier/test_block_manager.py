@@ -93,7 +93,7 @@ class Books(RuleBasedStateMachine):
         assert all(store.freed for store in self.stores)
 
 
-Books.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=40)
+Books.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=40)
 TestBooks = Books.TestCase
 
 

@@ -1,9 +1,8 @@
 """Tiers that have less memory than their sessions want, and sessions that begin where others have been."""
 
-import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from cascade.answer import Answer
 from cascade.engine import budget
-from cascade.engine.attention import Attention, Contiguous
+from cascade.engine.attention import Contiguous
 from cascade.engine.model import Model
 from cascade.engine.sequence_state import state_maker
 from cascade.errors import ModelError
@@ -26,7 +25,6 @@ from tests.architectures import SERVED, build
 from tests.tier.test_tier import PROMPT, Inbox, Silent, finish, opening, settle, text_of
 
 GREEDY = SamplingParams(temperature=0, seed=0)
-CPU = torch.device("cpu")
 LONG = tuple(7 * i % 32 for i in range(100))
 
 
@@ -192,15 +190,10 @@ def _score(model: Model, pool: BlockManager, tokens: Sequence[int], num_own: int
     return logits, known
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        *itertools.product([name for name in SERVED if name != "phi3-longrope"], [Contiguous]),
-    ],
-)
-def test_reused_keys_and_values_are_those_of_the_model(name: str, attention: Callable[[], Attention]) -> None:
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "phi3-longrope"])
+def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
     """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
-    model = Model(build(name), attention=attention(), cache_tokens=2048)
+    model = Model(build(name), attention=Contiguous(), cache_tokens=2048)
     rng = random.Random(name)
     text = rng.choices(range(96), k=70)
     pool = BlockManager(model.new_cache, 1024)
@@ -249,15 +242,10 @@ def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> No
         start()
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        *itertools.product(["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"], [Contiguous]),
-    ],
-)
-def test_texts_of_real_models_do_not_depend_on_memory(name: str, attention: Callable[[], Attention]) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"])
+def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     """Guards the promise where it counts: reused, preempted and recomputed, a text is that of a session alone."""
-    model = Model(build(name), attention=attention(), cache_tokens=3 * TILE if attention is Contiguous else 9 * BLOCK)
+    model = Model(build(name), attention=Contiguous(), cache_tokens=3 * TILE)
     rng = random.Random(name)
     common = rng.choices(range(96), k=40)
     asked = []

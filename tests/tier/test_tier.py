@@ -18,6 +18,7 @@ from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
+from tests.cases import crossed
 
 NAMES = ("tiny", "medium", "full")
 PROMPT = (1, 2, 3, 4, 5)
@@ -145,8 +146,10 @@ def settle(tiers: Sequence[Tier]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-@pytest.mark.parametrize("chain", [(), ("tiny",), ("medium",), ("medium", "tiny")])
+CHAINS: dict[str, tuple[str, ...]] = {"alone": (), "tiny": ("tiny",), "medium": ("medium",), "both": ("medium", "tiny")}
+
+
+@pytest.mark.parametrize(("chain", "temperature"), crossed(CHAINS, {"greedy": 0.0, "cool": 0.7, "hot": 1.5}))
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_text_is_the_full_models(
     tiers: list[Tier], models: list[CountingModel], temperature: float, chain: tuple[str, ...], lockstep: bool

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from benchmarks.document import quiet
 
 POSITIONS = 2048  # of context, enough for every request
 _held: list[PreTrainedModel] = []
@@ -18,11 +19,6 @@ def load(source: str, dtype: str) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     network.config.max_position_embeddings = POSITIONS
     return network
-
-
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def hold(source: str, dtype: str) -> None:

@@ -37,13 +37,18 @@ def parser(name: str, about: str, parts: Sequence[str] = (), *, quick: bool = Tr
     return made
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for: ``results`` is `None` if the document is only printed. Quiets the libraries."""
+def quiet() -> None:
+    """Let libraries say no more than they must."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for: ``results`` is `None` if the document is only printed."""
+    quiet()
     chosen = parser.parse_args(arguments)
     whole = not getattr(chosen, "quick", False) and getattr(chosen, "only", None) is None
     if chosen.results is None and whole:

@@ -9,31 +9,28 @@ counts by the share of its time before it. All texts must be the same in both mo
 JSON document.
 """
 
-import argparse
 import asyncio
-import json
-import logging
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.asked import lossless, stamp
-from benchmarks.baseline import quiet
-from benchmarks.turns import ALONE, AUTO, Ask, Question, Text, at, level_load, questions
+from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.prompts import chats
+from benchmarks.turns import ALONE, AUTO, at
 from cascade.answer import Completion
 from cascade.bench.load import Mode, isolated, rotated
 from cascade.client import AsyncClient
-from cascade.params import SamplingParams
+from cascade.params import Handling, SamplingParams, Speculation
 from deployments.ops.launch import Server
 
-RESULTS = Path(__file__).parent / "results" / "never_slower.json"
+Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
+Text: TypeAlias = tuple[int, ...]  # token ids
 MODES = (ALONE, AUTO)
-console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class Given:
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the request
 
 
-async def measure(ask: Ask, asked: Sequence[Question], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+async def measure(ask: Ask, asked: Sequence[list[int]], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
     """Figures by temperature and load; ``tell`` is called with a line for each."""
     found: dict[str, Any] = {}
     for temperature in size.temperatures:
@@ -69,7 +66,7 @@ async def measure(ask: Ask, asked: Sequence[Question], size: Size, tell: Callabl
     return found
 
 
-async def _load(ask: Ask, asked: Sequence[Question], temperature: float, load: int, size: Size) -> dict[str, Given]:
+async def _load(ask: Ask, asked: Sequence[list[int]], temperature: float, load: int, size: Size) -> dict[str, Given]:
     found = {mode.name: Given() for mode in MODES}
     for number in range(-1, size.rounds):
         for mode in rotated(MODES, number):
@@ -82,16 +79,38 @@ async def _load(ask: Ask, asked: Sequence[Question], temperature: float, load: i
 
 
 async def _round(
-    ask: Ask, asked: Sequence[Question], mode: Mode, temperature: float, load: int, size: Size
+    ask: Ask, asked: Sequence[list[int]], mode: Mode, temperature: float, load: int, size: Size
 ) -> tuple[float, dict[int, Text]]:
     """Tokens per second under a level load, and the texts; requests are the same in every round, one after another."""
 
     async def one(number: int) -> Completion:
         params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=number)
-        return await ask(asked[number % len(asked)].ids, params, mode.speculation, isolated())
+        return await ask(asked[number % len(asked)], params, mode.speculation, isolated())
 
     speed, answers = await level_load(one, load, size.round_s)
     return speed, {number: answer.token_ids for number, answer in answers.items()}
+
+
+async def level_load(
+    ask: Callable[[int], Awaitable[Completion]], clients: int, seconds: float
+) -> tuple[float, dict[int, Completion]]:
+    """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
+
+    An answer that goes on after the end counts by the share of its time before it: the load is level as long as it counts.
+    """
+    numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
+    end = time.perf_counter() + seconds
+
+    async def client() -> None:
+        nonlocal tokens
+        while (asked := time.perf_counter()) < end:
+            number = next(numbers)
+            answer = answers[number] = await ask(number)
+            answered = time.perf_counter()
+            tokens += len(answer.token_ids) * (min(answered, end) - asked) / (answered - asked)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return tokens / seconds, answers
 
 
 def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
@@ -130,26 +149,16 @@ def serve(size: Size) -> dict[str, Any]:
 
         async def ask() -> dict[str, Any]:
             async with AsyncClient(server.address) as client:
-                return await measure(client.generate, questions(1), size, console.print)
+                return await measure(client.generate, chats(1), size, console.print)
 
         return asyncio.run(ask())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.never_slower", description="The planner beside no drafts.")
-    parser.add_argument("--quick", action="store_true", help="few tokens and one round: whether it works, not how fast")
-    parser.add_argument("--results", type=Path, help="where the document is kept, if not benchmarks/results")
-    chosen = parser.parse_args(arguments)
-    quiet()
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    chosen = parsed(parser("never_slower", "The planner beside no drafts."), arguments)
     found = serve(QUICK if chosen.quick else Size())
     console.print(table(found))
-    if results := chosen.results or (None if chosen.quick else RESULTS):
-        results.parent.mkdir(exist_ok=True)
-        results.write_text(json.dumps({"head": headline(found), "loads": found} | stamp(), indent=2) + "\n")
-    print(json.dumps(headline(found)))
-    if not lossless(found):
-        raise SystemExit("Modes gave different texts")
+    finish({"head": headline(found), "loads": found} | stamp(), headline(found), chosen.results)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.asked import by_category, chat_ids
 from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.prompts import chats
 from benchmarks.turns import AGAIN, ALONE, Size, at, in_turns
 from cascade import family
 from cascade.bench.load import Mode, joined
 from cascade.draft import Draft
 from cascade.engine.acceptance import RULES
 from cascade.engine.model import Model
-from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
 from cascade.messages import Proposal
 from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, SamplingParams, Speculation
@@ -64,12 +63,6 @@ def measure(size: Size) -> dict[str, dict[str, dict[str, float]]]:
                 for cell in cells
             }
     return found
-
-
-def prompts(size: Size) -> list[list[int]]:
-    """The same that `measure` asks, in token ids."""
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
-    return [chat_ids(tokenizer, prompt.text) for prompt in by_category(size.prompts)]
 
 
 def tokens_per_round(temperature: float, asked: Sequence[list[int]], tokens: int) -> dict[str, float]:
@@ -132,7 +125,7 @@ def bytes_per_token(temperature: float, asked: Sequence[list[int]], **shape: Any
 
 def head(by_temperature: Mapping[str, Mapping[str, Mapping[str, float]]], size: Size) -> dict[str, Any]:
     """All figures, and in how many cells the block rule gives as many tokens as the ratio rule, as it should."""
-    asked, wire = prompts(size), {}
+    asked, wire = chats(size.prompts), {}
     for temperature in size.temperatures:
         wire[at(temperature)] = bytes_per_token(temperature, asked)
         wire[at(temperature)]["top_p 0.9, of all"] = bytes_per_token(temperature, asked, top_p=0.9)["of all tokens"]

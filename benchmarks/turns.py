@@ -1,16 +1,13 @@
 """Modes that take turns on the same prompts, one request at a time, and how their figures are named."""
 
-import asyncio
-import itertools
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from benchmarks.asked import by_category, chat_ids
 from benchmarks.document import console
+from benchmarks.prompts import by_category, chat_ids
 from cascade import family
-from cascade.answer import Chunk, Completion
+from cascade.answer import Chunk
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, Workload, load
 from cascade.engine.tokenizer import Tokenizer
@@ -50,43 +47,3 @@ async def in_turns(stream: Stream, modes: Sequence[Mode], size: Size, temperatur
 
     params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=0)
     return await load(ask, Workload(tuple(modes), by_category(size.prompts), (1,), params), done=tell)
-
-
-Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
-Text: TypeAlias = tuple[int, ...]  # token ids
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt as a chat, in token ids, and its kind."""
-
-    ids: list[int]
-    category: str
-
-
-def questions(count: int | None) -> tuple[Question, ...]:
-    """The first ``count`` built-in prompts of each category, all if ``None``, for the family."""
-    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
-    return tuple(Question(chat_ids(tokenizer, prompt.text), prompt.category) for prompt in by_category(count))
-
-
-async def level_load(
-    ask: Callable[[int], Awaitable[Completion]], clients: int, seconds: float
-) -> tuple[float, dict[int, Completion]]:
-    """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
-
-    An answer that goes on after the end counts by the share of its time before it: the load is level as long as it counts.
-    """
-    numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
-    end = time.perf_counter() + seconds
-
-    async def client() -> None:
-        nonlocal tokens
-        while (asked := time.perf_counter()) < end:
-            number = next(numbers)
-            answer = answers[number] = await ask(number)
-            answered = time.perf_counter()
-            tokens += len(answer.token_ids) * (min(answered, end) - asked) / (answered - asked)
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return tokens / seconds, answers

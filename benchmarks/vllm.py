@@ -19,7 +19,6 @@ benchmarks/results/vllm.json, which is written after each part.
 import argparse
 import functools
 import gc
-import importlib.metadata
 import json
 import random
 import statistics
@@ -28,15 +27,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from benchmarks.asked import by_category, stamp
+from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
 from benchmarks.peers import served
 from benchmarks.peers.contract import HEAD, Models
+from benchmarks.prompts import by_category
 from cascade import Cascade, SamplingParams, family
 from cascade.draft import Draft
 from cascade.engine.gguf import converted
@@ -44,14 +42,12 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.scorer import Row
 
-RESULTS = Path(__file__).parent / "results" / "vllm.json"
 PARTS = ("text", "sizes", "two", "fp8", "gap", "passes", "served")
 SHARE = 0.28  # of a GPU's memory for each model: three of them are there at once
 REQUESTS = {1: 6, 8: 24, 32: 64}  # at once, and in all
 GREEDY = SamplingParams(temperature=0, seed=0)
 REPEATS = 15  # of a timed pass, of which the median counts
 TOKENS = 96  # of an answer at most
-console = Console(stderr=True, highlight=False)
 
 
 def text(model: VllmModel, length: int = 200) -> dict[str, Any]:
@@ -174,9 +170,7 @@ def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
         tier["deployment_config"] = {"ray_actor_options": {"num_gpus": 1}}
     models = Models(source, "", "", HEAD)
     plan = served.Plan(by_category(2), TOKENS, chosen.temperature, REQUESTS, "vllm_ngram")
-    options: dict[str, Any] = {"config": {"tiers": [tier]}, "dtype": chosen.dtype, "share": share}
-    if share or _benches():
-        options["python"] = sys.executable
+    options: dict[str, Any] = {"config": {"tiers": [tier]}, "dtype": chosen.dtype, "share": share, "python": sys.executable}
     cells: dict[str, Any] = {}
     with ExitStack() as stack:
         arena = served.Arena(models, plan, stack, **options)
@@ -184,12 +178,6 @@ def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
     speeds = {at_once: {mode: cell["tokens_per_second"] for mode, cell in one.items()} for at_once, one in cells.items()}
     ratios = {at_once: _ratios(found) for at_once, found in speeds.items()}
     return {"served": ratios, "cells": cells, "missing": arena.missing, "temperature": chosen.temperature}
-
-
-def _benches() -> bool:
-    """Whether ``vllm serve`` and ``vllm bench`` run in this environment."""
-    names = {distribution.name for distribution in importlib.metadata.distributions()}
-    return names >= {"vllm", "pandas", "datasets"}
 
 
 def _ratios(speeds: dict[str, float]) -> dict[str, float | None]:
@@ -204,13 +192,12 @@ def _ratios(speeds: dict[str, float]) -> dict[str, float | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="path or hub id; SmolLM2-135M-Instruct unless given")
-    parser.add_argument("--dtype", default="float32", help="of weights and products (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of requests over HTTP (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (all)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
-    chosen = parser.parse_args(arguments)
+    made = parser("vllm", "A full tier on vLLM against vLLM itself.", PARTS, quick=False)
+    made.add_argument("--model", help="path or hub id; SmolLM2-135M-Instruct unless given")
+    made.add_argument("--dtype", default="float32", help="of weights and products (%(default)s)")
+    made.add_argument("--temperature", type=float, default=0.0, help="of requests over HTTP (%(default)s)")
+    chosen = parsed(made, arguments)
+    wanted, results = chosen.only or PARTS, chosen.results or RESULTS / "vllm.json"
     source = chosen.model or converted(family.full())
     gpu = torch.cuda.is_available()
     document: dict[str, Any] = stamp() | {"model": chosen.model or family.MODEL, "dtype": chosen.dtype, "problems": []}
@@ -236,9 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "gap": lambda: gap(first(), source),
         "passes": lambda: passes(first()),
     }
-    for name in (name for name in parts if name in chosen.only):
+    for name in (name for name in parts if name in wanted):
         _attempt(name, parts[name], document)
-        _keep(document, chosen.results)
+        keep(document, results)
     for model in opened:
         model.close()
     opened.clear()
@@ -246,9 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.collect()
     if gpu:
         torch.cuda.empty_cache()  # for the servers
-    if "served" in chosen.only:
+    if "served" in wanted:
         _attempt("served", lambda: serve(chosen, source), document)
-        _keep(document, chosen.results)
+        keep(document, results)
     console.print(document)
     print(json.dumps({name: document.get(name) for name in ("served", "gap_ms")}))
 
@@ -261,11 +248,6 @@ def _attempt(name: str, part: Callable[[], dict[str, Any]], document: dict[str, 
         console.print(name, found)
     except Exception as error:  # of any library
         document["problems"].append(f"{name}: {type(error).__name__}: {error}")
-
-
-def _keep(document: dict[str, Any], results: Path) -> None:
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,34 +9,18 @@ and ``autoscale`` (a load that rises and falls). Texts must be those that the fu
 Devices are fakes (`cascade.simulation.emulated`): what is measured is all around them. The last line is one JSON document.
 """
 
-import argparse
-import json
-import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rich.console import Console
-
-from benchmarks.asked import lossless, stamp
 from benchmarks.cluster import autoscale, crowd, one, recorded
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.trio import TRIO
+from benchmarks.document import console, finish, parsed, parser, stamp, timed
 
-RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
-RECORDING = RESULTS.parents[1] / ".work" / "recording.json"
+RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
 PARTS = ("one", "scale", "autoscale")
 QUICK_STRETCH = 3.0
-console = Console(stderr=True, highlight=False)
-T = TypeVar("T")
-
-
-def timed(label: str, work: Callable[[], T]) -> T:
-    begin = time.perf_counter()
-    result = work()
-    console.print(f"[bold]{label}[/]: {time.perf_counter() - begin:.0f} s")
-    return result
 
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
@@ -87,31 +71,10 @@ def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {"auto_vs_best": best, "auto_vs_alone": alone}
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description="A cascade on emulated devices.")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="whether it works, not how fast")
-    parser.add_argument(
-        "--results", type=Path, help="where the document is kept; of a whole run, benchmarks/results/cluster.json"
-    )
-    chosen = parser.parse_args(arguments)
-    if unknown := {*chosen.parts} - {*PARTS}:
-        parser.error(f"--parts has {min(unknown)!r}: it takes {', '.join(PARTS)}")
-    whole = {*chosen.parts} == {*PARTS} and not chosen.quick
-    chosen.results = chosen.results or (RESULTS if whole else None)
-    return chosen
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = options(arguments)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    found = measure(chosen.parts, quick=chosen.quick)
-    if chosen.results is not None:
-        chosen.results.parent.mkdir(exist_ok=True)
-        chosen.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found["head"]))
-    if not lossless(found):
-        raise SystemExit("Texts differ from those of the full model alone")
+    chosen = parsed(parser("cluster", "A cascade on emulated devices.", PARTS), arguments)
+    found = measure(chosen.only or PARTS, quick=chosen.quick)
+    finish(found, found["head"], chosen.results)
 
 
 if __name__ == "__main__":

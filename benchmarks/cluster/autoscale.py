@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cluster.crowd import AUTO, crowd
+from benchmarks.cluster.crowd import crowd
 from benchmarks.cluster.devices import Setup
+from benchmarks.turns import AUTO
 from cascade.client import AsyncClient
 from cascade.simulation.recording import Recording
 from deployments.ops.launch import Server

@@ -15,6 +15,7 @@ from typing import Any, cast
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
+from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.answer import Chunk
 from cascade.bench.load import Mode, isolated
@@ -28,9 +29,7 @@ from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
 LOADS = (1, 16, 64)
-ALONE = Mode("alone", Speculation("off"))
 THREE = Mode("three", Speculation(tiers=family.NAMES[:-1]))
-AUTO = Mode("auto", Speculation())
 QUIET_S = 1.0  # until sessions that were broken off are over
 
 

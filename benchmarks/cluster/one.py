@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
+from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.bench.load import EdgeTotals, Mode, isolated
 from cascade.client import Client
@@ -24,11 +25,9 @@ from deployments.ops.launch import Server
 
 LOWER = family.NAMES[:-1]
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)  # of lockstep pairs
-ALONE = Mode("alone", Speculation("off"))
 PAIRS = tuple(Mode(f"async pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
 THREE = Mode("async three", Speculation(tiers=LOWER))
 LINES = Mode("async three, lines", Speculation(tiers=LOWER, branches=0))  # simulated alone
-AUTO = Mode("auto", Speculation())
 WARM_ALONE = 8  # tokens
 
 

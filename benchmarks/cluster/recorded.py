@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
-from benchmarks.asked import by_category, chat_ids
+from benchmarks.prompts import by_category, chat_ids
 from cascade import family
 from cascade.answer import Completion
 from cascade.bench.prompts import Prompt

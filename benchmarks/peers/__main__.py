@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.asked import chat_ids
 from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
 from benchmarks.peers import contest, crew, report, served
 from benchmarks.peers.contract import Models, num_threads
+from benchmarks.prompts import chat_ids
 from benchmarks.turns import at
 from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt

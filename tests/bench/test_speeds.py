@@ -11,15 +11,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks import document, drafters, never_slower, rules, trees, turns
-from benchmarks.asked import by_category
-from benchmarks.turns import ALONE, Question, Size
+from benchmarks.prompts import by_category, chats
+from benchmarks.turns import ALONE, Size
 from cascade.answer import Chunk, Completion, Stats
 from cascade.bench.load import Cell, EdgeTotals
 from cascade.bench.prompts import BUILT_IN
 from cascade.messages import Edge
 from cascade.params import LOCKSTEP_WINDOW, Handling, SamplingParams, Speculation
-
-QUESTIONS = (Question([1, 2], "code"), Question([3], "chat"))
 
 
 async def answer(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
@@ -81,7 +79,7 @@ def test_loads_are_level() -> None:
         running.remove(number)
         return Completion("", tuple(range(number + 1)), "length", 0, Stats(1, number + 1, ()))
 
-    speed, answers = asyncio.run(turns.level_load(ask, 3, 0.05))
+    speed, answers = asyncio.run(never_slower.level_load(ask, 3, 0.05))
     assert sorted(answers) == [*range(len(answers))]
     assert 0 < speed * 0.05 <= sum(len(answer.token_ids) for answer in answers.values())
 
@@ -102,7 +100,7 @@ def test_served_trees_are_compared_with_lines() -> None:
 def test_crowds_are_compared() -> None:
     """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
     size = never_slower.Size(tokens=8, rounds=2, round_s=0.01, loads=(1, 3))
-    found = asyncio.run(never_slower.measure(answer, QUESTIONS, size, lambda line: None))
+    found = asyncio.run(never_slower.measure(answer, [[1, 2], [3]], size, lambda line: None))
     assert document.lossless(found)
     assert found["t0"]["3"]["rounds"] == 2
     assert {*never_slower.headline(found)} == {"t0", "t0.7"}
@@ -174,7 +172,7 @@ def test_rules_by_formula() -> None:
 
     `tests/engine/test_acceptance.py` holds that mean.
     """
-    asked = rules.prompts(Size())[:1]
+    asked = chats(1)[:1]
     given = rules.tokens_per_round(1.0, asked, 12)
     assert all(1 <= tokens <= 1 + LOCKSTEP_WINDOW for tokens in given.values())
     assert {"ratio", "block"} <= {*given}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.asked import lossless
 from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import autoscale, crowd, one
 from benchmarks.cluster.devices import FILE, Asked, Setup, Simulated
 from benchmarks.cluster.trio import BYTES, BYTES_S, TRIO, Shape
+from benchmarks.document import lossless
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.settings.config import CascadeConfig

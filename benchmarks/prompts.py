@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.document import lossless as lossless
-from benchmarks.document import stamp as stamp
+from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.tokenizer import Tokenizer
 
@@ -22,3 +21,9 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     whole = tokenizer.backend.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert isinstance(whole, str)
     return tokenizer.encode_part(whole)
+
+
+def chats(count: int) -> list[list[int]]:
+    """The first ``count`` built-in prompts of each category as chats with the family, in token ids."""
+    tokenizer = Tokenizer.from_pretrained(family.paths()[-1])
+    return [chat_ids(tokenizer, prompt.text) for prompt in by_category(count)]

@@ -22,8 +22,8 @@ from benchmarks.turns import AGAIN, ALONE, Size, at, in_turns
 from cascade import family
 from cascade.bench.load import Mode, joined
 from cascade.draft import Draft
-from cascade.engine.acceptance import RULES
 from cascade.engine.model import Model
+from cascade.engine.sampling.acceptance import RULES
 from cascade.local import Cascade
 from cascade.messages import Proposal
 from cascade.params import DRAFT_TOP_K, LOCKSTEP_WINDOW, SamplingParams, Speculation

@@ -15,6 +15,11 @@ CascadeError
 """
 
 
+def reason(error: BaseException) -> str:
+    """The first line of what another library says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class CascadeError(Exception):
     """Base of all errors of this package; its text is one sentence meant for the user."""
 

@@ -15,12 +15,12 @@ from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and_kind, specs
 from cascade.drafters.in_pass import InPass
-from cascade.engine import budget
+from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
 from cascade.engine.heads.mtp import check_mtp
 from cascade.engine.loading import common_room, find_device, load
 from cascade.engine.model import Model
-from cascade.engine.sequence_state import state_maker
+from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
@@ -342,7 +342,7 @@ def _load_on_vllm(
         raise ConfigError(f"{refused[0]}: remove it, or set engine to 'cascade'")
     given = {name: options[name] for name in ("dtype", "trust_remote_code") if options[name]}
     if torch.cuda.is_available():
-        given["gpu_memory_utilization"] = budget.UTILIZATION / len(sources)
+        given["gpu_memory_utilization"] = UTILIZATION / len(sources)
     loaded: list[VllmModel] = []
     try:
         for source, method in zip(sources, methods, strict=True):

@@ -10,7 +10,7 @@ from cascade.messages import Logprobs
 from cascade.params import Rule, SamplingParams
 
 BLOCK = 16  # positions
-TILE = 64  # positions that attention looks at at once, see `cascade.engine.kv`
+TILE = 64  # positions that attention looks at at once, see `cascade.engine.network.contiguous`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 UNIT = 1 / 16  # of gaps on the wire, in nats
 UNREAD = -1  # guesses of a row whose text no drafter reads
@@ -33,7 +33,7 @@ def grown_capacity(positions: int, capacity: int) -> int:
 
 
 class Store(Protocol):
-    """Keys and values of one session at one tier; see `cascade.engine.contiguous_cache.Cache`."""
+    """Keys and values of one session at one tier; see `cascade.engine.network.contiguous.Cache`."""
 
     @property
     def block(self) -> int:
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 class RowState(Protocol):
-    """What own tokens of a session depend on besides the logits of their pass; see `cascade.engine.sequence_state`."""
+    """What own tokens of a session depend on besides the logits of their pass; see `cascade.engine.sampling.state`."""
 
     prompt_len: int
 
@@ -90,7 +90,7 @@ class Draw:
     """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.session.rounds`."""
 
     keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
-    rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.acceptance`
+    rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.sampling.acceptance`
     draft_top_k: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
 
 

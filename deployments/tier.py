@@ -19,7 +19,7 @@ from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
 from cascade.engine.model import Model
-from cascade.engine.sequence_state import state_maker
+from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel

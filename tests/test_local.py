@@ -28,9 +28,9 @@ from cascade import (
     local,
 )
 from cascade.drafters import DrafterSpec
-from cascade.engine.contiguous_cache import Cache
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
+from cascade.engine.network.contiguous import Cache
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Failed, Message, origin_level
 from cascade.scorer import Row, Scored

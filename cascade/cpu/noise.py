@@ -1,6 +1,6 @@
 """Which tokens can be the best by ``scores + G``, found without a logarithm for every token of the vocabulary.
 
-``G`` is the Gumbel noise of `cascade.engine.sampling`, ``-ln(-ln(1 - u))`` for a ``u`` made of random bits; here it is bounded:
+``G`` is the Gumbel noise of `cascade.engine.sampling.own_tokens`, ``-ln(-ln(1 - u))`` for a ``u`` of random bits; its bound is:
 
     G(u) <= -ln u - u / 2          for -ln(1 - u) = u (1 + u / 2 + u^2 / 3 + ...) >= u exp(u / 2)
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cascade.engine.checkpoint import reason
 from cascade.engine.model import Model
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 from cascade.scorer import Row, Scored
 
 

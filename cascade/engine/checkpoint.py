@@ -1,26 +1,24 @@
 """What a checkpoint is, told from its configuration and the headers of its files, before any weight is read."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cascade.engine.devices import wider_dtype
 from cascade.engine.gguf import described
-from cascade.engine.products import keeps_bits
+from cascade.engine.network.products import keeps_bits
+from cascade.engine.network.survey import SIZES, Survey
 from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_LIMIT = 2**20  # positions of a model that names none
-MEASURE = "cascade_measure"  # an attention function that only notes how much a layer would keep
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -193,55 +191,35 @@ def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: st
 
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
     """Numbers that all layers keep for a token; raises `ModelError` if some layer does not take our attention."""
-    sizes: dict[int, int] = {}
+    found = Survey()
     layers = int(text.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
-        network.set_attn_implementation(MEASURE)
-        if network.config.get_text_config()._attn_implementation == MEASURE:  # else it has ways of its own, and stays with them
+        network.set_attn_implementation(SIZES)
+        if network.config.get_text_config()._attn_implementation == SIZES:  # else it has ways of its own, and stays with them
             with torch.inference_mode():
-                network(input_ids=ids, use_cache=False, cascade_sizes=sizes)
+                network(input_ids=ids, use_cache=False, cascade_pass=found)
     except (RuntimeError, NotImplementedError):  # some read numbers that are not there: of dynamic RoPE, of routers
-        return sum(sizes.values()) * layers // len(sizes) if sizes else _nominal_size(text)
+        sizes = _sizes(found)
+        return sum(sizes) * layers // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ModelError(
             f"{type(network).__name__} cannot be served: it does not take packed rows ({reason(error)})"
         ) from error
-    if len(sizes) != layers:
+    if len(sizes := _sizes(found)) != layers:
         raise ModelError(
             f"{type(network).__name__} cannot be served: {len(sizes)} of its {layers} layers "
             "use the attention interface of Transformers"
         )
-    return sum(sizes.values())
+    return sum(sizes)
+
+
+def _sizes(found: Survey) -> list[int]:
+    """Numbers that each layer keeps for a token."""
+    return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in found.heads.values()]
 
 
 def _nominal_size(text: PreTrainedConfig) -> int:
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return 2 * int(text.num_hidden_layers) * heads * width
-
-
-def _measure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
-    cascade_sizes: dict[int, int] | None = None,
-    **__: Any,
-) -> tuple[Tensor, None]:
-    if cascade_sizes is None:
-        raise TypeError(f"{type(module).__name__} does not hand the pass on to its attention function")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    cascade_sizes[layer] = key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3]
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what another library says."""
-    with contextlib.suppress(IndexError):
-        return str(error).strip().splitlines()[0]
-    return type(error).__name__
-
-
-AttentionInterface.register(MEASURE, _measure)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade.engine.memory import GIB, host_memory
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -142,7 +142,7 @@ def _read(source: str) -> Any:
         parts = int(_value(reader, "split.count", 1))
         architecture = str(_value(reader, "general.architecture", ""))
     except Exception as error:  # of a library that was given anything
-        raise ModelError(f"The GGUF file {source!r} is damaged ({_reason(error)}): download it again") from error
+        raise ModelError(f"The GGUF file {source!r} is damaged ({reason(error)}): download it again") from error
     if parts > 1:
         raise ModelError(f"The GGUF file {source!r} is one of {parts} parts: join them, with llama-gguf-split --merge")
     if not architecture or not reader.tensors:
@@ -215,7 +215,7 @@ def _told(source: str, reader: Any) -> Iterator[None]:
         architecture = _value(reader, "general.architecture")
         raise ModelError(
             f"The GGUF file {source!r} cannot be converted: Transformers does not take its model of the architecture "
-            f"{architecture!r} ({_reason(error)}); take the model's safetensors checkpoint"
+            f"{architecture!r} ({reason(error)}); take the model's safetensors checkpoint"
         ) from error
 
 
@@ -264,7 +264,3 @@ def _check_room(source: str, folder: Path, numbers: int, size: int) -> None:
             f"The GGUF file {source!r} takes {size / GIB:.2f} GiB once it is converted and {str(cache_folder())!r} has "
             f"{free / GIB:.2f} GiB free: set {CACHE} to a folder with more"
         )
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -111,7 +111,7 @@ class Grammars:
 
 
 class Matcher:
-    """Follows one text; see `cascade.engine.sequence_state.Constraint`.
+    """Follows one text; see `cascade.engine.sampling.state.Constraint`.
 
     Guesses are tried on a copy, so that an error after a wrong guess harms nothing else. But all copies of a compiled grammar
     share one lexer. Once a copy has exhausted it, every matcher goes on with a lexer of its own and tries no guesses any more:

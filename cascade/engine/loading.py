@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cascade.engine import budget
-from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy, reason
-from cascade.engine.devices import default_device, free_bytes, processor
+from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy
+from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
 from cascade.engine.quantization import quantizer
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def common_room(sources: Sequence[str], device: torch.device, **options: Any) ->
     if device.type != "cuda":
         return None
     sizes = [anatomy(source, **options).cache_bytes_per_token for source in sources]
-    return budget.cache_tokens(device, sum(sizes), budget.UTILIZATION)
+    return cache_tokens(device, sum(sizes), UTILIZATION)
 
 
 _WIDENED = (  # checkpoint, its dtype, processor, dtype

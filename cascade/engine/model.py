@@ -10,33 +10,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine import budget
-from cascade.engine.agreement import agree, probe_texts
-from cascade.engine.attention import Attention, Contiguous, choose_attention
-from cascade.engine.checkpoint import context_len, reason, unlike_attention
-from cascade.engine.devices import add_exactly, processor
-from cascade.engine.heads.exit import Exit
+from cascade.engine import devices
+from cascade.engine.checkpoint import context_len, unlike_attention
+from cascade.engine.heads.exit import REFUSALS, Exit, select
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
-from cascade.engine.heads.selection import select
-from cascade.engine.llama import Llama, is_written_out
 from cascade.engine.loading import load
-from cascade.engine.logits_processors import report
-from cascade.engine.packing import Packed
-from cascade.engine.products import keeps_bits, multiply_row_by_row
+from cascade.engine.network.attention import Attention, Native
+from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.llama import Llama, is_written_out
+from cascade.engine.network.products import keeps_bits, multiply_row_by_row
+from cascade.engine.network.survey import Survey, agree, probe_texts
 from cascade.engine.quantization import nbytes
-from cascade.engine.scoring import Report, scored
-from cascade.engine.survey import Survey
+from cascade.engine.sampling.processors import report
+from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Threads
 from cascade.engine.trees import run_trees
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
 from cascade.scorer import UNREAD, Row, Scored
 
-_REFUSALS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError)  # of networks that do not take the path
 SCORED = 16  # own tokens of a timed pass, at most
 
 
@@ -50,7 +46,7 @@ class Model:
         network: PreTrainedModel,
         *,
         cache_tokens: int | None = None,
-        gpu_memory_utilization: float = budget.UTILIZATION,
+        gpu_memory_utilization: float = devices.UTILIZATION,
         attention: Attention | None = None,
         num_threads: int | None = None,
         head: Head | None = None,
@@ -59,7 +55,8 @@ class Model:
         """Take over a loaded network; raises `ModelError` if it cannot take the path.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as the device has
-        room for, see `budget`. ``attention`` is the best for the device unless it is given; models do not share one.
+        room for, see `cascade.engine.devices.cache_tokens`. ``attention`` is the device's unless it is given; models do not
+        share one.
         Passes on a CPU take ``num_threads``; without a number, as many of those PyTorch may use as they are worth, see
         `cascade.engine.threads`. ``head`` guesses after rows that want it. If the network is ``owned``, used by nobody else,
         it loses the weights that are held in another order.
@@ -68,21 +65,21 @@ class Model:
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
-        add_exactly(self.device)
+        devices.add_exactly(self.device)
         self._vocab_size = self.bytes_per_token = 0
-        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.survey.Survey`
+        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.network.survey.Survey`
         self._busy = threading.RLock()  # tiers may share a model, and its passes share memory
         self._llama: Llama | None = None  # in the place of the network
         self._owned = owned
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
-        self._attention: Attention = attention or Contiguous()  # or what is best, see `choose_attention`
+        self._attention: Attention = attention or Contiguous()  # our own on a CPU, see `_choose`
         self._chosen = attention is not None
         try:
             self.reader = Reader(head, network) if head is not None else None
             self._take_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
-        self.cache_tokens = cache_tokens or budget.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
+        self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         self.threads: Threads = self._counted(num_threads)
 
     @classmethod
@@ -96,7 +93,7 @@ class Model:
         trust_remote_code: bool = False,
         quantization: str | None = None,
         cache_tokens: int | None = None,
-        gpu_memory_utilization: float = budget.UTILIZATION,
+        gpu_memory_utilization: float = devices.UTILIZATION,
         num_threads: int | None = None,
         drafter: str | None = None,
         drafter_kind: str = "auto",
@@ -171,7 +168,7 @@ class Model:
     @property
     def summary(self) -> str:
         """One line about it, for a log."""
-        place = processor() if self.device.type == "cpu" else str(self.device)
+        place = devices.processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         return f"{str(self.dtype).removeprefix('torch.')} on {place}; logits {bits}"
 
@@ -266,9 +263,9 @@ class Model:
         try:
             self._choose()
             found = self._replay(texts)
-            told = self.device.type == "cpu" and keeps_bits(network, self.dtype)  # the probe may miss what experts do
+            told = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
             self.same_bits &= told and self._repeats(texts)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")
@@ -280,10 +277,11 @@ class Model:
             self.reader.join(seen)
         self._windows = seen.windows
         if not self._chosen:
-            ours = self._written_out and is_written_out(network)
-            dtype = torch.float32 if ours else self.dtype
-            self._attention, self._chosen = choose_attention(self.device, dtype, self.dtype, seen), True
-            self._llama = Llama(network, owned=self._owned) if ours else None
+            if self.device.type == "cpu":
+                self._attention = Native(seen, self.dtype)
+            self._chosen = True
+            if self._written_out and is_written_out(network):
+                self._llama = Llama(network, owned=self._owned)
         network.set_attn_implementation(self._attention.name)
         if self._llama is None:
             multiply_row_by_row(network)

@@ -1,19 +1,53 @@
-"""From the logits of a pass to what it says of its rows, whichever engine computed them."""
+"""Rows of sessions as one input of a network, and its logits as what a pass says of them, whichever engine ran it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from cascade.engine.drawing import drawn
-from cascade.engine.logits_processors import report, shape
-from cascade.engine.packing import unpacked
-from cascade.engine.sampling import Asked, own_tokens, own_tokens_and_next
+from cascade.engine.network.attention import Span
+from cascade.engine.sampling.drawing import drawn
+from cascade.engine.sampling.own_tokens import Asked, own_tokens, own_tokens_and_next, runner_ups
+from cascade.engine.sampling.processors import report, shape
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
 
 UNDRAWN = SamplingParams(temperature=0, seed=0)  # of rows whose own tokens are drawn otherwise
 
-Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.logits_processors.report`
+Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.sampling.processors.report`
+
+
+class Packed(NamedTuple):
+    """Rows one after another."""
+
+    tokens: list[int]
+    positions: list[int]
+    keep: list[int]  # places whose logits are wanted
+    spans: list[Span]  # of each row
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        packed = cls([], [], [], [])
+        for row in rows:
+            begin, end = len(packed.tokens), len(packed.tokens) + len(row.input_ids)
+            packed.spans.append(Span(row.cache, begin, end, row.start))
+            packed.tokens.extend(row.input_ids)
+            packed.positions.extend(range(row.start, row.start + len(row.input_ids)))
+            packed.keep.extend(range(end - row.num_scored, end))
+        return packed
+
+
+def unpacked(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
+    """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`.
+
+    Of each row ``known`` own tokens count.
+    """
+    begin = 0
+    for row, count in zip(rows, known, strict=True):
+        part = slice(begin, begin + count)
+        next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
+        yield Scored(said[0][part], runner_ups=next_)
+        begin += row.num_scored
 
 
 def asked(rows: Sequence[Row]) -> list[Asked]:

@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from cascade.engine.gguf import described
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
 
@@ -30,7 +30,7 @@ class Tokenizer:
         try:
             backend = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"No tokenizer can be loaded from {source!r}: {_first_line(error)}") from error
+            raise ModelError(f"No tokenizer can be loaded from {source!r}: {reason(error)}") from error
         if not backend.is_fast:
             raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
         return cls(backend, _end_ids(folder, revision, backend))
@@ -111,10 +111,6 @@ def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset() if backend.eos_token_id is None else frozenset([backend.eos_token_id])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_source(source: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.engine.logits_processors import report
+from cascade.engine.sampling.processors import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 

@@ -20,7 +20,7 @@ from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 from cascade.splitmix import GOLDEN, mix
 
 if TYPE_CHECKING:
-    from cascade.engine.sequence_state import SequenceState
+    from cascade.engine.sampling.state import SequenceState
 
 _SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at temperature 1
 _CACHED = 1 << 16  # contexts and positions remembered
@@ -117,7 +117,7 @@ class ToyModel:
     and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
     often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
     the sampling parameters only temperature and seed are honoured, unless a row has a state: then all are, with the noise of
-    `cascade.engine.sampling`; in rows with a `Draw` filters, too. A pass sleeps ``pass_s + token_s * tokens``
+    `cascade.engine.sampling.own_tokens`; in rows with a `Draw` filters, too. A pass sleeps ``pass_s + token_s * tokens``
     seconds.
     """
 
@@ -210,8 +210,8 @@ class ToyModel:
         """What `cascade.engine.model.Model` does where noise is not shared."""
         import torch  # rows with shared noise do without
 
-        from cascade.engine.drawing import drawn
-        from cascade.engine.logits_processors import report, shape
+        from cascade.engine.sampling.drawing import drawn
+        from cascade.engine.sampling.processors import report, shape
 
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
         shaped, [known] = shape(logits, [row])
@@ -242,8 +242,8 @@ class ToyModel:
     def _shaped_line(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
         import torch  # plain rows do without
 
-        from cascade.engine.logits_processors import report, shape
-        from cascade.engine.sampling import own_tokens
+        from cascade.engine.sampling.own_tokens import own_tokens
+        from cascade.engine.sampling.processors import report, shape
 
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
         position = row.start + len(row.input_ids) - row.num_scored + 1
@@ -267,7 +267,7 @@ def full_text(model: ToyModel, opening: Open) -> list[int]:
 
 
 def _history(opening: Open, text: list[int]) -> "SequenceState":
-    from cascade.engine.sequence_state import SequenceState  # needs torch, which plain texts do without
+    from cascade.engine.sampling.state import SequenceState  # needs torch, which plain texts do without
 
     return SequenceState(opening, text)
 
@@ -280,7 +280,7 @@ def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> tuple[flo
 
 @lru_cache(_CACHED)
 def _gumbel(seed: int, position: int, vocab_size: int) -> tuple[float, ...]:
-    """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.gumbel`."""
+    """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.own_tokens.gumbel`."""
     key = mix(mix(position + GOLDEN) ^ mix(seed))
     return tuple(-math.log(-math.log(uniform(key, token))) for token in range(vocab_size))
 

@@ -181,8 +181,9 @@ class Tier:
                 if isinstance(item, tuple):
                     messages, up = item
                     for message in messages:
-                        alone = isinstance(message, Open) and self.below is None
-                        self._loop.receive(replace(message, chain=()) if alone else message, up, time.monotonic())
+                        if isinstance(message, Open) and self.below is None:
+                            message = replace(message, chain=())
+                        self._loop.receive(message, up, time.monotonic())
                 else:
                     self._loop.drop(item)
                 item = self._inbox.get_nowait()

@@ -122,7 +122,7 @@ def _loss_and_confidence(network: PreTrainedModel, head: DSpark, ids: Tensor, sh
     """Mean nats per guess, and of its confidence."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         found = guessed(network, head, ids)
-        logits, sure = head.behind(found.hidden, found.before)
+        logits, sure = head.teacher_forced(found.hidden, found.before)
         right = torch.minimum(logits.detach().float().softmax(-1), found.wanted).sum(-1)
         return nats(logits, found.wanted, shape) + F.binary_cross_entropy_with_logits(sure.float(), right)
 

@@ -185,7 +185,7 @@ class AnswerTrace:
     def __init__(self, request: RequestTrace, opening: Open, index: int) -> None:
         self._tracing = tracing = request.tracing
         params = opening.params
-        said = {
+        said: dict[str, str | int | float] = {
             "cascade.index": index,
             "cascade.prompt_tokens": opening.prompt_len,
             "gen_ai.operation.name": "text_completion",
@@ -244,7 +244,7 @@ class SessionSpans:
 
     def served(self, opening: Open) -> Open:
         """A session begins here; the message for its tier, whose sessions below are parts of its span."""
-        said = {
+        said: dict[str, str | int] = {
             "cascade.replica": self._tracing.replica,
             "cascade.prompt_tokens": opening.prompt_len,
             "cascade.known_tokens": len(opening.tokens) - opening.prompt_len,

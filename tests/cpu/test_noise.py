@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cascade.cpu.noise import ROOM, contenders
-from cascade.engine.sampling import gumbel, mixed, noise_bits
+from cascade.engine.sampling.own_tokens import gumbel, mixed, noise_bits
 
 SEED = 77
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Dist, Draft
-from cascade.engine.acceptance import RULES, judge
-from cascade.engine.drawing import judged, own_tokens
 from cascade.engine.model import Model
-from cascade.engine.sampling import GOLDEN, _mix, _signed, keyed_gumbel
+from cascade.engine.sampling.acceptance import RULES, judge
+from cascade.engine.sampling.drawing import judged, own_tokens
+from cascade.engine.sampling.own_tokens import _mix, keyed_gumbel
 from cascade.params import SamplingParams
 from cascade.scorer import Draw, Row
 from cascade.session import rounds
+from cascade.splitmix import GOLDEN, signed
 from tests import small
 
 Text: TypeAlias = tuple[int, ...]
@@ -130,7 +131,7 @@ Next: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 def behind(keys: Tensor, tokens: Tensor) -> Tensor:
     """Keys ``[N]`` after ``tokens``, as `cascade.session.rounds` has them."""
-    return _mix(keys + (tokens + 1) * _signed(GOLDEN))
+    return _mix(keys + (tokens + 1) * signed(GOLDEN))
 
 
 def ignore(keys: Tensor, tokens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 from cascade.answer import Answer
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
-from cascade.engine.sequence_state import state_maker
+from cascade.engine.sampling.state import state_maker
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Failed, Open, mint
 from cascade.params import SamplingParams, Structured

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cascade import SamplingParams, Speculation
 from cascade.engine.model import Model
-from cascade.engine.products import keeps_bits
+from cascade.engine.network.products import keeps_bits
 from cascade.scorer import TILE, Row
 from tests import small
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Structured
 from cascade.engine import grammar as module
-from cascade.engine.contiguous_cache import Cache
 from cascade.engine.grammar import Grammars, Matcher
 from cascade.engine.model import Model
+from cascade.engine.network.contiguous import Cache
 from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row, Scored
 from tests import small

@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from cascade import Cascade, SamplingParams, Speculation, Structured
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
-from cascade.engine.attention import Attention, Contiguous
+from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.guesses import OFFERED, choose, drafted, steps_of
 from cascade.engine.heads.head import Part
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
+from cascade.engine.network.attention import Attention
+from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.tokenizer import Tokenizer
 from cascade.planner.cost import Profile
 from cascade.scorer import BLOCK, Row, Scored, gap_byte
@@ -29,7 +31,7 @@ from tests import small
 from tests.architectures import CONTEXT, SERVED, VOCAB, build
 from tests.cases import crossed, rare
 from tests.forks import Piece, check_forks, tokens
-from tests.heads import Made, Paper, make, medusa
+from tests.heads import Made, Paper, WithoutLayers, make, medusa
 from tests.mtp import MODELS, mtp, network_of
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -49,7 +51,8 @@ BLOCKS = (
 EAGLES = ("eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", "peagle", "peagle-speculators")
 STYLES = ("medusa", "medusa-vllm", *EAGLES, *BLOCKS)
 MTP = tuple(MODELS)  # whose models are their own
-EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark")
+EXITS = {"exit": frozenset(range(2, LAYERS)), "exit-middle": frozenset({1, 3})}  # and the layers that they skip
+EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark", "exit")
 IN_WAYS = crossed({style: style for style in EACH}, {way: way for way in WAYS})
 
 
@@ -81,16 +84,23 @@ def deep(name: str) -> PreTrainedModel:
     return build(name, **layers, **kinds)
 
 
+def drafting(base: Path, style: str, way: str = "native", name: str = "", cache_tokens: int = 4096) -> Model:
+    """A model with a head."""
+    network = deep(name or (style if style in MODELS else "llama"))
+    head = Exit(network) if style in EXITS else load_head(folder_of(base, style)[1], network)
+    model = Model(network, attention=attention(way), cache_tokens=cache_tokens, num_threads=1, head=head)
+    if isinstance(head, Exit):
+        head.skip(EXITS[style])
+    return model
+
+
 @cache
-def served(base: Path, style: str, way: str, name: str = "") -> tuple[Model, Paper]:
+def served(base: Path, style: str, way: str, name: str = "") -> tuple[Model, Any]:
     """A model with a head, and what the head's paper says."""
-    made, source = folder_of(base, style)
-    name = name or (style if style in MODELS else "llama")
-    network = deep(name)
-    model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=load_head(source, network))
-    plain = deep(name)
+    plain = deep(name or (style if style in MODELS else "llama"))
     plain.set_attn_implementation("eager")
-    return model, Paper(made, plain)
+    paper = WithoutLayers(plain, EXITS[style]) if style in EXITS else Paper(folder_of(base, style)[0], plain)
+    return drafting(base, style, way, name), paper
 
 
 @dataclass
@@ -98,7 +108,7 @@ class Session:
     """A text at a model with a head, driven at random; its guesses are held against those made from nothing."""
 
     model: Model
-    paper: Paper
+    paper: Any  # `Paper`, or what is like it
     params: SamplingParams
     rng: random.Random
     text: list[int]
@@ -154,8 +164,8 @@ class Session:
 
 
 CASES = [(style, "native") for style in (*EACH, "dflash-swa")]  # formulas of the others are held below
-CASES += [(style, "contiguous") for style in ("eagle3", "dflash-sliding")]
-CASES += [rare(style, way) for style in (*STYLES, *MTP) for way in WAYS if (style, way) not in CASES]
+CASES += [(style, "contiguous") for style in ("eagle3", "dflash-sliding", "exit")]
+CASES += [rare(style, way) for style in (*STYLES, *MTP, *EXITS) for way in WAYS if (style, way) not in CASES]
 
 
 @pytest.mark.parametrize(("style", "way"), CASES)
@@ -247,17 +257,16 @@ def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) ->
         guesses = list(scored.draft.trunk.tokens)
         expected = paper.guesses([*text, *written, *scored.own], 4, GREEDY)
         assert len(guesses) == len(expected)
-        assert guesses == expected or (style != "medusa" and not same)
+        assert guesses == expected or (style not in ("medusa", "exit") and not same)
         store.free()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
+def test_what_is_kept_follows_forks(base: Path) -> None:
     """Guards states in stores under any schedule of forks and joins, as keys and values are guarded."""
     sizes = {"head_dim": 32, "intermediate_size": 64}  # of which PyTorch's functions leave no rests, which they round otherwise
     network = build("llama", num_hidden_layers=LAYERS, **sizes)
     head = load_head(folder_of(base, "eagle3")[1], network)
-    model = Model(network, attention=attention(way), cache_tokens=4096, num_threads=1, head=head)
+    model = Model(network, cache_tokens=4096, num_threads=1, head=head)
 
     def score(pieces: Sequence[Piece]) -> list[Tensor]:
         assert model.reader is not None
@@ -273,9 +282,7 @@ def test_what_is_kept_follows_forks(base: Path, way: str) -> None:
 @pytest.mark.parametrize(("style", "way"), IN_WAYS)
 def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) -> None:
     """Guards memory: guesses at the end of a store take a fork for a moment, or there are fewer of them, or no block."""
-    _, source = folder_of(base, style)
-    network = deep(style if style in MODELS else "llama")
-    model = Model(network, attention=attention(way), cache_tokens=CONTEXT, num_threads=1, head=load_head(source, network))
+    model = drafting(base, style, way, cache_tokens=CONTEXT)
     store = model.new_cache()
     text = [(31 * place + 2) % VOCAB for place in range(CONTEXT - 1)]
     store.reserve(len(text))
@@ -289,9 +296,10 @@ def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) ->
     store.free()
 
 
-def test_own_tokens_are_those_without_a_head(base: Path) -> None:
-    """Guards the text: the bits of logits, in chunks and after drafts, do not know of a head."""
-    model, _ = served(base, "eagle3", "native")
+@pytest.mark.parametrize("style", ["eagle3", "exit"])
+def test_own_tokens_are_those_without_a_head(base: Path, style: str) -> None:
+    """Guards the text: the bits of logits, in chunks and after drafts, do not know of a head, nor of guesses after the text."""
+    model, _ = served(base, style, "native")
     alone = Model(build("llama", num_hidden_layers=LAYERS), num_threads=1)
     rows = [(0, range(3, 40), 1), (37, range(5, 12), 4), (20, range(9, 13), 2)]
     stores = model.new_cache(), alone.new_cache()
@@ -308,13 +316,15 @@ def test_own_tokens_are_those_without_a_head(base: Path) -> None:
         assert (said[0].own, said[0].runner_ups) == (said[1].own, said[1].runner_ups)
 
 
-@pytest.mark.parametrize("style", ["medusa", "eagle3", "dspark", "mtp-deepseek"])
-def test_sixteen_bits(base: Path, style: str) -> None:
-    """Guards other dtypes: a head is as wide as its model."""
-    _, source = folder_of(base, style)
-    name = style if style in MODELS else "llama"
+@pytest.mark.parametrize(
+    ("style", "name"),
+    [("medusa", "llama"), ("eagle3", "gemma2"), ("dspark", "llama"), ("mtp-deepseek", "mtp-deepseek"), ("exit", "gemma2")],
+)
+def test_sixteen_bits(base: Path, style: str, name: str) -> None:
+    """Guards other dtypes: a head is as wide as its model, whatever stores hold."""
     network = deep(name).to(torch.bfloat16)
-    model = Model(network, num_threads=1, head=load_head(source, network))
+    head = Exit(network) if style == "exit" else load_head(folder_of(base, style)[1], network)
+    model = Model(network, num_threads=1, head=head)
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, [4, 5, 6], 1, WARM, guesses=3)])
     assert len(scored.draft.trunk) == 3

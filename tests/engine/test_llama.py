@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.engine.llama import is_written_out
 from cascade.engine.model import Model
-from cascade.engine.packing import Packed
+from cascade.engine.network.llama import is_written_out
+from cascade.engine.scoring import Packed
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import VOCAB, build

@@ -20,10 +20,10 @@ from transformers import (
 
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
 from cascade.answer import Answer
-from cascade.engine.logits_processors import report, shape
 from cascade.engine.model import Model
-from cascade.engine.sampling import adjust
-from cascade.engine.sequence_state import SequenceState, state_maker
+from cascade.engine.sampling.own_tokens import adjust
+from cascade.engine.sampling.processors import report, shape
+from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Close, Logprobs, Open, Proposal, mint
 from cascade.scorer import Row, Scored

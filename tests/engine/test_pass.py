@@ -21,11 +21,10 @@ from transformers.masking_utils import (
 
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft
-from cascade.engine.attention import Attention, Contiguous
-from cascade.engine.contiguous_cache import Cache
-from cascade.engine.kv import Pass, Span, attend
 from cascade.engine.model import Model
-from cascade.engine.survey import window_of_mask
+from cascade.engine.network.attention import Attention, Span
+from cascade.engine.network.contiguous import Cache, Contiguous, Pass, attend
+from cascade.engine.network.survey import window_of_mask
 from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
 
@@ -153,7 +152,7 @@ def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatc
     """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
     model, _ = served(name, attention)
     expected = _logits(model, (model.new_cache(), 0, PREFIX))
-    monkeypatch.setattr("cascade.engine.kv.SCORES", scores)
+    monkeypatch.setattr("cascade.engine.network.contiguous.SCORES", scores)
     store = model.new_cache()
     found = torch.cat([_logits(model, (store, 0, PREFIX[:7])), _logits(model, (store, 7, PREFIX[7:]))])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

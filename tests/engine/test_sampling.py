@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.engine.sampling import (
+from cascade.engine.sampling.own_tokens import (
     Asked,
     adjust,
     gumbel,

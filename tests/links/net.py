@@ -12,7 +12,7 @@ import pytest
 
 from cascade.answer import Answer
 from cascade.engine.grammar import Grammars
-from cascade.engine.sequence_state import state_maker
+from cascade.engine.sampling.state import state_maker
 from cascade.messages import Close, Failed, Message, Open, Proposal, mint
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier

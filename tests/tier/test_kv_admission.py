@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cascade.answer import Answer
-from cascade.engine import budget
-from cascade.engine.attention import Contiguous
+from cascade.engine import devices
 from cascade.engine.model import Model
-from cascade.engine.sequence_state import state_maker
+from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.sampling.state import state_maker
 from cascade.errors import ModelError
 from cascade.messages import Failed, Message, Open, Proposal
 from cascade.params import SamplingParams
@@ -212,16 +212,16 @@ def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
 
 def test_memory_of_the_device_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the budget: weights and others' memory are not given to the cache, and numbers are in the refusal."""
-    monkeypatch.setattr(budget, "host_memory", lambda: 8 * 10**6)
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * 10**6)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**6, 100 * 10**6))
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert budget.cache_tokens(cpu, 1000, 0.9) == 1000
-    assert budget.cache_tokens(gpu, 1000, 0.9) == 50_000
+    assert devices.cache_tokens(cpu, 1000, 0.9) == 1000
+    assert devices.cache_tokens(gpu, 1000, 0.9) == 50_000
     for device, bytes_per_token in ((cpu, 10**6), (gpu, 10**7)):
         with pytest.raises(ModelError, match=f"{device} has memory for [15] tokens of {bytes_per_token} bytes"):
-            budget.cache_tokens(device, bytes_per_token, 0.9)
+            devices.cache_tokens(device, bytes_per_token, 0.9)
     monkeypatch.undo()
-    assert 10**8 < budget.host_memory() < 10**14
+    assert 10**8 < devices.host_memory() < 10**14
     assert Model(build("llama"), cache_tokens=77).cache_tokens == 77
 
 
@@ -233,7 +233,7 @@ def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 10**6 - held - own - kept, 100 * 10**6))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own + kept)
-        return budget.cache_tokens(gpu, 1000, 0.3)
+        return devices.cache_tokens(gpu, 1000, 0.3)
 
     for _ in range(3):  # the weights of each take 5, and its cache the rest of its share
         assert start() == start(kept=20 * 10**6) == 25_000

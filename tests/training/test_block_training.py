@@ -54,7 +54,7 @@ def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path, kind: st
         logits = plain.logits(out)
         if isinstance(plain, DSpark):
             before = torch.tensor([[scored.own[0], *trunk.tokens, *[0] * (out.shape[1] - 1 - len(trunk.tokens))]])
-            logits, odds = plain.behind(out, before)
+            logits, odds = plain.teacher_forced(out, before)
             chances = odds[0].sigmoid().tolist()[: len(trunk.tokens)]
             assert list(trunk.confidences) == [gap_byte(-math.log(1 - chance)) for chance in chances]
         assert logits[0].argmax(-1).tolist()[: len(trunk.tokens)] == list(trunk.tokens)
@@ -72,7 +72,7 @@ def test_confidence_learns_what_is_accepted(tmp_path: Path) -> None:
         assert isinstance(head, DSpark)
         with torch.no_grad():
             found = guessed(network, head, batch(0))
-            logits, odds = head.behind(found.hidden, found.before)
+            logits, odds = head.teacher_forced(found.hidden, found.before)
             right = torch.minimum(logits.float().softmax(-1), found.wanted).sum(-1)
         missed.append(float((odds.sigmoid() - right).abs().mean()))
     assert missed[1] < 0.1

@@ -13,7 +13,7 @@ from torch import Tensor
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Guesses, Text
 from cascade.engine.heads.head import Head, Part, Place
-from cascade.engine.kv import Span
+from cascade.engine.network.attention import Span
 
 
 class Chain(Head):
@@ -46,17 +46,17 @@ class Chain(Head):
         return guesses.drafts()
 
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
-        """Guess after each text that has a room, and after its guesses."""
+        """Guess after each text, by its number, and after its guesses."""
         active, texts = list(rooms), guesses.texts
         while True:
             chosen = guesses.choose(active, self.whole(self.logits(hidden)))
-            kept = [row for row, one in enumerate(active) if texts[one].guesses > guesses.step and rooms[one] is not None]
+            kept = [row for row, number in enumerate(active) if texts[number].guesses > guesses.step]
             if not kept:
                 return
             active = [active[row] for row in kept]
             tokens, states = chosen[kept], self.next_state(hidden[kept])
-            starts = [texts[one].end - 2 + guesses.step for one in active]
-            spans = [Span(rooms[one], row, row + 1, start) for row, (one, start) in enumerate(zip(active, starts, strict=True))]
+            starts = [texts[number].end - 2 + guesses.step for number in active]
+            spans = [Span(rooms[number], row, row + 1, starts[row]) for row, number in enumerate(active)]
             hidden = self._pass(tokens, states, starts, place, spans)
 
     def _read(self, texts: Sequence[Text], place: Place) -> list[Tensor | None]:
@@ -82,9 +82,3 @@ class Chain(Head):
         ids = torch.tensor(tokens).to(self.device, non_blocking=True)
         out = self._pass(ids, place.states(parts), starts, place, spans)
         return [None if end is None else out[end] for end in ends]
-
-    def first(self, text: Text, place: Place) -> Tensor:
-        spans = [Span(text.store, 0, text.end - 1, 0)]
-        ids = torch.tensor(text.tokens[1:]).to(self.device)
-        out = self._pass(ids, place.states([Part(text.store, 0, text.end - 1)]), range(text.end - 1), place, spans)
-        return self.whole(self.logits(out)).argmax(-1)

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files, reason
+from cascade.engine.checkpoint import INDEX, SINGLE, check_files
 from cascade.engine.heads.head import Verifier
 from cascade.engine.tokenizer import check_source, is_local
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 TORCH = "pytorch_model.bin"

@@ -38,7 +38,7 @@ from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Angles, Attention
 from cascade.engine.heads.guesses import Guesses, Text
 from cascade.engine.heads.head import Head, Place, Verifier
-from cascade.engine.kv import Span
+from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
 
 SLIDING = "sliding_attention"
@@ -188,14 +188,6 @@ class DFlash(Head):
         """That of the only query of a block whose places see all of it lies at its end."""
         return seen.window if seen.window is None or seen.causal else seen.window + self.layout.size
 
-    def number(self, first: int) -> None:
-        for place, layer in enumerate(self.own_layers):
-            layer.self_attn.layer_idx = first + place
-
-    @property
-    def own_layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
-
     # of the text
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -249,18 +241,15 @@ class DFlash(Head):
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
         found = [Draft()] * len(texts)
         asking = [number for number, text in enumerate(texts) if text.guesses]
-        if not asking:
-            return found
-        with place.rooms([texts[number]._replace(guesses=self.layout.size + 1) for number in asking]) as rooms:
-            roomy = [(number, room) for number, room in zip(asking, rooms, strict=True) if room is not None]
-            if roomy:
-                said = self._behind([texts[number] for number, _ in roomy], [room for _, room in roomy], place)
-                for (number, _), draft in zip(roomy, said, strict=True):
-                    found[number] = draft
+        if asking:
+            with place.rooms([texts[number]._replace(guesses=self.layout.size + 1) for number in asking]) as rooms:
+                drafts = self._draft_blocks([texts[number] for number in asking], rooms, place)
+            for number, draft in zip(asking, drafts, strict=True):
+                found[number] = draft
         return found
 
-    def _behind(self, texts: Sequence[Text], rooms: Sequence[Any], place: Place) -> list[Draft]:
-        """Guesses after texts that have room for a block from their last token on."""
+    def _draft_blocks(self, texts: Sequence[Text], rooms: Sequence[Any], place: Place) -> list[Draft]:
+        """Guesses after texts, in ``rooms`` for a block from their last token on."""
         size, starts = self.layout.size, [text.end - 1 for text in texts]
         whole = place.plan([Span(room, row * size, (row + 1) * size, starts[row]) for row, room in enumerate(rooms)])
         ends = place.plan([Span(room, row, row + 1, starts[row] + size - 1) for row, room in enumerate(rooms)])
@@ -273,21 +262,13 @@ class DFlash(Head):
             return unfolded(place.attend(layer, folded(query, size), last_key, last_value, ends), size)
 
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
-        return self.said(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
+        return self.guesses_of(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
 
-    def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
+    def guesses_of(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
         """Guesses after texts, of ``[texts, guesses, hidden_size]``."""
         guesses, most = Guesses(texts), max(text.guesses for text in texts)
         guesses.choose_all(self.whole(self.logits(hidden[:, :most].flatten(0, 1))).unflatten(0, (len(texts), most)))
         return guesses.drafts()
-
-    def first(self, text: Text, place: Place) -> Tensor:
-        """From the last one on, for a block takes the place of what is after its beginning."""
-        guesses = []
-        for end in range(len(text.tokens), 1, -1):
-            cut = text._replace(tokens=text.tokens[:end], guesses=1)
-            guesses += [draft.tokens[0] if draft else -1 for draft in self.draft([cut], place)]
-        return torch.tensor(guesses[::-1])
 
     @contextmanager
     def otherwise(self) -> Iterator[str]:

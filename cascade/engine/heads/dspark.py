@@ -96,7 +96,7 @@ class DSpark(DFlash):
             confidence = Confidence(size + rank if checkpoint.size("confidence_head.proj.weight", 1) > size else size)
         return super().of(checkpoint, verifier, markov=markov, confidence=confidence, **options)
 
-    def behind(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def teacher_forced(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[blocks, guesses, tokens]`` and log-odds ``[blocks, guesses]`` of guesses after tokens that are known.
 
         Of ``[blocks, guesses, hidden_size]`` and token ids ``[blocks, guesses]``. What confidence learns changes no guess.
@@ -113,13 +113,13 @@ class DSpark(DFlash):
             sure.append(confidence(x.detach(), embedded.detach()))
         return self.logits(hidden) + torch.stack(added, 1), torch.stack(sure, 1)
 
-    def said(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
+    def guesses_of(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
         (markov, confidence), guesses = self._heads, Guesses(texts)
         active, sure = list(range(len(texts))), []
         last = torch.tensor([text.tokens[-1] for text in texts]).to(hidden.device, non_blocking=True)
         state = hidden.new_zeros(len(texts), 0 if markov is None else markov.markov_w1.embedding_dim)
         for step in range(max(text.guesses for text in texts)):
-            kept = [row for row, one in enumerate(active) if texts[one].guesses > step]
+            kept = [row for row, number in enumerate(active) if texts[number].guesses > step]
             if len(kept) < len(active):
                 active, last, state = [active[row] for row in kept], last[kept], state[kept]
             x = hidden[:, step] if len(active) == len(texts) else hidden[active, step]

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import ATTENTION, Checkpoint
 from cascade.engine.heads.head import Place, Verifier
-from cascade.engine.kv import Span
+from cascade.engine.network.attention import Span
 
 Angles = tuple[Tensor, Tensor]
 
@@ -112,14 +112,6 @@ class Eagle(Chain):
         checkpoint.check_hidden(checkpoint.size("fc.weight"), verifier)
         checkpoint.check_vocab(verifier)
         return cls(checkpoint.llama(verifier), verifier, {*checkpoint.weights}, reads=(verifier.num_layers,))
-
-    def number(self, first: int) -> None:
-        for place, layer in enumerate(self.own_layers):
-            layer.self_attn.layer_idx = first + place
-
-    @property
-    def own_layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     @property
     def _embed(self) -> nn.Module:

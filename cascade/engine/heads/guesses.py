@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.engine.logits_processors import shape_next
-from cascade.engine.sampling import Asked, own_tokens_and_next, runner_ups
-from cascade.engine.sequence_state import SequenceState
+from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
+from cascade.engine.sampling.processors import shape_next
+from cascade.engine.sampling.state import SequenceState
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp, gap_byte
 
@@ -50,40 +50,40 @@ class Guesses:
     def __init__(self, texts: Sequence[Text]) -> None:
         self.texts = texts
         self.shaped = any(text.shaped for text in texts)
-        self._told: list[tuple[list[int], Tensor]] = []  # texts of a place, and what was chosen there
+        self._steps: list[tuple[list[int], Tensor]] = []  # texts of a place, and what was chosen there
 
     @property
     def step(self) -> int:
         """Places after the texts that have guesses."""
-        return len(self._told)
+        return len(self._steps)
 
     def choose(self, active: Sequence[int], logits: Tensor) -> Tensor:
         """The next guess ``[n]`` after each of the texts ``active``, of ``logits`` ``[n, vocab_size]``."""
-        texts = [self.texts[one] for one in active]
+        texts = [self.texts[number] for number in active]
         if any(text.shaped for text in texts):
             parts = logits.split(1)
-            logits = torch.cat([self._shape(one, part) for one, part in zip(active, parts, strict=True)])
-        said = choose(logits, [(text.params, text.end + self.step, 1) for text in texts])
-        self._told.append((list(active), said))
-        return said[0]
+            logits = torch.cat([self._shape(number, part) for number, part in zip(active, parts, strict=True)])
+        chosen = choose(logits, [(text.params, text.end + self.step, 1) for text in texts])
+        self._steps.append((list(active), chosen))
+        return chosen[0]
 
     def choose_all(self, logits: Tensor) -> None:
         """All guesses that are wanted, of ``[texts, places, vocab_size]``: at once, where none depends on those before."""
         num_places = logits.shape[1]
-        places = [[one for one, text in enumerate(self.texts) if text.guesses > step] for step in range(num_places)]
+        places = [[number for number, text in enumerate(self.texts) if text.guesses > step] for step in range(num_places)]
         if self.shaped:
             for step, active in enumerate(places):
                 self.choose(active, logits[active, step])
             return
-        said = choose(logits.flatten(0, 1), [(text.params, text.end, num_places) for text in self.texts])
-        together = said.unflatten(1, (len(self.texts), num_places))
-        self._told += [(active, together[:, active, step]) for step, active in enumerate(places)]
+        chosen = choose(logits.flatten(0, 1), [(text.params, text.end, num_places) for text in self.texts])
+        together = chosen.unflatten(1, (len(self.texts), num_places))
+        self._steps += [(active, together[:, active, step]) for step, active in enumerate(places)]
 
-    def _shape(self, one: int, logits: Tensor) -> Tensor:
-        text = self.texts[one]
+    def _shape(self, number: int, logits: Tensor) -> Tensor:
+        text = self.texts[number]
         if text.state is None or not text.shaped:
             return logits.float()
-        before = [int(said[0, active.index(one)]) for active, said in self._told]
+        before = [int(chosen[0, active.index(number)]) for active, chosen in self._steps]
         new = text.tokens[len(text.tokens) - text.num_new :]
         return shape_next(logits, text.params, text.state, text.end - text.num_new, [*new, *before])
 
@@ -91,12 +91,12 @@ class Guesses:
         """Those after each text; ``sure`` are nats ``[n]`` for each place, see `drafted`."""
         steps: list[list[Step]] = [[] for _ in self.texts]
         gaps: list[list[float]] = [[] for _ in self.texts]
-        for active, said in self._told:
-            for one, step in zip(active, steps_of(said), strict=True):
-                steps[one].append(step)
-        for (active, _), nats in zip(self._told, sure, strict=False):
-            for one, gap in zip(active, nats.tolist(), strict=True):
-                gaps[one].append(gap)
+        for active, chosen in self._steps:
+            for number, step in zip(active, steps_of(chosen), strict=True):
+                steps[number].append(step)
+        for (active, _), nats in zip(self._steps, sure, strict=False):
+            for number, gap in zip(active, nats.tolist(), strict=True):
+                gaps[number].append(gap)
         return [drafted(*both) for both in zip(steps, gaps, strict=True)]
 
 
@@ -105,10 +105,10 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
     return own_tokens_and_next(logits, asked, 1)
 
 
-def steps_of(said: Tensor) -> list[Step]:
-    """What `choose` said, for the host."""
-    told = said.tolist()
-    return list(zip(told[0], runner_ups(told, 1), strict=True))
+def steps_of(chosen: Tensor) -> list[Step]:
+    """What `choose` has chosen, for the host."""
+    rows = chosen.tolist()
+    return list(zip(rows[0], runner_ups(rows, 1), strict=True))
 
 
 def drafted(steps: Sequence[Step], sure: Sequence[float] = ()) -> Draft:

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
-from cascade.engine.kv import Span
-from cascade.engine.llama import Llama
-from cascade.engine.products import multiply_row_by_row
+from cascade.engine.network.attention import Span
+from cascade.engine.network.llama import Llama
+from cascade.engine.network.products import multiply_row_by_row
 from cascade.scorer import MAX_FORKED
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Place(Protocol):
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
 
     def rooms(self, texts: Sequence[Text]) -> AbstractContextManager[Sequence[Any]]:
-        """Stores for keys and values of the guesses after each text, but the last one's; None where there is no memory."""
+        """Stores for keys and values of the guesses after each text, but the last one's."""
 
 
 class Head(nn.Module):
@@ -76,8 +76,8 @@ class Head(nn.Module):
     names: ClassVar[Sequence[tuple[str, str]]] = ()  # of tensors as published, see `cascade.engine.heads.checkpoint.Names`
     reads: tuple[int, ...]  # hidden states, as Transformers counts them: 0 are embeddings, the last is normed
     width: int  # numbers that it keeps of a position, see `state`
-    attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, see `cascade.engine.survey.Survey.heads`
-    windows: tuple[int | None, ...] = ()  # of these layers, see `cascade.engine.survey.Survey`; none slides if this is empty
+    attends: tuple[tuple[int, int, int, int], ...] = ()  # of each layer of its own, as `Survey.heads` has them
+    windows: tuple[int | None, ...] = ()  # of these layers, see `Survey.windows`; none slides if this is empty
     most = MAX_FORKED  # tokens that it can guess
     cost = 0.0  # of a guess, as a share of a pass of one token; 0 where that is not known
     _ids: Tensor | None
@@ -103,8 +103,15 @@ class Head(nn.Module):
         """Tokens that it can guess."""
         return list(range(self.vocab_size)) if self._ids is None else list(self._ids.tolist())
 
+    @property
+    def own_layers(self) -> list[Any]:
+        """With keys and values of their own."""
+        return list(getattr(self, "layers", ()))
+
     def number(self, first: int) -> None:
-        """Its own layers are those from ``first`` on."""
+        """Let its own layers be those from ``first`` on."""
+        for place, layer in enumerate(self.own_layers, first):
+            layer.self_attn.layer_idx = place
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         """What is kept of each token ``[n, width]``, of the hidden states ``[n, hidden_size]`` that it ``reads``."""
@@ -117,10 +124,6 @@ class Head(nn.Module):
 
     def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
         """Guesses after each text, as many as are wanted or fewer."""
-        raise NotImplementedError
-
-    def first(self, text: Text, place: Place) -> Tensor:
-        """The likeliest guess after each but the first token of a text that begins at 0, ``[n - 1]``."""
         raise NotImplementedError
 
     def otherwise(self) -> AbstractContextManager[str] | None:

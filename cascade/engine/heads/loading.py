@@ -4,12 +4,11 @@ import torch
 from transformers import PreTrainedModel
 
 from cascade.drafters.registry import AUTO, HEADS, load
-from cascade.engine.checkpoint import reason
 from cascade.engine.heads.checkpoint import Checkpoint, read
 from cascade.engine.heads.head import Head, Verifier
 from cascade.engine.heads.mtp import Mtp, holds_mtp, load_mtp
-from cascade.engine.llama import between
-from cascade.errors import ModelError
+from cascade.engine.network.llama import between
+from cascade.errors import ModelError, reason
 
 PUBLISHED = tuple(kind for kind in HEADS if kind != Mtp.kind)  # in files of their own, a module for each head
 

@@ -86,6 +86,3 @@ class Medusa(Head):
             logits = self.whole(block(hidden[rows] if len(rows) < len(active) else hidden))
             guesses.choose([active[row] for row in rows], logits)
         return guesses.drafts()
-
-    def first(self, text: Text, place: Place) -> Tensor:
-        return self.whole(self.blocks[0](place.states([Part(text.store, 0, text.end - 1)]))).argmax(-1)

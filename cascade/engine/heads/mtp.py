@@ -35,17 +35,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config, reason
+from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import SHARED, Checkpoint, numels
 from cascade.engine.heads.head import Place, Verifier
 from cascade.engine.heads.reader import decoder
-from cascade.engine.kv import Span
-from cascade.engine.llama import between
-from cascade.engine.survey import SURVEY, Survey
+from cascade.engine.network.attention import Span
+from cascade.engine.network.llama import between
+from cascade.engine.network.survey import SURVEY, Survey
 from cascade.engine.tokenizer import check_source, is_local
-from cascade.errors import ModelError
+from cascade.errors import ModelError, reason
 
 log = logging.getLogger(__name__)
 

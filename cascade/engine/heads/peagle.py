@@ -20,7 +20,7 @@ from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.guesses import Guesses
 from cascade.engine.heads.head import Place, Verifier
-from cascade.engine.kv import Span
+from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
 
 USUAL = 8  # guesses after a text, where a configuration does not say it
@@ -52,26 +52,26 @@ class Peagle(Eagle3):
 
     def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
         active, texts = list(rooms), guesses.texts
-        masks = [0 if rooms[one] is None else texts[one].guesses - 1 for one in active]
+        masks = [texts[number].guesses - 1 for number in active]
         begins = [len(active)]  # of their places, after the first guesses
-        for number in masks:
-            begins.append(begins[-1] + number)
+        for count in masks:
+            begins.append(begins[-1] + count)
         if any(masks):
             hidden = torch.cat([hidden, self._masked(guesses, rooms, masks, place)])
         logits = self.whole(self.logits(hidden))
         for step in range(1 + max(masks)):
-            kept = [row for row, number in enumerate(masks) if number >= step]
+            kept = [row for row, count in enumerate(masks) if count >= step]
             guesses.choose([active[row] for row in kept], logits[[begins[row] + step - 1 if step else row for row in kept]])
 
     def _masked(self, guesses: Guesses, rooms: Mapping[int, Any], masks: list[int], place: Place) -> Tensor:
         """``[n, width]`` of the masks after all texts, ``masks`` of each."""
         spans: list[Span] = []
         starts: list[int] = []
-        for (one, room), number in zip(rooms.items(), masks, strict=True):
-            start = guesses.texts[one].end - 1
-            if number:
-                spans.append(Span(room, len(starts), len(starts) + number, start))
-                starts += range(start, start + number)
+        for (number, room), count in zip(rooms.items(), masks, strict=True):
+            start = guesses.texts[number].end - 1
+            if count:
+                spans.append(Span(room, len(starts), len(starts) + count, start))
+                starts += range(start, start + count)
         tokens = torch.full((len(starts),), self._mask, device=self.device)
         state = self.state(self.mask_hidden[None].chunk(len(self.reads), dim=-1))
         return self._pass(tokens, state.expand(len(starts), -1), starts, place, spans)

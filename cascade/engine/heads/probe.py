@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
@@ -24,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LENGTH = 64  # positions
 PROMPT = 4  # of them, which the model does not say
+TOGETHER = 16  # texts of a pass
 CHANCE = 0.05  # share of guesses that may be right by chance
 CLEAR = 0.15  # by which another reading must be better
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -88,11 +88,20 @@ def written(model: "Model") -> list[int]:
 
 @torch.inference_mode()
 def agreement_on(model: "Model", text: Sequence[int]) -> float:
-    """The share of first guesses after its tokens that the text goes on with."""
-    assert model.reader is not None
-    store = model.new_cache()
-    model.logits([Row(store, 0, text, 0, GREEDY)])
-    said = model.reader.head.first(Text(store, 0, text, 0, GREEDY), model.reader)
-    store.free()
-    guesses: list[int] = said[PROMPT - 2 : -1].tolist()
-    return sum(map(int.__eq__, guesses, text[PROMPT:])) / max(1, len(guesses))
+    """The share of guesses that the text goes on with: of the next token but one, after each of its tokens from `PROMPT` on."""
+    whole, ends = model.new_cache(), range(PROMPT, len(text) - 1)
+    model.run([Row(whole, 0, text, 1, GREEDY)])
+    right = 0
+    for begin in range(0, len(ends), TOGETHER):
+        stores = [model.new_cache() for _ in ends[begin : begin + TOGETHER]]
+        rows = []
+        for end, store in zip(ends[begin:], stores, strict=False):
+            store.reserve(end)
+            store.reuse(whole, end - 1)
+            rows.append(Row(store, end - 1, text[end - 1 : end], 1, GREEDY, guesses=1))
+        for row, scored in zip(rows, model.run(rows), strict=True):
+            right += scored.draft.tokens[:1] == (text[row.start + 2],)
+        for store in stores:
+            store.free()
+    whole.free()
+    return right / max(1, len(ends))

@@ -19,13 +19,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cascade.cpu.cache import BlockedFork
 from cascade.draft import Draft
-from cascade.engine.attention import Attention
-from cascade.engine.contiguous_cache import Fork
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
-from cascade.engine.kv import Span
-from cascade.engine.llama import Llama
-from cascade.engine.survey import Survey
+from cascade.engine.network.attention import Attention, Span
+from cascade.engine.network.contiguous import Fork
+from cascade.engine.network.llama import Llama
+from cascade.engine.network.survey import Survey
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, UNREAD, Row, Scored
 
@@ -39,6 +38,7 @@ class Reader:
         self._hidden: dict[int, Tensor] = {}  # of the last pass, `[1, n, hidden_size]`
         self._hooks: list[Any] = []
         self._kept = 0  # layer of the states
+        self._dtype = network.dtype  # of the states
         self.written_out: Llama | None = None
         self._attention: Attention | None = None
         self._windows: dict[int, int | None] = {}
@@ -118,12 +118,12 @@ class Reader:
     # what the head asks for
 
     def keep(self, spans: Sequence[Span], states: Tensor) -> None:
+        self._dtype = states.dtype  # a store may hold them in another one
         for span in spans:
-            cache: Any = span.cache
-            cache.put(self._kept, span.start, states[span.begin : span.end])
+            span.cache.put(self._kept, span.start, states[span.begin : span.end])
 
     def states(self, parts: Sequence[Part]) -> Tensor:
-        return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts])
+        return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts]).to(self._dtype)
 
     def plan(self, spans: Sequence[Span]) -> Any:
         assert self._attention is not None

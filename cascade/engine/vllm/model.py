@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascade.engine.budget import HOST_SHARE
-from cascade.engine.checkpoint import reason
+from cascade.engine.devices import HOST_SHARE
 from cascade.engine.gguf import converted
-from cascade.engine.logits_processors import report
 from cascade.engine.memory import host_memory
-from cascade.engine.packing import Packed, unpacked
-from cascade.engine.scoring import asked, scored
+from cascade.engine.sampling.processors import report
+from cascade.engine.scoring import Packed, asked, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.worker import Batch, Facts
-from cascade.errors import ConfigError, ModelError
+from cascade.errors import ConfigError, ModelError, reason
 from cascade.scorer import Row, Scored
 
 _running: list[Any] = []  # engines of this process

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascade.engine.sampling import Asked, own_tokens_and_next
+from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next
 from cascade.scorer import BLOCK
 
 # vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cascade.cpu.linear import Linear
-from cascade.engine.llama import is_written_out
 from cascade.engine.memory import host_memory
+from cascade.engine.network.llama import is_written_out
 
 LANES = 16  # numbers that an operation of PyTorch takes at once
 FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and as much for keys and values

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cascade.engine.sequence_state import SequenceState
+from cascade.engine.sampling.state import SequenceState
 from cascade.messages import Logprobs
 from cascade.params import SamplingParams
 from cascade.scorer import Row

@@ -1,4 +1,4 @@
-"""What the layers of a network attend to, asked of the network itself, by an attention that only takes notes."""
+"""What the layers of a network attend to, asked of itself by an attention that takes notes; whether its logits agree."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from cascade.errors import ModelError
 
 SURVEY = "cascade_survey"  # its name at Transformers
+SIZES = "cascade_sizes"  # the same where no mask is to be made
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
+COARSE = 0.15  # the same for other dtypes, such as bfloat16
 FAR = 4096  # a position to ask a mask about that names no size of its own
 
 
@@ -53,7 +56,7 @@ def survey(
 ) -> tuple[Tensor, None]:
     """Note the window and the kind of a layer; the outcome of attention is of no interest."""
     if cascade_pass is None:
-        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+        raise TypeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
     cascade_pass.strange |= window < 0
     cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
@@ -78,5 +81,32 @@ def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | No
     return torch.tensor(counts.pop() if len(counts) == 1 else -1).reshape(1, 1, 1, 1)
 
 
+def probe_texts(vocab_size: int) -> list[list[int]]:
+    """Two texts of 10 tokens, scored at load to see that the model takes the path."""
+    return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
+
+
+def agree(network: PreTrainedModel, found: Tensor, expected: Tensor) -> bool:
+    """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions."""
+    return _close(found, expected[:, -found.shape[1] :], _tolerance(network))
+
+
+def _tolerance(network: PreTrainedModel) -> float:
+    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
+    return COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether logits ``[texts, n, vocab_size]`` agree at most positions of each text.
+
+    Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
+    """
+    found, expected = found.float(), expected.float()
+    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
+    errors = (found - expected).norm(dim=-1) / size
+    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number
+
+
 AttentionInterface.register(SURVEY, survey)
+AttentionInterface.register(SIZES, survey)
 AttentionMaskInterface.register(SURVEY, window_of_mask)

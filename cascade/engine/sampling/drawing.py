@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Dist
-from cascade.engine.acceptance import RULES, Rule, judge
-from cascade.engine.sampling import adjust, keyed_gumbel, keyed_uniform
+from cascade.engine.sampling.acceptance import RULES, Rule, judge
+from cascade.engine.sampling.own_tokens import adjust, keyed_gumbel, keyed_uniform
 from cascade.scorer import Draw, Row, Scored
 
 

@@ -22,7 +22,7 @@ from cascade.cpu.leading import leading
 from cascade.cpu.noise import ROOM, contenders
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.splitmix import GOLDEN, mix
+from cascade.splitmix import GOLDEN, mix, signed
 
 TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
 UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
@@ -231,32 +231,32 @@ def noise_bits(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
 
 def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """The same for seeds that are mixed already, one or ``[n]``."""
-    key = _mix(_mix(positions + _signed(GOLDEN)) ^ seeds)
+    key = _mix(_mix(positions + signed(GOLDEN)) ^ seeds)
     ids = torch.arange(1, vocab_size + 1, device=positions.device)
-    return _shift(_mix(key[:, None] + ids * _signed(GOLDEN)), 11)
+    return _shift(_mix(key[:, None] + ids * signed(GOLDEN)), 11)
 
 
 def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
-    return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * _signed(GOLDEN)), 11))
+    return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * signed(GOLDEN)), 11))
 
 
 def keyed_uniform(keys: Tensor) -> Tensor:
     """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s."""
-    bits = _shift(_mix(_mix(keys) ^ _signed(GOLDEN)), 40)
+    bits = _shift(_mix(_mix(keys) ^ signed(GOLDEN)), 40)
     return bits.to(torch.float32) * 2.0**-24
 
 
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 tensors, whose products wrap around on every device."""
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * signed(0x94D049BB133111EB)
     return z ^ _shift(z, 31)
 
 
 def mixed(z: int) -> int:
     """The same for one Python integer, such as a seed."""
-    return _signed(mix(z))
+    return signed(mix(z))
 
 
 @lru_cache(1024)
@@ -268,7 +268,3 @@ def _log(share: float) -> float:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's own keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(z: int) -> int:
-    return z - 2**64 if z >= 2**63 else z

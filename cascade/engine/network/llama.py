@@ -26,7 +26,7 @@ from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
 from cascade.cpu.matrix_tile import STEP
 from cascade.cpu.program import Program
-from cascade.engine.attention import NativePass
+from cascade.engine.network.attention import NativePass
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of positions whose angles do not depend on how long a text is

@@ -16,6 +16,7 @@ from benchmarks.document import RESULTS
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
+CARDS = ROOT / "cascade" / "family" / "weights"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
 ENGINES = {"alone": "cascade, alone", "auto": "cascade", "vllm": "vLLM"}
@@ -99,13 +100,38 @@ def engine(vllm: Document) -> str:
 
 def devices(cluster: Document) -> str:
     """Three tiers with an emulated device each, and what the planner chooses, over the full model alone."""
-    cells = cluster["scale"]
+    cells = cluster.get("scale") or {"": {}}
     header = [f"{load} at once" for load in next(iter(cells.values()))]
     lines = [
         [replicas, *(f"{cell['ratios']['three']:.2f}, {cell['ratios']['auto']:.2f}" for cell in found.values())]
         for replicas, found in cells.items()
     ]
     return rows(("replicas: tiny/medium/full", *header), lines)
+
+
+def trio(cluster: Document) -> str:
+    """What the passes of emulated devices take, in milliseconds."""
+    sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
+    header = ("model", *(f"{size} tokens" if size != "1" else "1 token" for size in sizes), "1,000 positions held add")
+    lines = [
+        [name, *(f"{found['pass_ms'][size]:.2f}" for size in sizes), f"{found['context_ms']:.2f}"]
+        for name, found in cluster["devices"].items()
+    ]
+    return rows(header, lines)
+
+
+def shipped() -> str:
+    """Agreement of the models that ship with their full model, from their model cards."""
+    lines = []
+    for name in ("tiny", "medium"):
+        card = (CARDS / name / "README.md").read_text(encoding="utf-8")
+        known = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
+        numbers = [f"{float(known[label]):.2f}" for label in TEMPERATURES.values()]
+        lines.append([f"`{name}`", known["parameters"], known["share of the teacher's weights that a pass reads"], *numbers])
+    return rows(
+        ("model", "parameters", "share of a pass's weights", *(f"temperature {label}" for label in TEMPERATURES.values())),
+        lines,
+    )
 
 
 def drafters(document: Document) -> str:
@@ -159,6 +185,13 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "32B would take on an H100 each; texts and agreement are those of the models that ship.",
         devices,
     ),
+    (
+        "What an emulated pass takes",
+        "cluster",
+        "make bench-cluster",
+        "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`benchmarks/cluster/trio.py`).",
+        trio,
+    ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
 )
 
@@ -175,6 +208,9 @@ def page() -> str:
         if document and (figures := table(document)):
             source = f"`{command}`, {document['date']}, {document['processor']}, SmolLM2-135M-Instruct."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
+    ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
+    source = "`cascade distill`, from the model cards in `cascade/family/weights`."
+    parts.append(f"## The models that ship\n\n{ships}\n\n{shipped()}\n{source}\n")
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """README and docs: links lead somewhere, code is code, commands exist, figures are those of the documents."""
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -57,11 +58,14 @@ def test_sources_name_pages_that_exist() -> None:
 
 
 def test_code_is_code() -> None:
-    """Guards what readers copy: Python that compiles, YAML that parses, pieces of it that the configuration takes."""
+    """Guards what readers copy: Python that compiles and imports, YAML that parses, pieces that the configuration takes."""
     for page in PAGES:
         for language, text in blocks(page):
             if language == "python":
-                ast.parse(text)
+                for node in ast.walk(ast.parse(text)):
+                    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cascade"):
+                        module = importlib.import_module(node.module or "")
+                        assert all(hasattr(module, alias.name) for alias in node.names), f"{ast.unparse(node)} of {page.name}"
             elif language == "yaml":
                 for values in yaml.safe_load_all(text):
                     if (whole := configuration(values)) is not None and "..." not in text:

@@ -107,17 +107,17 @@ class Answer:
     index: int = 0
     elapsed: Callable[[], float] | None = None  # seconds since the request came; without it time is not told
     finish_reason: FinishReason | None = None
-    _tokens: list[int] = field(default_factory=list)  # output of the full tier so far
+    tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _num_known: int = 0  # of them, known to the client from the beginning
     _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 of those that are known
-    _logprobs: list[Logprobs] = field(default_factory=list)  # of the others, if asked for
-    _prompt: tuple[PromptToken, ...] = ()
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the others, if asked for
+    prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
     _text: str = ""
     _num_known_chars: int = 0
     _num_sent_chars: int = 0
     _num_sent_tokens: int = 0
-    _edges: tuple[Edge, ...] = ()
+    edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
     _skip_reason: str = ""  # why the full tier leaves out those below, if it does
 
@@ -125,7 +125,7 @@ class Answer:
         """Take up the text after the tokens that the client has: as it would stand, had they been written here."""
         known = self.opening.tokens[self.opening.prompt_len :]
         self._extend(known, bytes(len(known)))
-        self._num_known = self._num_sent_tokens = len(self._tokens)
+        self._num_known = self._num_sent_tokens = len(self.tokens)
         self._num_known_chars = self._num_sent_chars = len(self._text)
 
     @property
@@ -135,12 +135,12 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Output tokens of the full tier so far."""
-        return len(self._tokens)
+        return len(self.tokens)
 
     @property
     def known(self) -> Chunk:
         """What the client has of an answer that begins, as one piece without history; with a completion if that is all."""
-        text, ids = self._text[: self._num_known_chars], tuple(self._tokens[: self._num_known])
+        text, ids = self._text[: self._num_known_chars], tuple(self.tokens[: self._num_known])
         ends = tuple(min(end, len(text)) for end in self._ends[: self._num_known])
         return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_known), self.index)
 
@@ -152,20 +152,20 @@ class Answer:
         """Take in a proposal of the full tier: the next piece of text, if there is one, and the tier's acknowledgement."""
         if self.finished:
             return None, None
-        begin = self.opening.prompt_len + len(self._tokens)
+        begin = self.opening.prompt_len + len(self.tokens)
         known = begin - proposal.start
         new = proposal.draft.tokens[known:] if known >= 0 else ()
         if not new:
             return (self._watched(None, proposal) if self._num_sent_tokens else None), None
-        if not self._tokens and self.elapsed is not None:
+        if not self.tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
-        if not self._tokens and self.opening.params.prompt_logprobs is not None:
-            self._prompt = _prompt_tokens(self.opening, proposal.prompt_logprobs)
+        if not self.tokens and self.opening.params.prompt_logprobs is not None:
+            self.prompt = _prompt_tokens(self.opening, proposal.prompt_logprobs)
         if proposal.edges:
-            self._edges, self._skip_reason = proposal.edges, proposal.skip_reason
+            self.edges, self._skip_reason = proposal.edges, proposal.skip_reason
         if self.opening.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
-            self._logprobs += proposal.logprobs[known:]
+            self.logprobs += proposal.logprobs[known:]
         self._extend(new, proposal.draft.origins[known:])
         return self._watched(self._piece(), proposal), Commit(proposal.session, begin, tuple(new))
 
@@ -179,7 +179,7 @@ class Answer:
     def replay(self, session: str) -> Open:
         """The opening that lets another replica go on where this text stands."""
         opening = self.opening
-        tokens = (*opening.tokens[: opening.prompt_len], *self._tokens)
+        tokens = (*opening.tokens[: opening.prompt_len], *self.tokens)
         return replace(opening, session=session, tokens=tokens)
 
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
@@ -188,13 +188,13 @@ class Answer:
         for token, origin in zip(tokens, origins, strict=True):
             if self.finished:
                 return
-            self._tokens.append(token)
+            self.tokens.append(token)
             self._origins.append(origin)
             if token in self.opening.ends:
                 self.finish_reason = "stop"
             else:
                 self._text += self.decoder.step(token)
-                if len(self._tokens) >= params.max_tokens:
+                if len(self.tokens) >= params.max_tokens:
                     self.finish_reason = "length"
             if self.finished:
                 self._text += self.decoder.flush()
@@ -225,15 +225,15 @@ class Answer:
             return None
         end = certain if self.finished else self._covers(num_tokens)
         sent = slice(self._num_sent_tokens, num_tokens)
-        prompt = () if self._num_sent_tokens else self._prompt
+        prompt = () if self._num_sent_tokens else self.prompt
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
-        logprobs = tuple(self._logprobs[sent.start - self._num_known : sent.stop - self._num_known])
+        logprobs = tuple(self.logprobs[sent.start - self._num_known : sent.stop - self._num_known])
         seed = self.opening.params.seed if sent.start == self._num_known else None
         return Chunk(
             text,
-            tuple(self._tokens[sent]),
+            tuple(self.tokens[sent]),
             ends,
             bytes(self._origins[sent]),
             self._completion(num_tokens),
@@ -252,13 +252,13 @@ class Answer:
             return None
         seed = self.opening.params.seed
         assert seed is not None
-        reason = undrafted(self.opening, self._edges, self._skip_reason)
+        reason = undrafted(self.opening, self.edges, self._skip_reason)
         rule = self.opening.rules.rule
-        stats = Stats(self.opening.prompt_len, len(self._tokens), self._edges, self._first_token_s, reason, rule)
+        stats = Stats(self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, rule)
         new = slice(self._num_known, num_tokens)
-        text, ids, origins = self._text[self._num_known_chars :], tuple(self._tokens[new]), bytes(self._origins[new])
-        logprobs = tuple(self._logprobs[: num_tokens - self._num_known])
-        return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self._prompt)
+        text, ids, origins = self._text[self._num_known_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
+        logprobs = tuple(self.logprobs[: num_tokens - self._num_known])
+        return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self.prompt)
 
 
 def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:

@@ -88,17 +88,26 @@ class Talk:
     def obey(self, line: str) -> None:
         """Do what a line says that begins with /."""
         name, _, rest = line.partition(" ")
-        known: dict[str, Callable[[str], None]] = {
-            "/system": self._set_system,
-            "/seed": self._set_seed,
-            "/stats": self._show_stats,
-            "/clear": self._clear,
-            "/help": lambda rest: console.print(HELP, markup=False, style="dim"),
-        }
-        if name in known:
-            known[name](rest.strip())
-        else:
-            console.print(f"There is no {name}: /help lists what there is.", markup=False, style="red")
+        rest = rest.strip()
+        match name:
+            case "/system":
+                self.system = rest
+                console.print("From the next answer on.", style="dim")
+            case "/seed":
+                try:
+                    self.params = replace(self.params, seed=int(rest) if rest else None)
+                except ValueError:  # no number, or an InvalidRequest, which is one
+                    console.print(f"The seed is {rest!r}: give a number from 0 up, or none.", markup=False, style="red")
+            case "/stats":
+                self._show_stats()
+            case "/clear":
+                self.turns.clear()
+                self.last = None
+                console.print("A new conversation.", style="dim")
+            case "/help":
+                console.print(HELP, markup=False, style="dim")
+            case _:
+                console.print(f"There is no {name}: /help lists what there is.", markup=False, style="red")
 
     def answer(self, said: str) -> None:
         """Let the assistant answer; what is refused, or fails, was not said."""
@@ -117,7 +126,9 @@ class Talk:
                     if stopped():
                         break
         except CascadeError as error:
-            self._refused(error)
+            del self.turns[-1]
+            way = f" {CLEARED}" if isinstance(error, InvalidRequest) and self.turns else ""
+            console.print(f"{str(error).rstrip('.')}.{way}", markup=False, style="red", soft_wrap=True)
             return
         except KeyboardInterrupt:  # the second one: nothing came after the first
             pass
@@ -134,22 +145,7 @@ class Talk:
         if self.params.logprobs is not None and self.last is not None and message is not None:
             console.print(screen.logprobs(self.last))
 
-    def _refused(self, error: CascadeError) -> None:
-        del self.turns[-1]
-        way = f" {CLEARED}" if isinstance(error, InvalidRequest) and self.turns else ""
-        console.print(f"{str(error).rstrip('.')}.{way}", markup=False, style="red", soft_wrap=True)
-
-    def _set_system(self, text: str) -> None:
-        self.system = text
-        console.print("From the next answer on.", style="dim")
-
-    def _set_seed(self, number: str) -> None:
-        try:
-            self.params = replace(self.params, seed=int(number) if number else None)
-        except ValueError:  # no number, or an InvalidRequest, which is one
-            console.print(f"The seed is {number!r}: give a number from 0 up, or none.", markup=False, style="red")
-
-    def _show_stats(self, rest: str) -> None:
+    def _show_stats(self) -> None:
         if self.last is None:
             console.print("There is no whole answer yet.", style="dim")
             return
@@ -158,11 +154,6 @@ class Talk:
         console.print(f"{len(self.turns)} messages, {stats.prompt_tokens + stats.completion_tokens} tokens with this answer")
         if any(edge.drafter for edge in stats.edges):
             console.print(screen.acceptance(stats.edges))
-
-    def _clear(self, rest: str) -> None:
-        self.turns.clear()
-        self.last = None
-        console.print("A new conversation.", style="dim")
 
 
 @contextlib.contextmanager

@@ -149,21 +149,17 @@ def test_unseeded_streams_go_on_with_the_seed_of_their_first_piece(served: House
 
 async def test_broken_turns_go_on(tmp_path: Path) -> None:
     """Guards calls of tools whose stream breaks: one call, with an id and whole arguments."""
-    with talking(tmp_path, "hermes", pass_s=0.001) as parrots, tearing(parrots) as torn:
-        await broken_turns(parrots, torn)
-
-
-async def broken_turns(served: House, torn: Torn) -> None:
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
     params = SamplingParams(max_tokens=200, temperature=0, seed=1)
     said = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]
-    with Client(served.grpc) as client:
-        expected = client.chat(said, params, tools=tools)
-    with Client(torn.address) as client:
-        pieces = await asyncio.to_thread(lambda: list(client.stream_chat(said, params, tools=tools)))
-    assert torn.num_torn > 0
-    async with AsyncClient(torn.address) as asking:
-        others: list[TurnPiece] = [piece async for piece in asking.stream_chat(said, params, tools=tools)]
+    with talking(tmp_path, "hermes", pass_s=0.001) as parrots, tearing(parrots) as torn:
+        with Client(parrots.grpc) as client:
+            expected = client.chat(said, params, tools=tools)
+        with Client(torn.address) as client:
+            pieces = await asyncio.to_thread(lambda: list(client.stream_chat(said, params, tools=tools)))
+        assert torn.num_torn > 0
+        async with AsyncClient(torn.address) as asking:
+            others: list[TurnPiece] = [piece async for piece in asking.stream_chat(said, params, tools=tools)]
     for turn in (pieces[-1].turn, others[-1].turn):
         assert turn is not None
         assert (turn.content, turn.finish_reason) == (expected.content, "tool_calls")

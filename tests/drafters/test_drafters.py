@@ -105,7 +105,7 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
         asked = request(tiers, seed, temperature, draft_branches=branches)
         text, answer = text_of(tiers[-1], asked)
         assert text == full_text(ToyModel(), asked)
-        own = [edge for edge in answer._edges if edge.verifier == tiers[-1].name]
+        own = [edge for edge in answer.edges if edge.verifier == tiers[-1].name]
         assert sum(edge.emitted for edge in own) == 60, "each pass is one edge's"
         assert sum(edge.passes for edge in own) <= 60
         assert all(edge.accepted <= edge.proposed for edge in own)
@@ -117,7 +117,7 @@ def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
     asked = request(tiers, 1, 0.0, lockstep=True)
     text, answer = text_of(tiers[-1], asked)
     assert text == full_text(ToyModel(), asked)
-    edges = {edge.drafter for edge in answer._edges if edge.verifier == tiers[-1].name}
+    edges = {edge.drafter for edge in answer.edges if edge.verifier == tiers[-1].name}
     assert edges <= ({"1"} if asked.chain else {"", *asked.drafters})
 
 
@@ -140,7 +140,7 @@ def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence
     text, answer = text_of(full, asked)
     assert text[asked.prompt_len :] == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 200)]
     assert full.stats.passes < 200 / least
-    assert {edge.drafter for edge in answer._edges} == {"", *kinds}
+    assert {edge.drafter for edge in answer.edges} == {"", *kinds}
 
 
 @pytest.mark.parametrize("kinds", [["lookup", "suffix"]])
@@ -148,7 +148,7 @@ def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence
 def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -> None:
     """Guards `Speculation`: drafters that a request does not name take no part."""
     _, answer = text_of(full, replace(opening(0, 0.0, 60), chain=(), drafters=asked))
-    assert {edge.drafter for edge in answer._edges} == {"", *asked}
+    assert {edge.drafter for edge in answer.edges} == {"", *asked}
 
 
 def test_guesses_that_are_seldom_right_are_compared_and_not_scored() -> None:
@@ -158,7 +158,7 @@ def test_guesses_that_are_seldom_right_are_compared_and_not_scored() -> None:
     asked = replace(opening(0, 0.0, 600), chain=(), drafters=("suffix",))
     _, answer = text_of(tier, asked)
     tier.close()
-    [edge] = [edge for edge in answer._edges if edge.drafter == "suffix"]
+    [edge] = [edge for edge in answer.edges if edge.drafter == "suffix"]
     assert edge.accepted > 200
     assert edge.accepted > 0.6 * edge.proposed
 
@@ -269,7 +269,7 @@ def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
     text, answer = text_of(tier, asked)
     assert text == full_text(ToyModel(), asked)
     assert tier.stats.passes < 80 / 3
-    [edge] = [edge for edge in answer._edges if edge.drafter == "eagle3"]
+    [edge] = [edge for edge in answer.edges if edge.drafter == "eagle3"]
     assert edge.accepted > 50
     tier.close()
 

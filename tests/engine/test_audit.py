@@ -73,7 +73,7 @@ def written(tiers: list[Tier], *requests: Open) -> list[list[int]]:
     tiers[-1].post(requests, inbox)
     finish(tiers[-1], inbox, answers)
     settle(tiers)
-    return [answer._tokens for answer in kept]
+    return [answer.tokens for answer in kept]
 
 
 def judged(tiers: list[Tier], request: Open, output: list[int]) -> Audit:

@@ -177,9 +177,9 @@ def test_text_is_the_full_models(
     cascades[which][-1].post([request], inbox)
     finish(cascades[which][-1], inbox, {request.session: answer})
     expected = full_text(ToyModel(VOCAB), request)
-    assert [*PROMPT, *answer._tokens] == expected
-    assert len(answer._tokens) >= min(params.min_tokens, params.max_tokens)
-    assert len(answer._logprobs) == (0 if params.logprobs is None else len(answer._tokens))
+    assert [*PROMPT, *answer.tokens] == expected
+    assert len(answer.tokens) >= min(params.min_tokens, params.max_tokens)
+    assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
 
 
 class _Mute:
@@ -203,8 +203,8 @@ def test_penalised_drafts_are_accepted() -> None:
     _, answer = text_of(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
     for tier in reversed(tiers):
         tier.close()
-    assert sum(edge.proposed for edge in answer._edges) > 30
-    assert all(edge.accepted == edge.proposed for edge in answer._edges)
+    assert sum(edge.proposed for edge in answer.edges) > 30
+    assert all(edge.accepted == edge.proposed for edge in answer.edges)
 
 
 def test_distribution_of_texts_is_exact() -> None:
@@ -271,16 +271,16 @@ def test_replay_keeps_logprobs() -> None:
     finish(second, inbox, {again.session: answer})
     _, whole = text_of_tier(second, request)
     second.close()
-    assert answer._tokens == whole._tokens
-    assert answer._logprobs == whole._logprobs
-    assert len(answer._logprobs) == 40
+    assert answer.tokens == whole.tokens
+    assert answer.logprobs == whole.logprobs
+    assert len(answer.logprobs) == 40
 
 
 def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
     inbox, answer = Inbox(), Answer(request, _Mute())
     tier.post([Close(request.session), request], inbox)
     finish(tier, inbox, {request.session: answer})
-    return answer._tokens, answer
+    return answer.tokens, answer
 
 
 def test_logprobs_are_those_of_raw_logits() -> None:

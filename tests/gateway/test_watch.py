@@ -99,7 +99,7 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
         _, commit = answer.receive(said)
         if commit is not None:
             tiers[-1].post([commit])
-    own_passes = sum(edge.passes for edge in answer._edges if edge.verifier == "1")
+    own_passes = sum(edge.passes for edge in answer.edges if edge.verifier == "1")
     assert (len(heard) > own_passes) == watch
     assert any(said.lanes for said in heard) == watch
     for tier in tiers:

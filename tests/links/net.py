@@ -146,7 +146,7 @@ class Net:
             self.router.put([Close(current.session)])
             del self._inboxes[current.session]
             current = answer.replay(mint()) if not answer.finished else current
-        return [*request.tokens, *answer._tokens], answer
+        return [*request.tokens, *answer.tokens], answer
 
     async def settle(self) -> None:
         """Wait until nothing is occupied anywhere."""
@@ -216,7 +216,7 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
 
 def drafted(answer: Answer) -> dict[str, int]:
     """Passes of the full tier by drafter."""
-    return {edge.drafter: edge.passes for edge in answer._edges if edge.verifier == "full"}
+    return {edge.drafter: edge.passes for edge in answer.edges if edge.verifier == "full"}
 
 
 class Relay:

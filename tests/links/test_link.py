@@ -33,7 +33,7 @@ async def test_text_is_the_full_models(net: Net, temperature: float) -> None:
     text, answer = await net.text(request)
     assert text == full_text(ToyModel(), request)
     assert drafted(answer)["medium"] > 0
-    assert any(edge.verifier == "medium" and edge.drafter == "tiny" for edge in answer._edges)
+    assert any(edge.verifier == "medium" and edge.drafter == "tiny" for edge in answer.edges)
     assert net.failures == []
     await net.settle()
 

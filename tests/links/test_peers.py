@@ -138,7 +138,7 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit:
                 answer.receive(message)
         assert failed.session == "bad"
         assert "does not join" in failed.reason
-        assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), good)
+        assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), good)
         await peer.say(Close("good"))
         await net.settle()
 

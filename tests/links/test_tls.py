@@ -59,7 +59,7 @@ async def test_links_over_tls_give_the_same_text(net: Net) -> None:
     request = opening(3, 0.8, 80, chain=("tiny",))
     text, answer = await net.text(request)
     assert text == full_text(ToyModel(), request)
-    assert any(edge.drafter == "tiny" and edge.accepted for edge in answer._edges)
+    assert any(edge.drafter == "tiny" and edge.accepted for edge in answer.edges)
     assert net.failures == []
     await net.settle()
 

@@ -34,7 +34,7 @@ def prompted(tokens: tuple[int, ...], **options: object) -> Open:
 
 def written(tier: Tier, request: Open) -> list[int]:
     """Prompt and output."""
-    return [*request.tokens, *text_of(tier, request)[1]._tokens]
+    return [*request.tokens, *text_of(tier, request)[1].tokens]
 
 
 @pytest.mark.parametrize("blocks", [4, 7, 60])
@@ -52,7 +52,7 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
     tiers[-1].post(asked, inbox)
     finish(tiers[-1], inbox, answers)
     for request in asked:
-        assert [*PROMPT, *done[request.session]._tokens] == full_text(ToyModel(), request)
+        assert [*PROMPT, *done[request.session].tokens] == full_text(ToyModel(), request)
     settle(tiers)
     for tier in tiers:
         tier.kv_admission.check()
@@ -82,7 +82,7 @@ def resumed(tier: Tier, inbox: Inbox, idler: Open, said: Message) -> Answer:
     assert commit is not None
     tier.post([commit])
     finish(tier, inbox, {idler.session: answer})
-    assert [*LONG, *answer._tokens] == full_text(ToyModel(), idler)
+    assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler)
     return answer
 
 
@@ -114,9 +114,9 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
     assert tier.kv_admission.preempted == 1
     answer = resumed(tier, inbox, idler, said)
     again = text_of(tier, replace(prompted(LONG), params=params))[1]
-    assert again._prompt == answer._prompt
-    assert [token.id for token in again._prompt] == list(LONG)
-    assert len({token.logprob for token in again._prompt}) > 5
+    assert again.prompt == answer.prompt
+    assert [token.id for token in again.prompt] == list(LONG)
+    assert len({token.logprob for token in again.prompt}) > 5
     settle([tier])
     tier.kv_admission.check()
     tier.close()
@@ -160,7 +160,7 @@ def test_reuse_from_a_session_that_is_still_writing() -> None:
     assert written(tier, other) == full_text(ToyModel(), other)
     assert tier.kv_admission.block_manager.reused == 80
     finish(tier, inbox, {long.session: answer})
-    assert [*LONG, *answer._tokens] == full_text(ToyModel(), long)
+    assert [*LONG, *answer.tokens] == full_text(ToyModel(), long)
     tier.close()
 
 
@@ -270,4 +270,4 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
         while len(text) < request.prompt_len + 40:
             known = len(text) - 1 if len(text) > request.prompt_len else 0
             text += alone.run([Row(store, known, text[known:], 1, request.params)])[0].own
-        assert [*request.tokens, *done[request.session]._tokens] == text
+        assert [*request.tokens, *done[request.session].tokens] == text

@@ -135,7 +135,7 @@ def text_of(tier: Tier, request: Open) -> tuple[list[int], Answer]:
     inbox, answer = Inbox(), Answer(request, Silent())
     tier.post([request], inbox)
     finish(tier, inbox, {request.session: answer})
-    return [*PROMPT, *answer._tokens], answer
+    return [*PROMPT, *answer.tokens], answer
 
 
 def settle(tiers: Sequence[Tier]) -> None:
@@ -159,7 +159,7 @@ def test_text_is_the_full_models(
     text, answer = text_of(tiers[-1], request)
     assert text == full_text(ToyModel(), request)
     settle(tiers)
-    drafters = {edge.drafter for edge in answer._edges if edge.verifier == "full"} - {""}
+    drafters = {edge.drafter for edge in answer.edges if edge.verifier == "full"} - {""}
     assert drafters <= set(chain[:1])
 
 
@@ -173,7 +173,7 @@ def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel])
     tiers[-1].post(requests, inbox)
     finish(tiers[-1], inbox, answers)
     for request in requests:
-        assert [*PROMPT, *done[request.session]._tokens] == full_text(ToyModel(), request)
+        assert [*PROMPT, *done[request.session].tokens] == full_text(ToyModel(), request)
     assert models[-1].passes - before < 24 * 30 / 4
     settle(tiers)
 
@@ -186,8 +186,8 @@ def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[Co
     time.sleep(0.05)
     tiers[1].close()
     finish(tiers[-1], inbox, {request.session: answer})
-    assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), request)
-    assert {edge.drafter for edge in answer._edges if edge.verifier == "full"} >= {"medium", "tiny"}
+    assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), request)
+    assert {edge.drafter for edge in answer.edges if edge.verifier == "full"} >= {"medium", "tiny"}
     settle(tiers)
 
 
@@ -200,9 +200,9 @@ def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingMo
     [drafting] = tiers[-1]._loop._drafting._slots
     tiers[-1].post([Failed(drafting, "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
-    full_edges = {edge.drafter: edge for edge in answer._edges if edge.verifier == "full"}
+    full_edges = {edge.drafter: edge for edge in answer.edges if edge.verifier == "full"}
     assert full_edges["tiny"].passes > 0
-    assert [*PROMPT, *answer._tokens] == full_text(ToyModel(), request)
+    assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), request)
     settle(tiers)
 
 
@@ -241,7 +241,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
         elif isinstance(message, Proposal) and message.session == good.session:
             answer.receive(message)
     assert failed.session == bad.session
-    assert [*PROMPT, *answer._tokens] == good_text
+    assert [*PROMPT, *answer.tokens] == good_text
     tiers[-1].drop(inbox)
     settle(tiers)
     assert tiers[-1].healthy
@@ -286,7 +286,7 @@ def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     inbox, answer = Inbox(), Answer(request, Silent())
     tier.post([request], inbox)
     finish(tier, inbox, {request.session: answer})
-    assert [*request.tokens, *answer._tokens] == full_text(ToyModel(), request)
+    assert [*request.tokens, *answer.tokens] == full_text(ToyModel(), request)
     assert model.tokens == 1000 + 9
     assert model.passes >= 1000 // 64
     tier.close()
@@ -320,7 +320,7 @@ def test_long_row_is_read_in_smaller_pieces(models: list[CountingModel], room: i
     inbox, answer = Inbox(), Answer(request, Silent())
     tier.post([request], inbox)
     finish(tier, inbox, {request.session: answer})
-    assert [*prompt, *answer._tokens] == full_text(ToyModel(), request)
+    assert [*prompt, *answer.tokens] == full_text(ToyModel(), request)
     assert inbox.failures == []
     assert 0 < tier.stats.failures < tier.stats.passes
     assert tier.healthy
@@ -340,7 +340,7 @@ def test_many_rows_are_scored_in_smaller_passes(models: list[CountingModel]) -> 
     tier.post(requests, inbox)
     finish(tier, inbox, answers)
     for request in requests:
-        assert [*PROMPT, *kept[request.session]._tokens] == full_text(ToyModel(), request)
+        assert [*PROMPT, *kept[request.session].tokens] == full_text(ToyModel(), request)
     assert inbox.failures == []
     assert 0 < tier.stats.failures < 10
     assert tier.healthy

@@ -13,10 +13,10 @@ class EdgeTotals:
 
     tier: str
     below: tuple[Edge, ...] = ()  # of the edges below that one
-    _edge: Edge = field(init=False)  # of the current drafter, but for what follows
+    _edge: Edge = field(init=False)  # of the current drafter, without the four counters below
     agreed: int = 0  # tokens of the current drafter that the verifier said too
-    _bare: int = 0  # passes that scored no guess
-    _emitted: int = 0  # tokens that they gave
+    _undrafted: int = 0  # passes that scored no guess
+    _emitted: int = 0  # own tokens of these
     _waited_s: float = 0.0
     _past: dict[tuple[str, str], Edge] = field(default_factory=dict)  # before the last change of drafter
 
@@ -26,12 +26,17 @@ class EdgeTotals:
     @property
     def edge(self) -> Edge:
         """That of the current drafter."""
-        if self._bare or self._waited_s or self.agreed:
-            drafter, emitted, bare = self._edge.drafter, self._emitted, self._bare
-            counted = Edge(
-                drafter, self.tier, bare, emitted=emitted, waited_s=self._waited_s, undrafted_passes=bare, agreed=self.agreed
+        if self._undrafted or self._waited_s or self.agreed:
+            self._edge += Edge(
+                self._edge.drafter,
+                self.tier,
+                self._undrafted,
+                emitted=self._emitted,
+                waited_s=self._waited_s,
+                undrafted_passes=self._undrafted,
+                agreed=self.agreed,
             )
-            self._edge, self._bare, self._emitted, self._waited_s, self.agreed = self._edge + counted, 0, 0, 0.0, 0
+            self._undrafted, self._emitted, self._waited_s, self.agreed = 0, 0, 0.0, 0
         return self._edge
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
@@ -40,7 +45,7 @@ class EdgeTotals:
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         """
         if not num_scored:
-            self._bare += 1
+            self._undrafted += 1
             self._emitted += num_new
             return
         inner, drafter = sorted({*drafters[:num_scored]} - {""}), self._edge.drafter

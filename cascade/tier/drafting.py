@@ -11,9 +11,9 @@ from cascade.planner.cost import CHUNK, Profile
 from cascade.session.work import Work
 from cascade.tier.slot import Slot, U
 
-SETTLING = 8  # passes for which the first guesses of a new drafter may be missing before that is held against it
+SETTLING = 8  # passes that a new drafter has for its first guesses before their absence counts against it
 
-MOST_READING = 0.75  # of the time from token to token may be reading of others: how long it takes is an estimate
+MOST_READING = 0.75  # share of the time between two tokens that may be put down to reading, which is an estimate
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
@@ -66,7 +66,7 @@ class Drafting(Generic[U]):
         return self._slots.get(session)
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
-        """Find a drafter for a new session, one of so many. Its first guesses are late each time: that is held against it."""
+        """Find a drafter for a new session, one of so many. That its first guesses are late counts from the first pass on."""
         opening = slot.session.opening
         slot.allowed = opening.chain
         self._plan((slot,), num_sessions)
@@ -135,7 +135,7 @@ class Drafting(Generic[U]):
     ) -> None:
         """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts; ``slots`` are all sessions of the tier.
 
-        Who drafts has no part in reading, and it is most of one pass and nothing of the next: rates leave it out.
+        Rates leave reading out: it is most of one pass and nothing of the next, whoever drafts.
         """
         reading_s = profile.token_s * num_read
         alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))

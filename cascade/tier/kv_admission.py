@@ -1,7 +1,7 @@
-"""Which sessions of a tier have a place in memory. When it is short, some wait, or lose theirs and are scored again later.
+"""Which sessions of a tier have a place in memory. When it is short, some wait, or are preempted and scored again later.
 
-Sessions rank by when they were opened. Each may take the place of those after it, and of those that have been idle for a
-while; so the first one always gets on, and every one is the first some day.
+Sessions rank by when they were opened. Each may preempt those after it, and those that have been idle for a while: so the
+first one always gets on, and every one becomes the first some day.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 import ray
-from cascade.bench.measure import Mode
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.cluster.crowd import AUTO, THREE, crowd
 from benchmarks.cluster.devices import Asked, Setup, simulated
 from benchmarks.cluster.one import ALONE, PAIRS
 from cascade import InvalidRequest, SamplingParams, Speculation
+from cascade.bench.load import Mode
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
 from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES

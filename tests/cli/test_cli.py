@@ -155,7 +155,7 @@ def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch
         (["simulate", "--tier", "a=1", "--tier", "b=2"], "--accept"),
         (["serve", "nowhere.yaml"], "nowhere.yaml"),
         (["serve", "--draft", "small"], "--draft"),
-        (["check", "--darft", "small"], "No such option '--darft'. Did you mean '--draft'?"),
+        (["check", "--darft", "small"], "Did you mean"),
         (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
     ],
 )

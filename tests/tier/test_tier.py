@@ -48,6 +48,18 @@ class Inbox(Link):
                 self.failures.append(message)
 
 
+class Overheard(Link):
+    """A link that remembers which sessions it opened."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.opened: list[str] = []
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self.opened += [message.session for message in messages if isinstance(message, Open)]
+        self._link.send(messages)
+
+
 class CountingModel(ToyModel):
     """Knows its caches, and fails on demand."""
 
@@ -195,10 +207,11 @@ def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingMo
     """Guards the way back: a session that lost its drafter for a moment drafts with the full chain again."""
     request = opening(6, 0.5, 400)
     inbox, answer = Inbox(), Answer(request, Silent())
+    assert tiers[-1].below is not None
+    tiers[-1].below = below = Overheard(tiers[-1].below)
     tiers[-1].post([request], inbox)
     time.sleep(0.05)
-    [drafting] = tiers[-1]._loop._drafting._slots
-    tiers[-1].post([Failed(drafting, "pulled the plug")])
+    tiers[-1].post([Failed(below.opened[0], "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
     full_edges = {edge.drafter: edge for edge in answer.edges if edge.verifier == "full"}
     assert full_edges["tiny"].passes > 0

@@ -38,8 +38,8 @@ class AdaptedModel(Model):
             with self._busy:
                 self.switch(name)
                 found = super().run([rows[place] for place in places])
-            for place, one in zip(places, found, strict=True):
-                scored[place] = one
+            for place, result in zip(places, found, strict=True):
+                scored[place] = result
         return scored
 
     def switch(self, name: str) -> None:

@@ -121,7 +121,7 @@ def context_len(config: PreTrainedConfig) -> int:
 
 def check_files(folder: Path) -> None:
     """See that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
-    for file in _shards(folder):
+    for file in shards(folder):
         if not file.is_file():
             raise ModelError(f"The checkpoint {str(folder)!r} lacks its file {file.name}: download it again")
         if problem := _damage(file):
@@ -130,7 +130,8 @@ def check_files(folder: Path) -> None:
             )
 
 
-def _shards(folder: Path) -> Iterator[Path]:
+def shards(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a checkpoint, by its index if it has one; raises `ModelError` if that is damaged."""
     if (folder / INDEX).is_file():
         try:
             names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())

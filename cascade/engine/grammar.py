@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # exists for type checkers only
 
 MAX_COMPILED = 256  # grammars remembered
-MAX_STEP = 32  # tokens that are taken with the fuel of one step
+MAX_STEP = 32  # tokens that are consumed with the fuel of one step
 # a space or a new line with its indentation: what models write, and no endless runs of blanks
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
 # Where only one text may come, llguidance would take the tokens that the tokenizer cuts it into, and then refuse those that are
@@ -123,7 +123,7 @@ class Matcher:
         self._first = first  # a token that the grammar allows at the beginning
         self._renew = renew
         self._machine = compiled.deep_copy()
-        self._taken: list[int] = []  # of the output, by the machine
+        self._consumed: list[int] = []  # of the output, by the machine
         self._num_same = 0  # of them that the output still has
         self._guesses = True  # they may be tried
 
@@ -168,16 +168,16 @@ class Matcher:
     def _follow(self, output: Sequence[int]) -> bytes | None:
         """The mask after ``output``, ``None`` if the grammar does not allow that; raises `InvalidRequest`."""
         self._go_back(output)
-        mask = self._take(output[len(self._taken) :], MAX_STEP)
+        mask = self._consume(output[len(self._consumed) :], MAX_STEP)
         if self._guesses and self._broken:
             self._compiled = self._renew()
-            self._machine, self._taken, self._guesses = self._compiled.deep_copy(), [], False
-            mask = self._take(output, 1)
-        self._num_same = len(self._taken)
+            self._machine, self._consumed, self._guesses = self._compiled.deep_copy(), [], False
+            mask = self._consume(output, 1)
+        self._num_same = len(self._consumed)
         if self._machine.is_error() or self._broken:
             reason = _one_line(self._machine.get_error()) or "the lexer has no fuel left"
             raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
-        return mask if len(self._taken) == len(output) else None
+        return mask if len(self._consumed) == len(output) else None
 
     @property
     def _broken(self) -> bool:
@@ -187,23 +187,23 @@ class Matcher:
 
     def _go_back(self, output: Sequence[int]) -> None:
         """Forget what is no longer the output's."""
-        taken, same = self._taken, self._num_same
-        while same < min(len(taken), len(output)) and taken[same] == output[same]:
+        consumed, same = self._consumed, self._num_same
+        while same < min(len(consumed), len(output)) and consumed[same] == output[same]:
             same += 1
-        if same < len(taken):
-            self._machine.rollback(len(taken) - same)
-            del taken[same:]
+        if same < len(consumed):
+            self._machine.rollback(len(consumed) - same)
+            del consumed[same:]
             self._machine.compute_bitmask()  # it remembers one, and takes it for that of another text of the same length
 
-    def _take(self, tokens: Sequence[int], most: int) -> bytes:
+    def _consume(self, tokens: Sequence[int], most: int) -> bytes:
         """Go on with ``tokens``, at most so many in a step; the mask after them or after those that are allowed."""
         mask = b"" if tokens else self._machine.compute_bitmask()
         for begin in range(0, len(tokens), most):
             step = list(tokens[begin : begin + most])
-            num_taken = self._machine.try_consume_tokens(step)
-            self._taken += step[:num_taken]
+            num_consumed = self._machine.try_consume_tokens(step)
+            self._consumed += step[:num_consumed]
             mask = self._machine.compute_bitmask()  # which also fuels the next step
-            if num_taken < len(step):
+            if num_consumed < len(step):
                 break
         return mask
 

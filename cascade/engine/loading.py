@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy
+from cascade.engine.checkpoint import DTYPES, anatomy
 from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
@@ -32,24 +32,22 @@ def load(
     GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
     or has more weights than the device has memory.
     """
-    place = find_device(source, device)
-    known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, told = _plan(source, place, dtype, quantization, **known)
-    options: dict[str, Any] = {"quantization_config": config} if config else {}
-    chosen = DTYPES[dtype] if dtype else None
-    _check_room(source, told, place)
-    if told.widened is not None:
-        chosen = told.dtype
-        log.info(_WIDENED, source, told.widened, processor(), chosen)
-    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known, **options)
-
-
-def _plan(source: str, place: torch.device, dtype: str | None, quantization: str | None, **known: Any) -> tuple[Any, Anatomy]:
-    """Transformers' configuration of the quantization, if one is asked for, and what the model will be like."""
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    config = quantizer(quantization, place, DTYPES[dtype] if dtype else None) if quantization else None
-    return config, anatomy(source, dtype=dtype, device=place, quantization=quantization, **known)
+    place, chosen = find_device(source, device), DTYPES[dtype] if dtype else None
+    config = quantizer(quantization, place, chosen) if quantization else None
+    known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    model = anatomy(source, dtype=dtype, device=place, quantization=quantization, **known)
+    need, free = model.weight_bytes, free_bytes(place)
+    if need > free:
+        raise ModelError(
+            f"The weights of {source!r} take {need / GIB:.2f} GiB and {place} has {free / GIB:.2f} GiB free: {_ADVICE}"
+        )
+    if model.widened is not None:
+        chosen = model.dtype
+        log.info(_WIDENED, source, model.widened, processor(), chosen)
+    options: dict[str, Any] = known | ({"quantization_config": config} if config else {})
+    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **options)
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
@@ -89,11 +87,3 @@ def find_device(source: str, device: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
     return place
-
-
-def _check_room(source: str, told: Anatomy, device: torch.device) -> None:
-    need, free = told.weight_bytes, free_bytes(device)
-    if need > free:
-        raise ModelError(
-            f"The weights of {source!r} take {need / GIB:.2f} GiB and {device} has {free / GIB:.2f} GiB free: {_ADVICE}"
-        )

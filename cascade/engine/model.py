@@ -215,9 +215,9 @@ class Model:
         cache.free()
 
     @torch.inference_mode()
-    def _score(self, rows: Sequence[Row], tell: Report = report) -> list[Scored]:
-        """Own tokens of rows whose drafts are lines; ``tell`` hears of all that have a state, as `report` does."""
-        return scored(self.logits(rows), rows, tell)
+    def _score(self, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
+        """Own tokens of rows whose drafts are lines; ``on_scored`` is called as `report` is."""
+        return scored(self.logits(rows), rows, on_scored)
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -228,7 +228,7 @@ class Model:
         n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)
         logits = self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
         if self.reader is not None:
-            self.reader.note(packed.spans if any(row.guesses != UNREAD for row in rows) else (), plan)
+            self.reader.finish_pass(packed.spans if any(row.guesses != UNREAD for row in rows) else (), plan)
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
@@ -236,7 +236,7 @@ class Model:
             reads = self.reader.head.reads if self.reader is not None else ()
             logits, hidden = self._llama(ids, positions, keep, cascade_pass, reads=reads)
             if self.reader is not None:
-                self.reader.hear(hidden)
+                self.reader.record(hidden)
             return logits
         inputs = {"input_ids": ids[None], "position_ids": positions[None]}
         call = partial(self._network, **inputs, use_cache=False, cascade_pass=cascade_pass)
@@ -263,8 +263,8 @@ class Model:
         try:
             self._choose()
             found = self._replay(texts)
-            told = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
-            self.same_bits &= told and self._repeats(texts)
+            promised = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
+            self.same_bits &= promised and self._repeats(texts)
         except REFUSALS as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(network, found, expected):
@@ -274,7 +274,7 @@ class Model:
         """How keys and values are held and attended to, and what runs in a pass."""
         network, seen = self._network, Survey.of(self._network)
         if self.reader is not None:
-            self.reader.join(seen)
+            self.reader.add_layers(seen)
         self._windows = seen.windows
         if not self._chosen:
             if self.device.type == "cpu":
@@ -286,7 +286,7 @@ class Model:
         if self._llama is None:
             multiply_row_by_row(network)
         if self.reader is not None:
-            self.reader.settle(self._attention, self._windows, self._llama)
+            self.reader.attach(self._attention, self._windows, self._llama)
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""

@@ -37,16 +37,16 @@ class Packed(NamedTuple):
         return packed
 
 
-def unpacked(said: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
-    """What a pass says of each row: of ``said`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`.
+def unpacked(packed: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
+    """Split ``packed`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`, into the results of rows.
 
-    Of each row ``known`` own tokens count.
+    The first ``known`` own tokens of each row are valid.
     """
     begin = 0
     for row, count in zip(rows, known, strict=True):
         part = slice(begin, begin + count)
-        next_ = runner_ups([each[part] for each in said], row.runner_ups) if row.runner_ups else ()
-        yield Scored(said[0][part], runner_ups=next_)
+        next_ = runner_ups([each[part] for each in packed], row.runner_ups) if row.runner_ups else ()
+        yield Scored(packed[0][part], runner_ups=next_)
         begin += row.num_scored
 
 
@@ -58,16 +58,16 @@ def asked(rows: Sequence[Row]) -> list[Asked]:
     ]
 
 
-def scored(logits: Tensor, rows: Sequence[Row], tell: Report = report) -> list[Scored]:
+def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
     """Own tokens of rows whose drafts are lines, from ``logits`` ``[sum of num_scored, V]``.
 
-    ``tell`` hears of all that have a state, as `report` does. One host read, and two for each row with logprobs.
+    ``on_scored`` is called with logits, rows and own tokens, as `report` is. One host read, and two for each row with logprobs.
     """
     shaped, known = shape(logits, rows)
     number = max((row.runner_ups for row in rows), default=0)
-    said = own_tokens_and_next(shaped, asked(rows), number) if number else own_tokens(shaped, asked(rows))[None]
-    found = list(unpacked(said.tolist(), rows, known))
+    packed = own_tokens_and_next(shaped, asked(rows), number) if number else own_tokens(shaped, asked(rows))[None]
+    found = list(unpacked(packed.tolist(), rows, known))
     if any(row.draw is not None for row in rows):
         found = drawn(shaped, rows, found)
-    tell(logits, rows, [one.own for one in found])
+    on_scored(logits, rows, [result.own for result in found])
     return found

@@ -6,7 +6,7 @@ then more threads make it slower, and take cores from the other tiers.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -63,13 +63,14 @@ class Threads:
         Sizes go up until all threads are worth it. More threads must usually be faster than fewer are at best: on a busy
         machine those that wait for each other lose far more than they win on a quiet one.
         """
-        counts = [*_powers(limit), limit]
+        counts = [*(1 << bit for bit in range((limit - 1).bit_length())), limit]
         steps: list[tuple[int, int]] = []
         for num_tokens in SIZES if limit > 1 else ():
             if min(_time(partial(run, num_tokens), [1], clock, rounds=2)[1]) > LONG_S * limit:
                 break
             found = _time(partial(run, num_tokens), counts, clock)
-            fewest = next(count for count in counts if _suffices(count, found))
+            usual = {count: median(seconds) for count, seconds in found.items()}
+            fewest = next(n for n in counts if all(min(found[n]) <= GAIN * usual[more] for more in counts if more > n))
             if fewest == limit:
                 break
             steps.append((num_tokens, fewest))
@@ -99,16 +100,6 @@ def _set(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _suffices(count: int, found: Mapping[int, Sequence[float]]) -> bool:
-    """Whether more threads than ``count`` are not worth it, by the seconds of passes."""
-    return all(min(found[count]) <= GAIN * median(seconds) for more, seconds in found.items() if more > count)
-
-
-def _powers(limit: int) -> list[int]:
-    """1, 2, 4, ... below ``limit``."""
-    return [1 << bit for bit in range((limit - 1).bit_length())]
 
 
 def _time(

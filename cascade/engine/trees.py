@@ -32,7 +32,7 @@ class Line(NamedTuple):
     row: Row
     nodes: Sequence[int]
 
-    def said(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
+    def own_after(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
         """The own token after each of its nodes, and the runner-ups, as far as they are known."""
         first = self.row.num_scored - len(self.nodes)
         found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
@@ -45,7 +45,7 @@ class Tree:
     def __init__(self, row: Row, *, shares_pass: bool) -> None:
         """``shares_pass``: forks see what their store's row writes before them in the same pass."""
         self.lines: list[Line] = []
-        self.taken = 0  # line that own tokens follow
+        self.followed = 0  # line that own tokens follow
         self.reported: list[Sequence[int]] = []  # of each line, own tokens that are the tree's: none off their way
         self._row = row
         self._shares_pass = shares_pass
@@ -54,7 +54,7 @@ class Tree:
         self._depths = {-1: 0}  # of the trunk's nodes
 
     def grow(self) -> list[Line]:
-        """Make the lines and their forks; of the nodes for whose fork there is no memory nothing will be known."""
+        """Make the lines and their forks; nodes for whose fork there is no memory are left out."""
         row = self._row
         if row.draft.is_line:
             self.lines.append(Line(row, ()))
@@ -69,22 +69,22 @@ class Tree:
                 break
         return self.lines
 
-    def take(self, scored: Sequence[Scored]) -> Scored:
-        """What the lines say, in the order of the tree's nodes; the store holds the path of own tokens then."""
+    def gather(self, scored: Sequence[Scored]) -> Scored:
+        """Join the results of the lines in the order of the tree's nodes; then the store holds the path of own tokens."""
         row = self._row
         if row.draft.is_line or row.num_own != 1:
             self.reported = [scored[0].own]
             return scored[0]
         found: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
-        for line, one in zip(self.lines, scored, strict=True):
-            found.update(line.said(one))
+        for line, result in zip(self.lines, scored, strict=True):
+            found.update(line.own_after(result))
         known = list(takewhile(found.__contains__, range(-1, len(row.draft))))
         others = [found[node][1] for node in known] if row.runner_ups else ()
-        said = Scored([found[node][0] for node in known], runner_ups=others)
-        self._follow(said.own)
+        whole = Scored([found[node][0] for node in known], runner_ups=others)
+        self._follow(whole.own)
         self.reported = [()] * len(self.lines)
-        self.reported[self.taken] = scored[self.taken].own
-        return said
+        self.reported[self.followed] = scored[self.followed].own
+        return whole
 
     def free(self) -> None:
         """Give back the forks that own tokens do not follow."""
@@ -134,34 +134,34 @@ class Tree:
         return Draft(tuple(self._row.draft.tokens[node] for node in path), bytes(len(path)))
 
     def _follow(self, own: Sequence[int]) -> None:
-        """Let the store go on with the line that holds the path of own tokens."""
+        """Move the accepted branch's keys and values into the session's store."""
         new, path = self._row.draft.walk(own)
         last = path[len(new) - 2] if len(new) > 1 else -1  # the last new token is never in a store yet
-        self.taken = next(place for place, line in enumerate(self.lines) if last in line.nodes)
-        if self.taken:
-            self._row.cache.join(self._forks.pop(self.taken))
+        self.followed = next(place for place, line in enumerate(self.lines) if last in line.nodes)
+        if self.followed:
+            self._row.cache.join(self._forks.pop(self.followed))
 
 
 @torch.inference_mode()
 def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_pass: bool) -> list[Scored]:
-    """What ``run`` says of rows whose drafts are lines, of trees: with a row for each branch.
+    """Score rows whose drafts are trees with ``run``, which takes lines: a row for each branch.
 
-    ``run`` takes a function like `report`, too. Log-probabilities are those of the line that own tokens follow. With
+    ``run`` takes a function like `report`, too; log-probabilities are those of the line that own tokens follow. With
     ``shares_pass`` branches are rows of the same pass as what they branch from.
     """
     trees = [Tree(row, shares_pass=shares_pass) for row in rows]
     if not shares_pass:
         for row in rows:  # before forks have what memory is left
             row.cache.prepare(row.start, row.start + len(row.input_ids))
-    told: list[tuple[Tensor, Sequence[Row]]] = []
+    seen: list[tuple[Tensor, Sequence[Row]]] = []
     try:
         lines = [line.row for tree in trees for line in tree.grow()]
-        said = iter(run(lines, lambda logits, rows, own: told.append((logits, rows))))
-        scored = [tree.take(list(islice(said, len(tree.lines)))) for tree in trees]
+        results = iter(run(lines, lambda logits, rows, own: seen.append((logits, rows))))
+        scored = [tree.gather(list(islice(results, len(tree.lines)))) for tree in trees]
     finally:
         for tree in trees:
             tree.free()
-    own = [one for tree in trees for one in tree.reported]
-    for logits, told_rows in told:
-        report(logits, told_rows, own)
+    own = [tokens for tree in trees for tokens in tree.reported]
+    for logits, seen_rows in seen:
+        report(logits, seen_rows, own)
     return scored

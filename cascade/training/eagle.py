@@ -39,7 +39,7 @@ class Unrolled:
         self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # keys and values by layer, step after step
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
-        """See `Place.attend`; rows lie one after another."""
+        """See `Reader.attend`; rows lie one after another."""
         group = query.shape[1] // key.shape[1]
         query, key, value = (
             by_row(part, self._rows) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value)))

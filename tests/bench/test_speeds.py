@@ -170,7 +170,7 @@ def test_rules_are_compared_fairly() -> None:
 def test_rules_by_formula() -> None:
     """Guards what rules are said to give and to weigh, on the family. That blocks give no less is so in the mean alone.
 
-    `tests/engine/test_acceptance.py` holds that mean.
+    `tests/engine/sampling/test_acceptance.py` holds that mean.
     """
     asked = chats(1)[:1]
     given = rules.tokens_per_round(1.0, asked, 12)

@@ -11,17 +11,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams, Speculation
-from cascade.client.exchange import encode_request
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.messages import Open
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
-from deployments.gateway.grpc.requests import parse_sampling
-from deployments.links.codec import decode, encode
 from tests import small
 from tests.architectures import VOCAB, build
 
@@ -130,15 +126,6 @@ def test_only_the_full_tier_has_adapters() -> None:
     values["tiers"][0]["engine_kwargs"]["lora_modules"] = {"red": "x/y"}
     with pytest.raises(ConfigError, match="lora_modules of tier 'tiny': only the full tier"):
         CascadeConfig.parse(values)
-
-
-def test_adapters_travel() -> None:
-    """Guards the wire: a request that lost its adapter on the way would get another text."""
-    params = SamplingParams(seed=1, adapter="red")
-    opening = Open("s", (1, 2), 2, params)
-    assert decode(encode([opening])) == [opening]
-    request = encode_request("x", params, None)
-    assert parse_sampling(request) == params
 
 
 # quantised

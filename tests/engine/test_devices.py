@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from cascade import SamplingParams, Speculation
 from cascade.engine import devices
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.devices import has_bfloat16, processor, wider_dtype
 from cascade.engine.model import Model
 from cascade.settings.check import needs, remarks
 from cascade.settings.config import CascadeConfig
+from tests import small
 from tests.architectures import build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -113,3 +115,14 @@ def test_check_says_where_texts_may_part(folder: Path) -> None:
 def test_the_processor_is_named() -> None:
     """Guards figures of benchmarks, which mean nothing without the instructions that they were made with."""
     assert processor().endswith(torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bfloat16() else ""))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_cascades_keep_the_promise_on_a_gpu(temperature: float) -> None:
+    """Guards the whole in float32: three tiers on one GPU, which share its memory."""
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=4)
+    with small.cascade(device="cuda") as cascade:
+        for prompt in ("def read(path):\n", "import os\n\nclass Shape:\n"):
+            alone = cascade.generate(prompt, params, Speculation("off"))
+            assert cascade.generate(prompt, params).token_ids == alone.token_ids

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -29,7 +30,7 @@ from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests import small
-from tests.architectures import REFUSED, SERVED, build, config, each
+from tests.architectures import CONTEXT, REFUSED, SERVED, VOCAB, build, config, each
 from tests.heads import make
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -38,6 +39,61 @@ TEXT = tuple(range(3, 33))
 
 def logits(model: Model) -> Tensor:
     return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
+    """Guards loading: dtype as asked or as saved, sizes from the configuration, weights untouched."""
+    loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
+    assert torch.equal(logits(loaded), logits(built))
+    assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
+    half = Model.from_pretrained(str(checkpoint), dtype="bfloat16", device="cpu")
+    assert half.dtype is torch.bfloat16
+    assert half.num_parameters == loaded.num_parameters
+
+
+def spoil(checkpoint: Path, problem: str) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load(file.read_bytes()).items()}
+    if problem == "gone":
+        file.unlink()
+    elif problem == "config":
+        (checkpoint / "config.json").write_text("{")
+    elif problem == "lacks a layer":
+        rest = {name: tensor for name, tensor in weights.items() if "layers.1.self_attn" not in name}
+        file.write_bytes(save(rest, metadata={"format": "pt"}))
+    else:
+        norm = torch.ones(5) if problem == "shape" else torch.full((32,), torch.nan)
+        file.write_bytes(save({**weights, "model.norm.weight": norm}, metadata={"format": "pt"}))
+
+
+@pytest.mark.parametrize("problem", ["gone", "config", "lacks a layer", "shape", "not numbers"])
+def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, problem: str) -> None:
+    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
+    spoil(checkpoint, problem)
+    with pytest.raises(ModelError) as caught:
+        Model.from_pretrained(str(checkpoint), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "warp"}, "warp"),
+    ],
+)
+def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+    """Guards the message: what the user wrote, and no traceback of another library."""
+    with pytest.raises(ModelError, match=words) as caught:
+        Model.from_pretrained(**{"source": str(checkpoint), "device": "cpu", **options})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -288,20 +344,20 @@ from cascade.engine.checkpoint import anatomy
 from cascade.engine.model import Model
 from cascade.scorer import Row
 from cascade import SamplingParams
-told = anatomy("some/model", revision=sys.argv[1])
-model = Model.from_pretrained("some/model", revision=sys.argv[1], device="cpu")
 params = SamplingParams(temperature=0, seed=0)
-print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0].own]))
+for revision in sys.argv[1:]:
+    told = anatomy("some/model", revision=revision)
+    model = Model.from_pretrained("some/model", revision=revision, device="cpu")
+    print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0].own]))
 """
 
 
-@pytest.mark.parametrize(("revision", "seed"), [("main", 0), ("b" * 40, 1)])
-def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path, revision: str, seed: int) -> None:
+def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path) -> None:
     """Guards hub ids: the shards of the branch or commit that is named, and none of another."""
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"), "")
     settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", FETCH, revision],
+        [sys.executable, "-c", FETCH, "main", "b" * 40],
         env={**os.environ, **proxies, **settings},
         capture_output=True,
         text=True,
@@ -309,7 +365,7 @@ def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path, revisi
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    model = Model(build("llama", seed=seed))
-    parameters, own = json.loads(done.stdout.splitlines()[-1])
-    assert parameters == model.num_parameters
-    assert own == model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0].own
+    for seed, line in enumerate(done.stdout.splitlines()[-2:]):
+        model = Model(build("llama", seed=seed))
+        expected = model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0].own
+        assert json.loads(line) == [model.num_parameters, expected]

@@ -1,16 +1,13 @@
 """The packed pass on real architectures, against Transformers' own generate."""
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import (
@@ -133,54 +130,35 @@ def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> N
 
 
 @pytest.mark.parametrize(("name", "attention"), WAYS)
-def test_rollback_equals_recompute(name: str, attention: str) -> None:
-    """Guards rollback: what a cache held after the start of a row must not be seen, whatever it was."""
+def test_logits_are_those_of_the_text_alone(name: str, attention: str) -> None:
+    """Guards rollback and packing: no row sees what its cache held after its start, nor its neighbours in the pass."""
     model, _ = served(name, attention)
-    used, fresh = model.new_cache(), model.new_cache()
-    _logits(model, (used, 0, PREFIX))
+    used, fresh, begun = model.new_cache(), model.new_cache(), model.new_cache()
+    _logits(model, (used, 0, PREFIX), (begun, 0, PREFIX[::-1]))
     _logits(model, (used, 11, tuple(range(90, 40, -1))))  # wrong, and longer: the cache grows meanwhile
-    rolled = _logits(model, (used, 17, PREFIX[17:21]), (model.new_cache(), 0, PREFIX[5:]))[:4]
-    expected = _logits(model, (fresh, 0, (*PREFIX[:11], *range(90, 84, -1), *PREFIX[17:21])))[-4:]
-    torch.testing.assert_close(rolled, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(rolled.argmax(-1), expected.argmax(-1))
+    companions = (
+        (begun, 9, (44, 3)),
+        (used, 17, PREFIX[17:21]),
+        (model.new_cache(), 0, PREFIX),
+        (model.new_cache(), 0, PREFIX[5:]),
+    )
+    found = _logits(model, *companions)[2 : 6 + len(PREFIX)]
+    rolled = _logits(model, (fresh, 0, (*PREFIX[:11], *range(90, 84, -1), *PREFIX[17:21])))[-4:]
+    expected = torch.cat([rolled, _logits(model, (model.new_cache(), 0, PREFIX))])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[:4].argmax(-1), rolled.argmax(-1))
 
 
-@pytest.mark.parametrize("attention", ["contiguous"])
-@pytest.mark.parametrize("scores", [1, 500, 2000])
+@pytest.mark.parametrize("scores", [1, 2000])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3"])
-def test_long_rows_take_turns(name: str, scores: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_take_turns(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
-    model, _ = served(name, attention)
+    model, _ = served(name, "contiguous")
     expected = _logits(model, (model.new_cache(), 0, PREFIX))
     monkeypatch.setattr("cascade.engine.network.contiguous.SCORES", scores)
     store = model.new_cache()
     found = torch.cat([_logits(model, (store, 0, PREFIX[:7])), _logits(model, (store, 7, PREFIX[7:]))])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", each())
-def test_vocabulary_is_not_for_prompts(name: str) -> None:
-    """Guards memory: 128 thousand tokens of a prompt times a vocabulary of 256 thousand would be 128 GiB of logits."""
-    model, _ = served(name, "contiguous")
-    rows_seen: list[int] = []
-    head = model._network.get_output_embeddings()
-    watch = head.register_forward_pre_hook(lambda module, inputs: rows_seen.append(inputs[0][..., 0].numel()))
-    store = model.new_cache()
-    model.run([Row(store, 0, PREFIX[:20], 0, GREEDY)])
-    model.run([Row(store, 20, PREFIX[20:], 1, GREEDY), Row(model.new_cache(), 0, PREFIX, 3, GREEDY)])
-    watch.remove()
-    assert rows_seen == [0, 4]
-
-
-@pytest.mark.parametrize(("name", "attention"), WAYS)
-def test_companions_change_nothing(name: str, attention: str) -> None:
-    """Guards packing: a row that saw its neighbours, or another row's positions or mask, would depend on the load."""
-    model, _ = served(name, attention)
-    alone = _logits(model, (model.new_cache(), 0, PREFIX))
-    begun = model.new_cache()
-    _logits(model, (begun, 0, PREFIX[::-1]))
-    companions = (begun, 9, (44, 3)), (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[::-1])
-    torch.testing.assert_close(_logits(model, *companions)[2 : 2 + len(PREFIX)], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", each(name for name in SERVED if "longrope" not in name))
@@ -203,14 +181,11 @@ def test_window_hides_what_is_behind_it(name: str) -> None:
     assert model._windows == {i: WINDOW if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    list(itertools.product(["mistral", "gpt_oss", "gemma2", "qwen2-sliding"], ["contiguous"])),
-)
-def test_a_narrow_window_forgets(name: str, attention: str) -> None:
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2", "qwen2-sliding"])
+def test_a_narrow_window_forgets(name: str) -> None:
     """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
     types: dict[str, Any] = {"layer_types": ["sliding_attention"] * 2} if name != "mistral" else {}
-    model = Model(build(name, sliding_window=4, **types), attention=way(attention), cache_tokens=1024)
+    model = Model(build(name, sliding_window=4, **types), attention=Contiguous(), cache_tokens=1024)
     far, near = (50, *PREFIX[1:]), (*PREFIX[:-3], 50, *PREFIX[-2:])
     last = [_logits(model, (model.new_cache(), 0, text))[-1] for text in (PREFIX, far, near)]
     torch.testing.assert_close(last[1], last[0], rtol=0, atol=1e-5)
@@ -233,12 +208,16 @@ def test_logits_are_of_the_wanted_positions_alone(keeps: bool) -> None:
     model._keeps_logits = keeps
     everything = _logits(model, (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[:5]))
     rows = [Row(model.new_cache(), 0, PREFIX, 2, GREEDY), Row(model.new_cache(), 0, PREFIX[:5], 3, GREEDY)]
+    projected: list[int] = []
+    head = model._network.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, out: projected.append(out[..., 0].numel()))
     wanted = model.logits(rows)
     assert wanted.shape == (5, VOCAB)
     torch.testing.assert_close(wanted, torch.cat([everything[28:30], everything[-3:]]))
     chunk = Row(model.new_cache(), 0, PREFIX, 0, GREEDY)
     assert model.logits([chunk]).shape == (0, VOCAB)
     assert model.run([chunk]) == [Scored([])]
+    assert projected == [5, 0, 0], "128 thousand tokens of a prompt would be 128 GiB of logits"
 
 
 @pytest.mark.parametrize("name", each(REFUSED, default=("falcon", "mamba", "qwen3_next", "llama4_text", "deepseek_v32")))
@@ -247,65 +226,6 @@ def test_refused_architectures_are_named(name: str) -> None:
     network = build(name)
     with pytest.raises(ModelError, match=f"^{type(network).__name__} cannot be served: .+"):
         Model(network)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    build("llama").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
-    """Guards loading: dtype as asked or as saved, sizes from the configuration, weights untouched."""
-    loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
-    assert torch.equal(_logits(loaded, (loaded.new_cache(), 0, PREFIX)), _logits(built, (built.new_cache(), 0, PREFIX)))
-    assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
-    half = Model.from_pretrained(str(checkpoint), dtype="bfloat16", device="cpu")
-    assert half.dtype is torch.bfloat16
-    assert half.num_parameters == loaded.num_parameters
-
-
-def _spoil(checkpoint: Path, problem: str) -> None:
-    file = checkpoint / "model.safetensors"
-    weights = {name: tensor.clone() for name, tensor in load(file.read_bytes()).items()}
-    if problem == "truncated":
-        file.write_bytes(file.read_bytes()[:1000])
-    elif problem == "garbage":
-        file.write_bytes(b"garbage" * 100)
-    elif problem == "gone":
-        file.unlink()
-    elif problem == "config":
-        (checkpoint / "config.json").write_text("{")
-    elif problem == "lacks a layer":
-        rest = {name: tensor for name, tensor in weights.items() if "layers.1.self_attn" not in name}
-        file.write_bytes(save(rest, metadata={"format": "pt"}))
-    else:
-        norm = torch.ones(5) if problem == "shape" else torch.full((32,), torch.nan)
-        file.write_bytes(save({**weights, "model.norm.weight": norm}, metadata={"format": "pt"}))
-
-
-@pytest.mark.parametrize("problem", ["truncated", "garbage", "gone", "config", "lacks a layer", "shape", "not numbers"])
-def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, problem: str) -> None:
-    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
-    _spoil(checkpoint, problem)
-    with pytest.raises(ModelError) as caught:
-        Model.from_pretrained(str(checkpoint), device="cpu")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"dtype": "int3"}, "int3"),
-        ({"device": "warp"}, "warp"),
-    ],
-)
-def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
-    """Guards the message: what the user wrote, and no traceback of another library."""
-    with pytest.raises(ModelError, match=words) as caught:
-        Model.from_pretrained(**{"source": str(checkpoint), "device": "cpu", **options})
-    assert "\n" not in str(caught.value)
 
 
 def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytest.MonkeyPatch) -> None:

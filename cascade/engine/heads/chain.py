@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Part, Place
+from cascade.engine.heads.head import Head, Part
+from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 
 
@@ -31,23 +32,23 @@ class Chain(Head):
         """What is in the place of a state after the text."""
         return out
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
+    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         """``[n, width]`` of its last layer, for ``tokens`` ``[n]`` and ``states`` ``[n, width]``."""
         raise NotImplementedError
 
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
-        last = self._read(texts, place)
+    def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
+        last = self._read(texts, reader)
         active = [number for number, out in enumerate(last) if texts[number].guesses and out is not None]
         guesses = Guesses(texts)
         if active:
             hidden = torch.stack([out for number, out in enumerate(last) if number in active and out is not None])
-            with place.rooms([texts[number] for number in active]) as rooms:
-                self._go_on(guesses, dict(zip(active, rooms, strict=True)), hidden, place)
+            with reader.guess_stores([texts[number] for number in active]) as stores:
+                self._go_on(guesses, dict(zip(active, stores, strict=True)), hidden, reader)
         return guesses.drafts()
 
-    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
+    def _go_on(self, guesses: Guesses, stores: Mapping[int, Any], hidden: Tensor, reader: Reader) -> None:
         """Guess after each text, by its number, and after its guesses."""
-        active, texts = list(rooms), guesses.texts
+        active, texts = list(stores), guesses.texts
         while True:
             chosen = guesses.choose(active, self.whole(self.logits(hidden)))
             kept = [row for row, number in enumerate(active) if texts[number].guesses > guesses.step]
@@ -56,10 +57,10 @@ class Chain(Head):
             active = [active[row] for row in kept]
             tokens, states = chosen[kept], self.next_state(hidden[kept])
             starts = [texts[number].end - 2 + guesses.step for number in active]
-            spans = [Span(rooms[number], row, row + 1, starts[row]) for row, number in enumerate(active)]
-            hidden = self._pass(tokens, states, starts, place, spans)
+            spans = [Span(stores[number], row, row + 1, starts[row]) for row, number in enumerate(active)]
+            hidden = self._pass(tokens, states, starts, reader, spans)
 
-    def _read(self, texts: Sequence[Text], place: Place) -> list[Tensor | None]:
+    def _read(self, texts: Sequence[Text], reader: Reader) -> list[Tensor | None]:
         """Go on with what a pass has read; what the last token of each text makes of it, ``[width]``, if there is any."""
         spans: list[Span] = []
         tokens: list[int] = []
@@ -80,5 +81,5 @@ class Chain(Head):
         if not tokens:
             return [None] * len(texts)
         ids = torch.tensor(tokens).to(self.device, non_blocking=True)
-        out = self._pass(ids, place.states(parts), starts, place, spans)
+        out = self._pass(ids, reader.states(parts), starts, reader, spans)
         return [None if end is None else out[end] for end in ends]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files
+from cascade.engine.checkpoint import SINGLE, check_files, shards
 from cascade.engine.heads.head import Verifier
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError, reason
@@ -248,12 +248,9 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 def _files(folder: Path) -> list[Path]:
     """Those that hold the weights; raises `ModelError` if there are none."""
-    if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    for name in (MEDUSA_FILES[0], SINGLE, MEDUSA_FILES[1], TORCH):
-        if (folder / name).is_file():
-            return [folder / name]
+    medusa, *others = (folder / name for name in (*MEDUSA_FILES, TORCH))
+    if found := [medusa] if medusa.is_file() else [*shards(folder)] or [file for file in others if file.is_file()][:1]:
+        return found
     raise ModelError(
         f"No drafter can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}, {MEDUSA_FILES[1]}"
     )

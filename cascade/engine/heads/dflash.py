@@ -37,7 +37,8 @@ from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Angles, Attention
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Place, Verifier
+from cascade.engine.heads.head import Head, Verifier
+from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
 
@@ -154,7 +155,9 @@ class DFlash(Head):
             self.mask_embedding = nn.Parameter(torch.empty(size))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
         self.attends = tuple((heads[0] if seen.causal else heads[0] * layout.size, *heads[1:]) for seen in layout.seen)
-        self.windows = tuple(self._window(seen) for seen in layout.seen)
+        # the only query of a block whose places see all of it lies at its end
+        past = [0 if seen.causal else layout.size for seen in layout.seen]
+        self.windows = tuple(seen.window and seen.window + more for seen, more in zip(layout.seen, past, strict=True))
         self._verifier = verifier
         with torch.device("cpu"):  # frequencies are never in 16 bits
             self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
@@ -184,10 +187,6 @@ class DFlash(Head):
             ids = checkpoint.token_ids("d2t", checkpoint.size("lm_head.weight"), verifier, offsets=True)
         return cls(checkpoint.llama(verifier), verifier, layout, names, reads=reads, ids=ids, **options)
 
-    def _window(self, seen: Seen) -> int | None:
-        """That of the only query of a block whose places see all of it lies at its end."""
-        return seen.window if seen.window is None or seen.causal else seen.window + self.layout.size
-
     # of the text
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -195,11 +194,11 @@ class DFlash(Head):
         out: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
         return out
 
-    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, place: Place) -> None:
+    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: Reader) -> None:
         positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
         states = self.state([part[: len(positions)] for part in hidden])
         for layer, (key, value) in zip(self.own_layers, self.context(states, self._where(positions)), strict=True):
-            place.write(layer.self_attn, key, value, planned)
+            reader.write(layer.self_attn, key, value, planned)
 
     def context(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer, ``[1, kv_heads, n, head_dim]``; ``positions`` ``[1, n]``."""
@@ -238,28 +237,28 @@ class DFlash(Head):
         out: Tensor = self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
         return out
 
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+    def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         found = [Draft()] * len(texts)
         asking = [number for number, text in enumerate(texts) if text.guesses]
         if asking:
-            with place.rooms([texts[number]._replace(guesses=self.layout.size + 1) for number in asking]) as rooms:
-                drafts = self._draft_blocks([texts[number] for number in asking], rooms, place)
+            with reader.guess_stores([texts[number]._replace(guesses=self.layout.size + 1) for number in asking]) as stores:
+                drafts = self._draft_blocks([texts[number] for number in asking], stores, reader)
             for number, draft in zip(asking, drafts, strict=True):
                 found[number] = draft
         return found
 
-    def _draft_blocks(self, texts: Sequence[Text], rooms: Sequence[Any], place: Place) -> list[Draft]:
-        """Guesses after texts, in ``rooms`` for a block from their last token on."""
+    def _draft_blocks(self, texts: Sequence[Text], stores: Sequence[Any], reader: Reader) -> list[Draft]:
+        """Guesses after texts, in ``stores`` for a block from their last token on."""
         size, starts = self.layout.size, [text.end - 1 for text in texts]
-        whole = place.plan([Span(room, row * size, (row + 1) * size, starts[row]) for row, room in enumerate(rooms)])
-        ends = place.plan([Span(room, row, row + 1, starts[row] + size - 1) for row, room in enumerate(rooms)])
+        whole = reader.plan([Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)])
+        ends = reader.plan([Span(store, row, row + 1, starts[row] + size - 1) for row, store in enumerate(stores)])
 
         def attend(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if layer.seen.causal:
-                return place.attend(layer, query, key, value, whole)
-            place.write(layer, key, value, whole)
+                return reader.attend(layer, query, key, value, whole)
+            reader.write(layer, key, value, whole)
             last_key, last_value = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
-            return unfolded(place.attend(layer, folded(query, size), last_key, last_value, ends), size)
+            return unfolded(reader.attend(layer, folded(query, size), last_key, last_value, ends), size)
 
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
         return self.guesses_of(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)

@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import ATTENTION, Checkpoint
-from cascade.engine.heads.head import Place, Verifier
+from cascade.engine.heads.head import Verifier
+from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 
 Angles = tuple[Tensor, Tensor]
@@ -44,13 +45,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=out_biased)
         self.q_norm, self.k_norm = (LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if normed else None for _ in range(2))
 
-    def forward(self, x: Tensor, angles: Angles, place: Place, planned: Any) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, reader: Reader, planned: Any) -> Tensor:
         """``[n, inputs]`` to ``[n, hidden_size]``."""
         query, key, value = (part(x).view(1, len(x), -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *angles)
-        out: Tensor = self.o_proj(place.attend(self, query, key, value.transpose(1, 2), planned).reshape(len(x), -1))
+        out: Tensor = self.o_proj(reader.attend(self, query, key, value.transpose(1, 2), planned).reshape(len(x), -1))
         return out
 
 
@@ -129,11 +130,11 @@ class Eagle(Chain):
         found: Tensor = self._verifier.lm_head(out)
         return found
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
+    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         """``[n, width]`` of the last layer."""
         where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
-        planned = place.plan(spans)
-        return self.forward(tokens, states, where, lambda x, out, layer, angles: layer(x, out, angles, place, planned))
+        planned = reader.plan(spans)
+        return self.forward(tokens, states, where, lambda x, out, layer, angles: layer(x, out, angles, reader, planned))
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, apply: Callable[[Tensor, Tensor, Layer, Angles], Tensor]

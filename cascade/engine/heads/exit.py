@@ -8,9 +8,9 @@ layers after the text, and the next pass writes over them. So nothing is kept, n
 through needs no code here. Where only the first layers are run, guesses are those of a model that has no others.
 """
 
-import copy
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Place
+from cascade.engine.heads.head import Head
 from cascade.engine.heads.probe import agreement_on, written
-from cascade.engine.heads.reader import decoder
+from cascade.engine.heads.reader import Reader, decoder
 from cascade.engine.network.attention import Span
 from cascade.errors import ModelError, reason
 from cascade.planner.choice import speedup
@@ -45,60 +45,71 @@ class Exit(Head):
 
     def __init__(self, network: PreTrainedModel) -> None:
         super().__init__(int(network.get_input_embeddings().weight.shape[0]))
-        self._network = (network,)  # a tuple: its modules stay the model's
         try:
-            self._shape = Shape(decoder(network)[1][0])
+            self._network = (network, decoder(network)[1])  # a tuple: its modules stay the model's
         except ModelError as error:
             raise ModelError(f"The drafter 'exit' cannot be used: {error}") from None
+        self._shape = Shape(self._network[1][0])
         self.skip(())
 
     @property
     def num_layers(self) -> int:
         """Of the model."""
-        return len(decoder(self._network[0])[1])
+        return len(self._network[1])
 
     def skip(self, layers: Collection[int]) -> None:
         """Run all layers but these from now on."""
         self.skipped = frozenset(layers)
-        self._view = (without(self._network[0], self.skipped, self._shape),)
-        self.cost = _size(self._view[0]) / _size(self._network[0])
+        network, every = self._network
+        skipped = sum(weight.numel() for layer in self.skipped for weight in every[layer].parameters())
+        embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
+        unread = 0 if embedding is head else embedding.numel()  # by a pass of one token
+        self.cost = 1 - skipped / (sum(weight.numel() for weight in network.parameters()) - unread)
 
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+    def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         guesses = Guesses(texts)
         active = [number for number, text in enumerate(texts) if text.guesses]
         if active:
-            with place.rooms([texts[number]._replace(guesses=texts[number].guesses + 1) for number in active]) as rooms:
-                self._go_on(guesses, dict(zip(active, rooms, strict=True)), place)
+            with reader.guess_stores(
+                [texts[number]._replace(guesses=texts[number].guesses + 1) for number in active]
+            ) as stores:
+                self._go_on(guesses, dict(zip(active, stores, strict=True)), reader)
         return guesses.drafts()
 
-    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], place: Place) -> None:
+    def _go_on(self, guesses: Guesses, stores: Mapping[int, Any], reader: Reader) -> None:
         """Guess after each text, by its number, and after its guesses."""
-        active, texts = list(rooms), guesses.texts
+        active, texts = list(stores), guesses.texts
         device = self._network[0].device
         tokens = torch.tensor([texts[number].tokens[-1] for number in active]).to(device, non_blocking=True)
         while active:
             last = [texts[number].end - 1 + guesses.step for number in active]
-            spans = [Span(rooms[number], row, row + 1, last[row]) for row, number in enumerate(active)]
-            chosen = guesses.choose(active, self._pass(tokens, last, place, spans))
+            spans = [Span(stores[number], row, row + 1, last[row]) for row, number in enumerate(active)]
+            chosen = guesses.choose(active, self._pass(tokens, last, reader, spans))
             kept = [row for row, number in enumerate(active) if texts[number].guesses > guesses.step]
             active, tokens = [active[row] for row in kept], chosen[kept]
 
-    def _pass(self, tokens: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
+    def _pass(self, tokens: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         """Logits ``[n, vocab_size]`` after each token."""
-        where, planned = torch.tensor(positions).to(tokens.device, non_blocking=True), place.plan(spans)
-        if place.written_out is not None:
-            return place.written_out(tokens, where, torch.arange(len(tokens)), planned, skip=self.skipped)[0]
-        out: Tensor = self._view[0](
-            input_ids=tokens[None], position_ids=where[None], use_cache=False, cascade_pass=planned
-        ).logits[0]
+        where, planned = torch.tensor(positions).to(tokens.device, non_blocking=True), reader.plan(spans)
+        if reader.written_out is not None:
+            return reader.written_out(tokens, where, torch.arange(len(tokens)), planned, skip=self.skipped)[0]
+        inputs = {"input_ids": tokens[None], "position_ids": where[None]}
+        with self._skipping():
+            out: Tensor = self._network[0](**inputs, use_cache=False, cascade_pass=planned).logits[0]
         return out
 
-
-def _size(network: PreTrainedModel) -> int:
-    """Numbers that a pass of one token reads, but for experts that are not chosen."""
-    embedding, head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
-    read: int = sum(weight.numel() for weight in network.parameters())
-    return read if embedding is head else read - int(embedding.numel())
+    @contextmanager
+    def _skipping(self) -> Iterator[None]:
+        """Have the network run without some of its layers. No other pass of the model runs meanwhile."""
+        layers = self._network[1]
+        held = {number: layers[number] for number in self.skipped}
+        for number, layer in held.items():
+            layers[number] = Skipped(layer, self._shape)
+        try:
+            yield
+        finally:
+            for number, layer in held.items():
+                layers[number] = layer
 
 
 class Shape:
@@ -129,27 +140,6 @@ class Skipped(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> object:
         return self._shape.of(hidden_states)
-
-
-def without(network: PreTrainedModel, skipped: Collection[int], shape: Shape) -> PreTrainedModel:
-    """The same network, module by module, but for some layers; it has no weights of its own."""
-    owner, layers = decoder(network)
-    path = next(name for name, module in network.named_modules() if module is owner).split(".")
-    left = nn.ModuleList(Skipped(layer, shape) if number in skipped else layer for number, layer in enumerate(layers))
-    view = at = _alike(network)
-    for name in filter(None, path):
-        at._modules[name] = _alike(getattr(at, name))
-        at = getattr(at, name)
-    name = next(name for name, module in owner.named_children() if module is layers)
-    at._modules[name] = left
-    return view
-
-
-def _alike(module: Any) -> Any:
-    """A module with the same parts, which may be exchanged."""
-    other = copy.copy(module)
-    other._modules = dict(module._modules)
-    return other
 
 
 # which layers

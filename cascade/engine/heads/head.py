@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
 from cascade.engine.network.attention import Span
-from cascade.engine.network.llama import Llama
 from cascade.engine.network.products import multiply_row_by_row
 from cascade.scorer import MAX_FORKED
 
 if TYPE_CHECKING:
     from cascade.engine.heads.checkpoint import Checkpoint
+    from cascade.engine.heads.reader import Reader
 
 
 class Verifier(NamedTuple):
@@ -43,30 +43,6 @@ class Part(NamedTuple):
     store: Any
     start: int
     end: int
-
-
-class Place(Protocol):
-    """Where a head works: beside a model, in its stores; see `cascade.engine.heads.reader.Reader`."""
-
-    written_out: Llama | None  # the model, where it is ours
-
-    def states(self, parts: Sequence[Part]) -> Tensor:
-        """What was kept of these positions, one after another, ``[n, width]``."""
-
-    def plan(self, spans: Sequence[Span]) -> Any:
-        """What `attend` is given for rows that write and see the head's keys and values."""
-
-    def keep(self, spans: Sequence[Span], states: Tensor) -> None:
-        """Keep ``[n, width]`` of what a pass has read; see `Head.state`."""
-
-    def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
-        """Store ``[1, kv_heads, n, head_dim]`` in the layer ``module.layer_idx``, for later queries."""
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
-        """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
-
-    def rooms(self, texts: Sequence[Text]) -> AbstractContextManager[Sequence[Any]]:
-        """Stores for keys and values of the guesses after each text, but the last one's."""
 
 
 class Head(nn.Module):
@@ -117,12 +93,12 @@ class Head(nn.Module):
         """What is kept of each token ``[n, width]``, of the hidden states ``[n, hidden_size]`` that it ``reads``."""
         raise NotImplementedError
 
-    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, place: Place) -> None:
+    def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: "Reader") -> None:
         """Keep what a pass has read: ``hidden`` as for `state`, maybe with tokens of no row at their end."""
         if self.width:
-            place.keep(spans, self.state(hidden))
+            reader.keep(spans, self.state(hidden))
 
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+    def draft(self, texts: Sequence[Text], reader: "Reader") -> list[Draft]:
         """Guesses after each text, as many as are wanted or fewer."""
         raise NotImplementedError
 

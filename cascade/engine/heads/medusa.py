@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Part, Place, Verifier
+from cascade.engine.heads.head import Head, Part, Verifier
+from cascade.engine.heads.reader import Reader
 
 
 class Block(nn.Module):
@@ -72,13 +73,13 @@ class Medusa(Head):
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
 
-    def draft(self, texts: Sequence[Text], place: Place) -> list[Draft]:
+    def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         guesses = Guesses(texts)
         active = [number for number, text in enumerate(texts) if text.guesses]
         if not active:
             return guesses.drafts()
         ends = [(texts[number].store, texts[number].end) for number in active]
-        hidden = place.states([Part(store, end - 2, end - 1) for store, end in ends])
+        hidden = reader.states([Part(store, end - 2, end - 1) for store, end in ends])
         for step, block in enumerate(self.blocks):
             rows = [row for row, number in enumerate(active) if texts[number].guesses > step]
             if not rows:

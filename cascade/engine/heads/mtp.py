@@ -39,8 +39,8 @@ from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import SHARED, Checkpoint, numels
-from cascade.engine.heads.head import Place, Verifier
-from cascade.engine.heads.reader import decoder
+from cascade.engine.heads.head import Verifier
+from cascade.engine.heads.reader import Reader, decoder
 from cascade.engine.network.attention import Span
 from cascade.engine.network.llama import between
 from cascade.engine.network.survey import SURVEY, Survey
@@ -110,9 +110,9 @@ class Mtp(Chain):
         found: Tensor = (self.lm_head if self._own_head else self._verifiers[0].lm_head)(out)
         return found
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], place: Place, spans: Sequence[Span]) -> Tensor:
+    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
-        return self.forward(tokens, states, where, cascade_pass=place.plan(spans))
+        return self.forward(tokens, states, where, cascade_pass=reader.plan(spans))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """``[n, width]`` of ``tokens`` ``[n]`` and ``states`` ``[n, width]`` at ``positions`` ``[1, n]``; ``attention`` is told

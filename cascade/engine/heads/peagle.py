@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.guesses import Guesses
-from cascade.engine.heads.head import Place, Verifier
+from cascade.engine.heads.head import Verifier
+from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
 
@@ -50,28 +51,28 @@ class Peagle(Eagle3):
         most = min(MAX_FORKED, int(methods[0].get("speculative_tokens") or USUAL))
         return super().of(checkpoint, verifier, mask=checkpoint.check_mask(mask, verifier), most=most, **options)
 
-    def _go_on(self, guesses: Guesses, rooms: Mapping[int, Any], hidden: Tensor, place: Place) -> None:
-        active, texts = list(rooms), guesses.texts
+    def _go_on(self, guesses: Guesses, stores: Mapping[int, Any], hidden: Tensor, reader: Reader) -> None:
+        active, texts = list(stores), guesses.texts
         masks = [texts[number].guesses - 1 for number in active]
         begins = [len(active)]  # of their places, after the first guesses
         for count in masks:
             begins.append(begins[-1] + count)
         if any(masks):
-            hidden = torch.cat([hidden, self._masked(guesses, rooms, masks, place)])
+            hidden = torch.cat([hidden, self._masked(guesses, stores, masks, reader)])
         logits = self.whole(self.logits(hidden))
         for step in range(1 + max(masks)):
             kept = [row for row, count in enumerate(masks) if count >= step]
             guesses.choose([active[row] for row in kept], logits[[begins[row] + step - 1 if step else row for row in kept]])
 
-    def _masked(self, guesses: Guesses, rooms: Mapping[int, Any], masks: list[int], place: Place) -> Tensor:
+    def _masked(self, guesses: Guesses, stores: Mapping[int, Any], masks: list[int], reader: Reader) -> Tensor:
         """``[n, width]`` of the masks after all texts, ``masks`` of each."""
         spans: list[Span] = []
         starts: list[int] = []
-        for (number, room), count in zip(rooms.items(), masks, strict=True):
+        for (number, store), count in zip(stores.items(), masks, strict=True):
             start = guesses.texts[number].end - 1
             if count:
-                spans.append(Span(room, len(starts), len(starts) + count, start))
+                spans.append(Span(store, len(starts), len(starts) + count, start))
                 starts += range(start, start + count)
         tokens = torch.full((len(starts),), self._mask, device=self.device)
         state = self.state(self.mask_hidden[None].chunk(len(self.reads), dim=-1))
-        return self._pass(tokens, state.expand(len(starts), -1), starts, place, spans)
+        return self._pass(tokens, state.expand(len(starts), -1), starts, reader, spans)

@@ -39,9 +39,9 @@ def probe(model: "Model", source: str) -> float:
         return agreement
     found = {}
     for other in _readings(reader.head, reader.num_layers):
-        reader.listen(other)
+        reader.set_reads(other)
         found[other] = agreement_on(model, text)
-    reader.listen(reads)
+    reader.set_reads(reads)
     best = max(found, key=found.__getitem__, default=reads)
     if found and found[best] > agreement + CLEAR:
         raise ModelError(

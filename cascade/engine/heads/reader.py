@@ -10,7 +10,6 @@ A head guesses a little worse then.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from cascade.scorer import MAX_FORKED, UNREAD, Row, Scored
 
 
 class Reader:
-    """``head`` in its place beside ``network``, see `cascade.engine.heads.head.Place`; raises `ModelError` if it has none."""
+    """Serves ``head`` beside ``network``; raises `ModelError` if the head reads what the network does not have."""
 
     def __init__(self, head: Head, network: PreTrainedModel) -> None:
         self.head = head
@@ -39,16 +38,17 @@ class Reader:
         self._hooks: list[Any] = []
         self._kept = 0  # layer of the states
         self._dtype = network.dtype  # of the states
-        self.written_out: Llama | None = None
+        self.written_out: Llama | None = None  # the model, where it is ours
         self._attention: Attention | None = None
         self._windows: dict[int, int | None] = {}
-        self.listen(head.reads)
+        self.set_reads(head.reads)
 
-    def listen(self, layers: Sequence[int]) -> None:
-        """Note these hidden states from now on, for the head to read."""
+    def set_reads(self, layers: Sequence[int]) -> None:
+        """Read these hidden states from now on."""
         for hook in self._hooks:
             hook.remove()
-        self.head.reads, self._hidden = tuple(layers), {}
+        self.head.reads = tuple(layers)
+        self._hidden.clear()
         self._hooks = [self._hook(layer) for layer in sorted(set(layers))]
 
     @property
@@ -57,17 +57,25 @@ class Reader:
         return len(decoder(self._network)[1])
 
     def _hook(self, layer: int) -> Any:
+        """Note a hidden state: what a layer is given, or after the last one what the layers' owner returns."""
         owner, layers = decoder(self._network)
         if not 0 <= layer <= len(layers):
             raise ModelError(f"it reads hidden state {layer} of a model that has {len(layers)} layers")
+
+        def note_given(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._hidden[layer] = given[0] if given else named["hidden_states"]
+
+        def note_returned(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+            self._hidden[layer] = out[0]
+
         if layer == len(layers):
-            return owner.register_forward_hook(partial(_note_out, self._hidden, layer))
-        return layers[layer].register_forward_pre_hook(partial(_note_in, self._hidden, layer), with_kwargs=True)
+            return owner.register_forward_hook(note_returned)
+        return layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
 
     # as a part of the model
 
-    def join(self, found: Survey) -> None:
-        """Add the head's layers to those of the model."""
+    def add_layers(self, found: Survey) -> None:
+        """Number the head's layers after the model's and add them to what was found of these."""
         first = 1 + max(found.windows)
         self.head.number(first)
         for layer, heads in enumerate(self.head.attends, first):
@@ -77,16 +85,16 @@ class Reader:
         if self.head.width:
             found.kept[self._kept] = self.head.width
 
-    def settle(self, attention: Attention, windows: dict[int, int | None], written_out: Llama | None) -> None:
-        """How keys and values are held, and what runs the model if it is ours."""
+    def attach(self, attention: Attention, windows: dict[int, int | None], written_out: Llama | None) -> None:
+        """Take the way in which keys and values are held, and the network that runs passes if it is ours."""
         self._attention, self._windows, self.written_out = attention, windows, written_out
 
-    def hear(self, hidden: Mapping[int, Tensor]) -> None:
-        """Hidden states of the last pass, `[n, hidden_size]` each, where no module of the network ran."""
+    def record(self, hidden: Mapping[int, Tensor]) -> None:
+        """Take the hidden states of the last pass, ``[n, hidden_size]`` each, where no module of the network ran."""
         self._hidden.update((layer, states[None]) for layer, states in hidden.items())
 
-    def note(self, spans: Sequence[Span], planned: Any) -> None:
-        """Keep what the head reads of the pass that was run, as it was planned."""
+    def finish_pass(self, spans: Sequence[Span], planned: Any) -> None:
+        """Keep what the head reads of the pass that has run, for its ``spans``: none if no row is read."""
         hidden = [self._hidden[layer][0] for layer in self.head.reads] if spans else []
         self._hidden.clear()
         if spans:
@@ -94,18 +102,18 @@ class Reader:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
-        """Go on with what a pass has read and said, and guess after the rows that want it."""
+        """Let the head read the rows of a pass and their own tokens, and guess after the rows that ask for it."""
         drafts: list[Draft | None] = [None] * len(rows)
-        texts = [self._text(row, one) for row, one in zip(rows, scored, strict=True)]
+        texts = [self._text(row, result) for row, result in zip(rows, scored, strict=True)]
         places = [place for place, text in enumerate(texts) if text is not None]
         if places:
-            said = self.head.draft([text for text in texts if text is not None], self)
-            for place, draft in zip(places, said, strict=True):
+            found = self.head.draft([text for text in texts if text is not None], self)
+            for place, draft in zip(places, found, strict=True):
                 drafts[place] = draft
-        return [replace(one, draft=draft) if draft else one for one, draft in zip(scored, drafts, strict=True)]
+        return [replace(result, draft=draft) if draft else result for result, draft in zip(scored, drafts, strict=True)]
 
     def _text(self, row: Row, scored: Scored) -> Text | None:
-        """The text that a row leaves, if it is read; nothing of a fork that would not be read to its end."""
+        """The end of a row's text after the pass, if the head reads it; a fork only where nothing of its row was wrong."""
         if row.guesses == UNREAD:
             return None
         new = row.draft.walk(scored.own)[0] if row.num_own == 1 and scored.own else []
@@ -115,41 +123,47 @@ class Reader:
             return text
         return text._replace(guesses=0) if new and text.end == row.start + len(row.input_ids) + 1 else None
 
-    # what the head asks for
+    # what heads ask for
 
     def keep(self, spans: Sequence[Span], states: Tensor) -> None:
+        """Keep ``[n, width]`` of what a pass has read; see `Head.state`."""
         self._dtype = states.dtype  # a store may hold them in another one
         for span in spans:
             span.cache.put(self._kept, span.start, states[span.begin : span.end])
 
     def states(self, parts: Sequence[Part]) -> Tensor:
+        """What was kept of these positions, one after another, ``[n, width]``."""
         return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts]).to(self._dtype)
 
     def plan(self, spans: Sequence[Span]) -> Any:
+        """What `attend` is given for rows that write and see the head's keys and values."""
         assert self._attention is not None
         return self._attention.plan(spans, self._windows)
 
     def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
+        """Store ``[1, kv_heads, n, head_dim]`` in the layer ``module.layer_idx``, for later queries."""
         assert self._attention is not None
         self._attention.write(int(module.layer_idx), key, value, planned)  # type: ignore[arg-type]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
+        """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
         assert self._attention is not None
         function: Callable[..., tuple[Tensor, None]] = AttentionInterface()[self._attention.name]
         return function(module, query, key, value, None, scaling=query.shape[3] ** -0.5, cascade_pass=planned)[0]
 
     @contextmanager
-    def rooms(self, texts: Sequence[Text]) -> Iterator[list[Any]]:
+    def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:
+        """Stores for keys and values of the guesses after each text, but the last one's."""
         forks: list[Any] = []
         try:
-            yield [_room(text, forks) for text in texts]
+            yield [_guess_store(text, forks) for text in texts]
         finally:
             for fork in forks:
                 fork.free()
 
 
-def _room(text: Text, forks: list[Any]) -> Any:
-    """The store itself, as far as it has room after the text, or else a fork."""
+def _guess_store(text: Text, forks: list[Any]) -> Any:
+    """The session's own store where it has memory after the text, or else a fork."""
     begin, store = text.end - 1, text.store
     end = begin + min(text.guesses - 1, MAX_FORKED)
     if end <= begin:
@@ -168,11 +182,3 @@ def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
             if isinstance(layers, nn.ModuleList) and len(layers) == number:
                 return owner, layers
     raise ModelError(f"the layers of {type(network).__name__} are not found")
-
-
-def _note_in(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    hidden[layer] = given[0] if given else named["hidden_states"]
-
-
-def _note_out(hidden: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
-    hidden[layer] = out[0]

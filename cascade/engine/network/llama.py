@@ -132,7 +132,7 @@ class Llama:
         network.lm_head.forward = self._head  # for a drafter beside it, which shares the head
         if owned and network.lm_head.weight is not self._embedding:
             network.lm_head.to("meta")
-        self._room: Room | None = None
+        self._workspace: Workspace | None = None
 
     def __call__(
         self,
@@ -149,20 +149,20 @@ class Llama:
         These are ``[tokens, hidden_size]`` each, as Transformers counts them (0 are embeddings, the last is normed), and there
         until the next pass. Layers to ``skip`` are not run.
         """
-        tokens, room = len(ids), self._of(len(ids), tuple(reads))
+        tokens, workspace = len(ids), self._workspace_for(len(ids), tuple(reads))
         layers = [layer for layer in self.layers if layer.number not in skip]
         spans = [planned.spans[layer.number] for layer in layers]
-        room.hidden[0][:tokens] = self._embedding.index_select(0, ids)
+        workspace.hidden[0][:tokens] = self._embedding.index_select(0, ids)
         if spans[0].longest > len(self._cos):
             self._cos, self._sin = self._angles(2 * spans[0].longest)
-        torch.index_select(self._cos, 0, positions, out=room.cos[:tokens])
-        torch.index_select(self._sin, 0, positions, out=room.sin[:tokens])
+        torch.index_select(self._cos, 0, positions, out=workspace.cos[:tokens])
+        torch.index_select(self._sin, 0, positions, out=workspace.sin[:tokens])
         key = (tokens, torch.get_num_threads(), frozenset(skip))
-        if key not in room.programs:
-            steps, work = list(self._steps(layers, tokens, room, planned)), tokens * sum(layer.numbers for layer in layers)
+        if key not in workspace.programs:
+            steps, work = list(self._steps(layers, tokens, workspace, planned)), tokens * sum(layer.numbers for layer in layers)
             program = Program(steps, work)
-            room.programs[key] = program, program.places(ATTENDING, OF_PASS)
-        program, places = room.programs[key]
+            workspace.programs[key] = program, program.places(ATTENDING, OF_PASS)
+        program, places = workspace.programs[key]
         size = max(scratch_of(span, layer.sizes) for span, layer in zip(spans, layers, strict=True))
         scratch = torch.empty(torch.get_num_threads() * size)
         numbers = [
@@ -171,12 +171,12 @@ class Llama:
         ]
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
-        hidden = {number: room.hidden[number][:tokens] for number in reads}
-        return self._head(room.hidden[-1].index_select(0, keep)), hidden
+        hidden = {number: workspace.hidden[number][:tokens] for number in reads}
+        return self._head(workspace.hidden[-1].index_select(0, keep)), hidden
 
-    def _steps(self, layers: Sequence[Layer], tokens: int, room: "Room", planned: NativePass) -> Iterator[Step]:
+    def _steps(self, layers: Sequence[Layer], tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""
-        x, r = Rows.of(room.hidden[0]), room.desk
+        x, r = Rows.of(workspace.hidden[0]), workspace.scratch
         shape = (tokens, x.stride)
         for layer in layers:
             heads, kv_heads, size, _ = layer.sizes
@@ -188,31 +188,31 @@ class Llama:
             if layer.q_norm is not None and layer.k_norm is not None:
                 yield norm_step(q, q, (tokens, queries), *layer.q_norm)
                 yield norm_step(k, k, (tokens, turned - queries), *layer.k_norm)
-            yield rotate_step(q, (tokens, turned), size, room.cos, room.sin)
+            yield rotate_step(q, (tokens, turned), size, workspace.cos, workspace.sin)
             given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
             kind = Kind(layer.scaling, planned.windows[layer.number])
-            attend = attend_step(given, r.heard.address, 0, planned.spans[layer.number], layer.sizes, kind)
+            attend = attend_step(given, r.attended.address, 0, planned.spans[layer.number], layer.sizes, kind)
             if torch.get_num_threads() > 1:  # all is stored before any thread looks
                 yield store_step(attend)
             yield attend
-            yield from layer.o.steps(r.heard, r.ordered, tokens, r.attended)
-            yield add_step(x.address, r.attended, r.middle.address, shape)
+            yield from layer.o.steps(r.attended, r.ordered, tokens, r.projected)
+            yield add_step(x.address, r.projected, r.residual.address, shape)
 
-            yield norm_step(r.middle, r.normed, shape, *layer.mlp_norm)
+            yield norm_step(r.residual, r.normed, shape, *layer.mlp_norm)
             yield from layer.gate_up.steps(r.normed, r.ordered, tokens, r.gate_up)
             yield gate_step(r.gate_up, r.gated.address, (tokens, r.gated.stride))
             yield from layer.down.steps(r.gated, r.ordered, tokens, r.down)
-            x = Rows.of(room.hidden[layer.number + 1])
-            yield add_step(r.middle.address, r.down, x.address, shape)
-        yield norm_step(x, Rows.of(room.hidden[-1]), shape, *self._norm)
+            x = Rows.of(workspace.hidden[layer.number + 1])
+            yield add_step(r.residual.address, r.down, x.address, shape)
+        yield norm_step(x, Rows.of(workspace.hidden[-1]), shape, *self._norm)
 
-    def _of(self, tokens: int, reads: tuple[int, ...]) -> "Room":
+    def _workspace_for(self, tokens: int, reads: tuple[int, ...]) -> "Workspace":
         """Memory for as many tokens; that of small passes is kept."""
-        room = self._room
-        if room is None or tokens > room.most or reads != room.reads:
-            room = Room(self, max(tokens, KEPT), reads)
-            self._room = room if room.most == KEPT else self._room
-        return room
+        workspace = self._workspace
+        if workspace is None or tokens > workspace.most or reads != workspace.reads:
+            workspace = Workspace(self, max(tokens, KEPT), reads)
+            self._workspace = workspace if workspace.most == KEPT else self._workspace
+        return workspace
 
     def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first ``positions``, ``[positions, head_dim]``."""
@@ -220,21 +220,21 @@ class Llama:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-class Desk(NamedTuple):
+class Scratch(NamedTuple):
     """Where layers work, ``[most, ...]`` each. Nothing is kept from one layer to the next."""
 
     normed: Rows
     ordered: Rows  # of a product, in its order
     qkv: Rows
-    heard: Rows  # what attention gives
     attended: Rows
-    middle: Rows  # the sum after attention
+    projected: Rows  # of what attention gives
+    residual: Rows  # the sum after attention
     gate_up: Rows
     gated: Rows
     down: Rows
 
 
-class Room:
+class Workspace:
     """Memory for passes of at most ``most`` tokens whose hidden states ``reads`` are wanted, and their programs."""
 
     def __init__(self, network: Llama, most: int, reads: tuple[int, ...]) -> None:
@@ -242,11 +242,11 @@ class Room:
         self.programs: dict[tuple[int, int, frozenset[int]], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
-        heard = layer.sizes.heads * layer.sizes.value_size
-        ordered = max(size, half, heard) + STEP
-        widths = (size, ordered, layer.qkv.width, heard, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
+        attended = layer.sizes.heads * layer.sizes.value_size
+        ordered = max(size, half, attended) + STEP
+        widths = (size, ordered, layer.qkv.width, attended, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
         self._memory = [torch.zeros(most, width) for width in widths]
-        self.desk = Desk(*map(Rows.of, self._memory))
+        self.scratch = Scratch(*map(Rows.of, self._memory))
         self.cos, self.sin = torch.zeros(2, most, network.angles)
         common, number = torch.zeros(most, size), len(network.layers)
         # the sum that all layers add to: what nobody reads may be written over

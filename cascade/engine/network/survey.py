@@ -24,7 +24,6 @@ class Survey:
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
     heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
-    plain: bool = True  # no layer caps scores or lets heads attend to nothing
     kept: dict[int, int] = field(default_factory=dict)  # numbers a position in layers that nobody attends to, see `Cache.put`
 
     @classmethod
@@ -49,8 +48,6 @@ def survey(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     cascade_pass: Survey | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -61,7 +58,6 @@ def survey(
     cascade_pass.strange |= window < 0
     cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
     cascade_pass.heads[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
-    cascade_pass.plain &= softcap is None and s_aux is None
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -87,21 +83,13 @@ def probe_texts(vocab_size: int) -> list[list[int]]:
 
 
 def agree(network: PreTrainedModel, found: Tensor, expected: Tensor) -> bool:
-    """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions."""
-    return _close(found, expected[:, -found.shape[1] :], _tolerance(network))
-
-
-def _tolerance(network: PreTrainedModel) -> float:
-    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
-    return COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
-
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether logits ``[texts, n, vocab_size]`` agree at most positions of each text.
+    """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions, at most positions of each text.
 
     Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
     """
-    found, expected = found.float(), expected.float()
+    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
+    tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
+    found, expected = found.float(), expected[:, -found.shape[1] :].float()
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
     errors = (found - expected).norm(dim=-1) / size
     return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number

@@ -16,13 +16,13 @@ def drawn(shaped: Tensor, rows: Sequence[Row], scored: Sequence[Scored]) -> list
 
     One host read for each such row. As many own tokens count as before: a grammar may not have followed all guesses.
     """
-    told, begin = list(scored), 0
+    found, begin = list(scored), 0
     for place, row in enumerate(rows):
         if row.draw is not None and scored[place].own:
             own, dists = own_tokens(shaped[begin : begin + len(scored[place].own)], row, row.draw)
-            told[place] = Scored(own.tolist(), dists=dists)
+            found[place] = Scored(own.tolist(), dists=dists)
         begin += row.num_scored
-    return told
+    return found
 
 
 def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[Dist]]:
@@ -30,7 +30,7 @@ def own_tokens(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Sequence[D
     n, vocab_size = logits.shape
     keys = torch.tensor(draw.keys[:n]).to(logits.device, non_blocking=True)
     ids, best = _choices(logits, row, draw)
-    dists = _dists(ids, best) if draw.draft_top_k is not None else ()
+    dists = [] if draw.draft_top_k is None else [Dist(*pair) for pair in zip(ids, best.softmax(-1), strict=True)]
     # that after the last one, too: whether there is an own token there must not change what becomes of it
     guesses = row.draft.first(n)
     if draw.rule not in RULES or not guesses.dists:
@@ -64,10 +64,6 @@ def _choices(logits: Tensor, row: Row, draw: Draw) -> tuple[Tensor, Tensor]:
         best, ids = scores.topk(draw.draft_top_k, dim=-1)
         return ids, best
     return torch.arange(vocab_size, device=logits.device).expand_as(scores), scores
-
-
-def _dists(ids: Tensor, best: Tensor) -> list[Dist]:
-    return [Dist(*one) for one in zip(ids, best.softmax(-1), strict=True)]
 
 
 def _dense(dists: Sequence[Dist], vocab_size: int, device: torch.device) -> Tensor:

@@ -47,14 +47,14 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
     every, (size, device) = len(noisy) == len(logits), (logits.shape[-1], logits.device)
     scores = adjust(logits if every else logits[list(places)], params)
     if device.type == "cpu" and number < min(ROOM, size):
-        said = _best_by_bounds(scores, noises, number)
+        found = _best_by_bounds(scores, noises, number)
     else:
         positions, seeds = torch.tensor(noises).T.to(device, non_blocking=True)
-        said = _best(scores + _gumbel(_noise_bits(seeds, positions, size)), number)
+        found = _best(scores + _gumbel(_noise_bits(seeds, positions, size)), number)
     if every:
-        return said
+        return found
     whole = _best(logits, number)
-    whole[:, list(places)] = said
+    whole[:, list(places)] = found
     return whole
 
 
@@ -88,15 +88,15 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
         values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax
         values, order = values[:, : 1 + number], order[:, : 1 + number]
         gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
-        said = torch.cat([tokens.gather(1, order), gaps], 1).T
+        found = torch.cat([tokens.gather(1, order), gaps], 1).T
     else:
-        said = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
+        found = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
     for row, count in enumerate(counts):
         if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
             position, seed = noises[row]
             noise = _gumbel(_noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
-            said[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
-    return said
+            found[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
+    return found
 
 
 def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
@@ -110,21 +110,21 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
     chosen = own[:, None]
     most = scores.gather(1, chosen)
     left = scores.scatter(1, chosen, -torch.inf)
-    said, gaps = [own], []
+    ids, gaps = [own], []
     for _ in range(number):
         best = left.argmax(-1, keepdim=True)
         gaps.append((most - left.gather(1, best))[:, 0].view(torch.int32).long())
-        said.append(best[:, 0])
+        ids.append(best[:, 0])
         left.scatter_(1, best, -torch.inf)
-    return torch.stack(said + gaps)
+    return torch.stack(ids + gaps)
 
 
-def runner_ups(said: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
-    """The first ``number`` of those in ``said`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
-    k = len(said) // 2
-    gaps = [[_float(bits) for bits in row] for row in said[1 + k : 1 + k + number]]
-    found = (zip(*both, strict=True) for both in zip(said[1 : 1 + number], gaps, strict=True))
-    return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*found, strict=True)]
+def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
+    """The first ``number`` of those in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
+    k = len(packed) // 2
+    gaps = [[_float(bits) for bits in row] for row in packed[1 + k : 1 + k + number]]
+    pairs_of = (zip(*both, strict=True) for both in zip(packed[1 : 1 + number], gaps, strict=True))
+    return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*pairs_of, strict=True)]
 
 
 def _float(bits: int) -> float:

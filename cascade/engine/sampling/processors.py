@@ -18,8 +18,8 @@ from cascade.scorer import Row
 def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
     """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the very same where no row asks for them.
 
-    Beside them how many of each row's own tokens count: all that it asks for, unless its grammar could not follow. Rows without
-    a state keep their values, so that companions do not change a text.
+    Returned beside them: how many of each row's own tokens are valid, which are all unless its grammar could not follow. Rows
+    without a state keep their values, so that companions do not change a text.
     """
     known = [row.num_scored for row in rows]
     states = [row.state for row in rows if row.state is not None]
@@ -32,25 +32,10 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
     begin = 0
     for place, row in enumerate(rows):
         if row.state is not None and row.state.alters and row.num_scored and not row.state.scores_prompt(_first(row)):
-            known[place] = _shape(shaped[begin : begin + row.num_scored], row, row.state)
+            guesses = row.input_ids[len(row.input_ids) - row.num_scored + 1 :]
+            known[place] = _shape(shaped[begin : begin + row.num_scored], row.params, row.state, _first(row), guesses)
         begin += row.num_scored
     return shaped, known
-
-
-def _shape(scores: Tensor, row: Row, state: SequenceState) -> int:
-    """Change scores ``[num_scored, V]`` of one row in place, in the order of vLLM: bias, penalties, then what masks.
-
-    Returns at how many of these positions it is known what the grammar allows.
-    """
-    params = row.params
-    position = _first(row)
-    guesses = row.input_ids[len(row.input_ids) - row.num_scored + 1 :]
-    if params.biases:
-        ids, bias = state.bias(scores)
-        scores.index_add_(1, ids, bias.expand(len(scores), -1))
-    if params.penalised:
-        _penalise(scores, params, state.counts(position, guesses, scores), state)
-    return _mask(scores, params, state, position, guesses)
 
 
 def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
@@ -59,13 +44,21 @@ def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, pos
     They are as they were where it is not known what the grammar allows there.
     """
     scores = logits.float().expand(1 + len(guesses), -1).clone()  # the last row is the one that is asked for
+    known = _shape(scores, params, state, position, guesses)
+    return scores[-1:] if known == len(scores) else logits.float()
+
+
+def _shape(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
+    """Change scores ``[1 + guesses, V]`` from ``position`` on in place, in the order of vLLM: bias, penalties, then what masks.
+
+    Returns at how many of these positions it is known what the grammar allows.
+    """
     if params.biases:
         ids, bias = state.bias(scores)
         scores.index_add_(1, ids, bias.expand(len(scores), -1))
     if params.penalised:
         _penalise(scores, params, state.counts(position, guesses, scores), state)
-    known = _mask(scores, params, state, position, guesses)
-    return scores[-1:] if known == len(scores) else logits.float()
+    return _mask(scores, params, state, position, guesses)
 
 
 def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: SequenceState) -> None:
@@ -81,7 +74,7 @@ def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: Seq
 
 
 def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
-    """Take away ending tokens before `min_tokens`, and what the grammar forbids; where nothing is left, it may end.
+    """Remove ending tokens before `min_tokens`, and what the grammar forbids; where nothing else is left, ending tokens stay.
 
     Returns for how many positions, from the first on, the grammar could tell.
     """
@@ -100,17 +93,17 @@ def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position
 
 
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
-    """Leave the log-probabilities of ``own`` tokens, or of the prompt's, in the states of the rows that ask for them.
+    """Write the log-probabilities of ``own`` tokens, or of the prompt's, into the states of the rows that ask for them.
 
     They are those of ``logits`` ``[sum of num_scored, V]`` as the model gave them, before any sampling parameter. A row may
-    have fewer own tokens than it asked for, or none: then nothing is said of it.
+    have fewer own tokens than it asked for, or none: then nothing is reported of it.
     """
     begin = 0
     for row, tokens in zip(rows, own, strict=True):
         if row.state is not None and row.params.logprobs is not None and tokens:
             position, end = _first(row), begin + len(tokens)
-            said = row.state.text[position : position + len(tokens)] if row.state.scores_prompt(position) else tokens
-            row.state.note(position, _logprobs(logits[begin:end], said, row.params.logprobs))
+            scored = row.state.text[position : position + len(tokens)] if row.state.scores_prompt(position) else tokens
+            row.state.note(position, _logprobs(logits[begin:end], scored, row.params.logprobs))
         begin += row.num_scored
 
 

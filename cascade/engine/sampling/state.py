@@ -1,8 +1,8 @@
 """What the own tokens of a session depend on besides the logits of their pass: the text before them.
 
-One `SequenceState` belongs to one session at one tier, beside its keys and values, and like these it is told with every row
-from where on the text may be another one than before. It counts the tokens of the output and follows the grammar, each up to
-the last token of the text; the guesses after it are looked at for one pass only.
+One `SequenceState` belongs to one session at one tier, beside its keys and values. Like these it learns from every row from
+which position on the text may have changed. It counts the tokens of the output and follows the grammar, each up to the last
+token of the text; the guesses after it count for one pass only.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Constraint(Protocol):
 
 
 class SequenceState:
-    """The output of a session so far, and what was said of its tokens.
+    """The output of a session so far, and the log-probabilities of its tokens.
 
     ``text`` is the session's own list, which grows and is cut while this history looks at it.
     """
@@ -103,7 +103,7 @@ class SequenceState:
         return position < self.prompt_len
 
     def note(self, position: int, logprobs: Sequence[Logprobs]) -> None:
-        """Keep what a pass said of the tokens from ``position`` on: own ones, or those of the prompt."""
+        """Keep the log-probabilities of tokens from ``position`` on: own ones, or those of the prompt."""
         if self.scores_prompt(position):
             self._prompt[position - 1 :] = logprobs
         else:
@@ -111,11 +111,11 @@ class SequenceState:
 
     @property
     def prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        """What the passes said of the prompt's tokens but the first."""
+        """Of the prompt's tokens but the first."""
         return tuple(self._prompt)
 
     def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
-        """What the passes said of ``num_tokens`` own tokens from ``start`` on."""
+        """Of ``num_tokens`` own tokens from ``start`` on."""
         begin = start - self._begin
         return tuple(self._logprobs[begin : begin + num_tokens])
 

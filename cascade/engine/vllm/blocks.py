@@ -23,22 +23,22 @@ class Blocks:
         self._free = list(range(num_blocks - 1, SCRATCH, -1))
         self._users = [0] * num_blocks
 
-    def take(self, number: int) -> list[int]:
-        """So many free blocks, for one user; raises `ModelError` if there are not as many."""
+    def allocate(self, number: int) -> list[int]:
+        """Give one user ``number`` free blocks; raises `ModelError` if there are fewer."""
         if number > len(self._free):
             raise ModelError(f"{number} blocks of keys and values are wanted and {len(self._free)} of {self.total} are free")
-        taken = [self._free.pop() for _ in range(number)]
-        for block in taken:
+        allocated = [self._free.pop() for _ in range(number)]
+        for block in allocated:
             self._users[block] = 1
-        return taken
+        return allocated
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One user more for each of ``blocks``."""
+        """Count one user more for each of ``blocks``."""
         for block in blocks:
             self._users[block] += 1
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """One user less for each of ``blocks``."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Count one user less for each of ``blocks``; those without any are free."""
         for block in blocks:
             self._users[block] -= 1
             if not self._users[block]:
@@ -86,14 +86,14 @@ class PagedCache:
         """Make room for ``positions`` in all; what is written stays."""
         missing = -(-positions // self._blocks.block) - len(self.table)
         if missing > 0:
-            self.table += self._blocks.take(missing)
+            self.table += self._blocks.allocate(missing)
 
     def reuse(self, source: "PagedCache", positions: int) -> None:
         """Hold the first ``positions`` of ``source``: whole blocks together with it, the rest as a copy."""
         whole, rest = divmod(positions, self._blocks.block)
         common = source.table[:whole]
         self._blocks.share(common)
-        self._blocks.drop(self.table[:whole])
+        self._blocks.release(self.table[:whole])
         self.table[:whole] = common
         self.reserve(positions)
         if rest:
@@ -108,7 +108,7 @@ class PagedCache:
 
     def join(self, fork: "PagedCache") -> None:
         """Go on with the blocks of ``fork``, which has none afterwards; those of this store that follow upon them stay."""
-        self._blocks.drop(self.table[: len(fork.table)])
+        self._blocks.release(self.table[: len(fork.table)])
         self.table[: len(fork.table)] = fork.table
         fork.table.clear()
 
@@ -119,15 +119,15 @@ class PagedCache:
             self.reserve(end)
         for index in range(start // size, -(-end // size)):
             if self._blocks.shared(self.table[index]):
-                (own,) = self._blocks.take(1)
+                (own,) = self._blocks.allocate(1)
                 self._blocks.copies.append((self.table[index], own))
-                self._blocks.drop([self.table[index]])
+                self._blocks.release([self.table[index]])
                 self.table[index] = own
 
     def free(self) -> None:
         """Give the blocks back."""
-        self._blocks.drop(self.table)
+        self._blocks.release(self.table)
         self.table.clear()
 
     def __del__(self) -> None:
-        self._blocks.drop(self.table)
+        self._blocks.release(self.table)

@@ -152,13 +152,13 @@ class VllmModel:
                 return run_trees(rows, self._pass, shares_pass=False)
             return self._pass(rows)
 
-    def _pass(self, rows: Sequence[Row], tell: Any = report) -> list[Scored]:
+    def _pass(self, rows: Sequence[Row], on_scored: Any = report) -> list[Scored]:
         number = max((row.runner_ups for row in rows), default=0)
         simple = self._ranks > 1 and all(row.state is None and row.draw is None for row in rows)
-        said = self._run(rows, number, simple=simple)
+        found = self._run(rows, number, simple=simple)
         if simple:
-            return list(unpacked(said, rows, [row.num_scored for row in rows]))
-        return scored(said, rows, tell)
+            return list(unpacked(found, rows, [row.num_scored for row in rows]))
+        return scored(found, rows, on_scored)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""

@@ -89,8 +89,8 @@ class CascadeWorker:
                 return None
             if batch.asked is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
-            said: list[list[int]] = own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
-            return said
+            found: list[list[int]] = own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
+            return found
 
     def _forward(self, batch: Batch) -> Tensor | None:
         from vllm.forward_context import set_forward_context
@@ -109,7 +109,7 @@ class CascadeWorker:
             runner.positions[:padded].copy_(places)
             ids, places = runner.input_ids.gpu[:padded], runner.positions[:padded]
         if batch.adapters:
-            of_tokens = [one for one, length in zip(batch.adapters, batch.lengths, strict=True) for _ in range(length)]
+            of_tokens = [adapter for adapter, length in zip(batch.adapters, batch.lengths, strict=True) for _ in range(length)]
             runner._set_active_loras(tuple(of_tokens[place] for place in batch.keep), tuple(of_tokens), set())
         metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}

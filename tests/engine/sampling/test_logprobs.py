@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the full model's own, whatever else is asked for, over every protocol."""
+"""Log-probabilities of answers and prompts: the full model's own, whatever else is asked for, over every protocol."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -9,14 +9,21 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from cascade import Cascade, Completion, SamplingParams, Structured
-from cascade.answer import PromptToken
+from cascade.answer import Answer, PromptToken
 from cascade.client import Client
+from cascade.engine.sampling.processors import report, shape
+from cascade.engine.sampling.state import SequenceState, state_maker
+from cascade.messages import Close, Open, Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import MAX_PROMPT_SCORED
+from cascade.simulation.toy import ToyModel
+from cascade.tier.tier import Tier
 from tests import small
 from tests.doors import House, house
+from tests.engine.sampling.test_logits_processors import PROMPT as TOY_PROMPT
+from tests.engine.sampling.test_logits_processors import VOCAB, _Mute, opening_of
 from tests.router.test_http import PROMPT, ask
-from tests.tier.test_tier import CountingModel
+from tests.tier.test_tier import CountingModel, Inbox, finish
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 
@@ -137,3 +144,57 @@ def test_wrong_numbers_are_refused(served: House) -> None:
     assert (status, "logprobs is 21" in answer["error"]["message"]) == (400, True)
     with pytest.raises(ValueError, match="prompt_logprobs is -1"):
         SamplingParams(prompt_logprobs=-1)
+
+
+# of answers
+
+
+def test_replay_keeps_logprobs() -> None:
+    """Guards log-probabilities against the death of a full replica: none lost, none twice, those of one that lived."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
+
+    def started() -> Tier:
+        tier = Tier("full", 2, ToyModel(VOCAB), new_state=state_maker())
+        tier.start()
+        return tier
+
+    request = opening_of(params, ends=frozenset())
+    first, inbox, answer = started(), Inbox(), Answer(request, _Mute())
+    first.post([request], inbox)
+    while answer.num_tokens < 15:
+        message = inbox.messages.get(timeout=20)
+        assert isinstance(message, Proposal)
+        answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
+    first.close()
+    second = started()
+    again = answer.replay(mint())
+    second.post([again], inbox)
+    finish(second, inbox, {again.session: answer})
+    _, whole = text_of_tier(second, request)
+    second.close()
+    assert answer._tokens == whole._tokens
+    assert answer._logprobs == whole._logprobs
+    assert len(answer._logprobs) == 40
+
+
+def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
+    inbox, answer = Inbox(), Answer(request, _Mute())
+    tier.post([Close(request.session), request], inbox)
+    finish(tier, inbox, {request.session: answer})
+    return answer._tokens, answer
+
+
+def test_logprobs_are_those_of_raw_logits() -> None:
+    """Guards against log-probabilities after temperature or penalties, and of another position or token."""
+    logits = torch.randn(3, VOCAB)
+    params = SamplingParams(temperature=0.3, seed=1, logprobs=2, logit_bias={4: 50.0}, repetition_penalty=2.0)
+    opening = opening_of(params)
+    state = SequenceState(opening, list(TOY_PROMPT))
+    row = Row(None, 0, (*TOY_PROMPT, 4, 4), 3, params, state)
+    shape(logits, [row])
+    report(logits, [row], [[4, 4, 4]])
+    logs = logits.log_softmax(-1)
+    for said, expected in zip(state.logprobs(len(TOY_PROMPT), 3), logs, strict=True):
+        assert said.logprob == pytest.approx(expected[4].item())
+        assert [token for token, _ in said.top] == expected.topk(2).indices.tolist()
+        assert [value for _, value in said.top] == pytest.approx(expected.topk(2).values.tolist())

@@ -20,7 +20,7 @@ from cascade.params import Speculation
 from cascade.scorer import Row
 from tests import small
 from tests.architectures import VOCAB, build, each
-from tests.engine.test_heads import GREEDY, LAYERS, WARM, deep
+from tests.engine.heads.test_heads import GREEDY, LAYERS, WARM, deep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,10 +22,10 @@ from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Specula
 from cascade.answer import Answer
 from cascade.engine.model import Model
 from cascade.engine.sampling.own_tokens import adjust
-from cascade.engine.sampling.processors import report, shape
+from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Close, Logprobs, Open, Proposal, mint
+from cascade.messages import Logprobs, Open, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import Session
 from cascade.simulation.toy import ToyModel, full_text
@@ -33,7 +33,7 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import build, each
-from tests.engine.test_sampling import ALPHA, p_value
+from tests.engine.sampling.test_sampling import ALPHA, p_value
 from tests.tier.test_tier import Inbox, finish, text_of
 
 VOCAB = 12
@@ -243,60 +243,6 @@ def test_distribution_of_texts_is_exact() -> None:
 
 def _options(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__slots__}
-
-
-# log-probabilities
-
-
-def test_replay_keeps_logprobs() -> None:
-    """Guards log-probabilities against the death of a full replica: none lost, none twice, those of one that lived."""
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
-
-    def started() -> Tier:
-        tier = Tier("full", 2, ToyModel(VOCAB), new_state=state_maker())
-        tier.start()
-        return tier
-
-    request = opening_of(params, ends=frozenset())
-    first, inbox, answer = started(), Inbox(), Answer(request, _Mute())
-    first.post([request], inbox)
-    while answer.num_tokens < 15:
-        message = inbox.messages.get(timeout=20)
-        assert isinstance(message, Proposal)
-        answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
-    first.close()
-    second = started()
-    again = answer.replay(mint())
-    second.post([again], inbox)
-    finish(second, inbox, {again.session: answer})
-    _, whole = text_of_tier(second, request)
-    second.close()
-    assert answer.tokens == whole.tokens
-    assert answer.logprobs == whole.logprobs
-    assert len(answer.logprobs) == 40
-
-
-def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
-    inbox, answer = Inbox(), Answer(request, _Mute())
-    tier.post([Close(request.session), request], inbox)
-    finish(tier, inbox, {request.session: answer})
-    return answer.tokens, answer
-
-
-def test_logprobs_are_those_of_raw_logits() -> None:
-    """Guards against log-probabilities after temperature or penalties, and of another position or token."""
-    logits = torch.randn(3, VOCAB)
-    params = SamplingParams(temperature=0.3, seed=1, logprobs=2, logit_bias={4: 50.0}, repetition_penalty=2.0)
-    opening = opening_of(params)
-    state = SequenceState(opening, list(PROMPT))
-    row = Row(None, 0, (*PROMPT, 4, 4), 3, params, state)
-    shape(logits, [row])
-    report(logits, [row], [[4, 4, 4]])
-    logs = logits.log_softmax(-1)
-    for said, expected in zip(state.logprobs(len(PROMPT), 3), logs, strict=True):
-        assert said.logprob == pytest.approx(expected[4].item())
-        assert [token for token, _ in said.top] == expected.topk(2).indices.tolist()
-        assert [value for _, value in said.top] == pytest.approx(expected.topk(2).values.tolist())
 
 
 def test_lower_tiers_report_nothing() -> None:

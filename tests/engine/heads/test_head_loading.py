@@ -1,18 +1,24 @@
-"""Heads from files: what does not fit its model is refused in one sentence, and what was loaded wrongly is found out."""
+"""Heads from files, and in a cascade: what does not fit its model is refused, what was loaded wrongly is found out."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cascade import ModelError
+from cascade import Cascade, ModelError, SamplingParams, Speculation, Structured
 from cascade.engine.heads import probe as probing
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
+from cascade.engine.tokenizer import Tokenizer
+from cascade.planner.cost import Profile
+from cascade.scorer import Row, Scored
+from tests import small
 from tests.architectures import VOCAB, build
-from tests.heads import Made, eagle, eagle3, make
+from tests.heads import Made, eagle, eagle3, make, medusa
 
 LAYERS = 6
 
@@ -170,3 +176,59 @@ def test_the_probe_tells_places_from_those_behind(tmp_path: Path, monkeypatch: p
     with pytest.raises(ModelError, match=r'0% are right: with "sample_from_anchor": true in its config\.json it would be 50%'):
         probe(model, "it")
     assert not head.layout.shifted
+
+
+# in a cascade
+
+
+class Guessing(Model):
+    """A model whose rows all want guesses."""
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        return super().run([replace(row, guesses=4) for row in rows])
+
+
+def constant(made: Made) -> Any:
+    """A model that always says one token, and a head that copies it."""
+    network = build("llama", vocab_size=4096, tie_word_embeddings=False)
+    with torch.no_grad():
+        network.get_input_embeddings().weight[:] = network.get_input_embeddings().weight[0].clone()
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    for block in range(3):
+        made.weights[f"{block}.1.weight"] = network.get_output_embeddings().weight.data.clone()
+        made.weights[f"{block}.0.linear.weight"] = torch.zeros(32, 32)
+        made.weights[f"{block}.0.linear.bias"] = torch.zeros(32)
+    return network
+
+
+SHAPED: dict[str, dict[str, Any]] = {  # by what was written before, guesses included
+    "greedy": {"temperature": 0.0},
+    "sampled": {},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {9: 4.0}},
+    "grammar": {"structured": Structured(regex="([a-f] [0-9]{2}){60}"), "ignore_eos": False},
+    "late end": {"min_tokens": 30, "logit_bias": {0: 30.0}, "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_guesses_are_accepted_by_sessions(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way of guesses from the pass into the next one: a head that says what its model says saves passes, at any
+    temperature and with any parameters, for both have the same noise; and the text is the same."""
+    monkeypatch.setattr(Profile, "turn", lambda *_, **__: 1.0)  # all guesses pay, whatever else the machine does
+    made = medusa(tmp_path)
+    network = constant(made)
+    source, tokenizer = made.write(), Tokenizer.from_pretrained(small.paths()[-1])
+    params = SamplingParams(**{"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True} | SHAPED[name])
+    with Cascade([Model(constant(made), num_threads=1)], tokenizer) as alone:
+        expected = alone.generate([5, 6, 7], params)
+    model = Guessing(network, num_threads=1, head=load_head(source, network))
+    assert probe(model, source) == 1.0
+    with Cascade([model], tokenizer) as cascade:
+        completion = cascade.generate([5, 6, 7], params, Speculation(tiers=("medusa",)))
+        passes = cascade.tiers[0].snapshot().passes
+    assert completion.token_ids == expected.token_ids
+    assert passes <= len(completion.token_ids) / 2, "four tokens a pass, where all guesses pay"
+    [edge] = [edge for edge in completion.stats.edges if edge.drafter]
+    assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0, "all that the head says is right"

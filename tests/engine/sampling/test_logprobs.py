@@ -172,9 +172,9 @@ def test_replay_keeps_logprobs() -> None:
     finish(second, inbox, {again.session: answer})
     _, whole = text_of_tier(second, request)
     second.close()
-    assert answer._tokens == whole._tokens
-    assert answer._logprobs == whole._logprobs
-    assert len(answer._logprobs) == 40
+    assert answer.tokens == whole.tokens
+    assert answer.logprobs == whole.logprobs
+    assert len(answer.logprobs) == 40
 
 
 def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:

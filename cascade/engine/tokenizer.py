@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import socket
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub import constants
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -12,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from cascade.engine.gguf import described
 from cascade.errors import ModelError, reason
 
+CONNECT_S = 5.0  # to the hub
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
 
 
@@ -114,11 +119,29 @@ def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase
 
 
 def check_source(source: str) -> None:
-    """Raise `ModelError` if ``source`` is neither a folder nor written like a hub id."""
+    """Raise `ModelError` if ``source`` is neither a folder nor written like a hub id, or the hub is needed and out of reach."""
     if Path(source).is_file():
         raise ModelError(f"{source!r} is a file: give the folder that holds the model")
     if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not is_local(source):
         raise ModelError(f"There is no folder {source!r}: give the path of a model's folder, or a hub id")
+    cached = Path(constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}").is_dir()
+    if not (is_local(source) or cached or constants.HF_HUB_OFFLINE or _hub_answers()):
+        raise ModelError(
+            f"{source!r} is no folder here, nothing of it is in the cache, and the hub ({constants.ENDPOINT}) cannot be "
+            "reached: mend its spelling, or connect this machine"
+        )
+
+
+def _hub_answers() -> bool:
+    """Whether a connection to the hub can be made; its library would try six times, in half a minute. Proxies are believed."""
+    hub, proxies = urlsplit(constants.ENDPOINT), getproxies()
+    if proxies.get(hub.scheme) or proxies.get("all"):
+        return True
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or (443 if hub.scheme == "https" else 80)), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_local(source: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from huggingface_hub import constants
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import LlamaConfig
@@ -22,10 +24,10 @@ from transformers import LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
-from cascade.engine.checkpoint import INDEX, anatomy
+from cascade.engine.checkpoint import INDEX, anatomy, read_config
 from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.tokenizer import Tokenizer, check_source
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -369,3 +371,17 @@ def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path) -> Non
         model = Model(build("llama", seed=seed))
         expected = model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0].own
         assert json.loads(line) == [model.num_parameters, expected]
+
+
+def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards a misspelt name on a machine without a network: the hub was tried six times, in half a minute."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr("cascade.engine.tokenizer.getproxies", dict)
+    begin = time.monotonic()
+    with pytest.raises(ModelError, match=r"'Qwen/Qwne3-0.6B' is no folder here, nothing of it is in the cache, and the hub"):
+        read_config("Qwen/Qwne3-0.6B")
+    assert time.monotonic() - begin < 3
+    (tmp_path / "models--Qwen--Qwne3-0.6B").mkdir()
+    check_source("Qwen/Qwne3-0.6B")  # the cache may have all that is needed

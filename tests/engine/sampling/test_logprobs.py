@@ -181,7 +181,7 @@ def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
     inbox, answer = Inbox(), Answer(request, _Mute())
     tier.post([Close(request.session), request], inbox)
     finish(tier, inbox, {request.session: answer})
-    return answer._tokens, answer
+    return answer.tokens, answer
 
 
 def test_logprobs_are_those_of_raw_logits() -> None:

@@ -5,6 +5,7 @@ serve deploy cluster/serve/demo.yaml
 """
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,6 +88,10 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
 def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any]) -> Application:
     from deployments.router import Router
 
+    access = config.router.access
+    if os.environ.get(access.keys_env):  # then routers that lack them, on nodes that were not told, would answer everybody
+        router = config.router.model_copy(update={"access": access.model_copy(update={"required": True})})
+        config = config.model_copy(update={"router": router})
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
     values = config.model_dump(mode="json")

@@ -1,5 +1,6 @@
 """What a server counts, scraped from its ``GET /metrics``."""
 
+import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cascade.client.connection import is_near
+from cascade.client.connection import API_KEY, is_near
 from cascade.errors import Unavailable
 
 PREFIX = "cascade_"
@@ -64,13 +65,15 @@ class Scrape:
 
 
 def scrape(url: str) -> Scrape:
-    """Scrape the server whose HTTP door is at ``url``; raises `Unavailable`."""
+    """Scrape the server whose HTTP door is at ``url``, with the key in ``CASCADE_API_KEY``; raises `Unavailable`."""
     try:
         if not url.startswith(("http://", "https://")):  # urllib would read files too
             raise ValueError("it must begin with http:// or https://")
         direct = [urllib.request.ProxyHandler({})] if is_near(urlsplit(url).netloc) else []
         opener = urllib.request.build_opener(*direct)
-        with opener.open(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
+        key = os.environ.get(API_KEY)
+        asked = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
+        with opener.open(asked, timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

@@ -26,9 +26,11 @@ class KeyLimits(Section):
 class AccessConfig(Section):
     """Who may ask. Keys stand in a file or an environment variable of the router, one NAME=KEY a line; never in here."""
 
-    keys_file: Annotated[str, Field(min_length=1)] | None = None  # file of keys, one NAME=KEY a line
+    keys_file: Annotated[str, Field(min_length=1)] | None = None  # file of NAME=KEY lines; read again when it changes
     # environment variable of keys; without keys anybody may ask
     keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "CASCADE_API_KEYS"
+    required: bool = False  # refuse to start a router without keys; also set if the process that starts the server has keys
+    open_metrics: bool = False  # answer GET /metrics without a key
     limits: dict[str, KeyLimits] = Field(default_factory=dict)  # limits of single keys, by name
     default_limits: KeyLimits = KeyLimits()  # limits of keys that `limits` does not name
     log: bool = True  # log one line for each finished request, without its words

@@ -1,6 +1,7 @@
 """Who is served, who waits, who is refused: places, turns, deadlines, aborts, keys and their limits; no network."""
 
 import asyncio
+import base64
 import time
 from pathlib import Path
 
@@ -231,6 +232,49 @@ def test_keys_come_from_environment_and_file(monkeypatch: pytest.MonkeyPatch, tm
     ):
         with pytest.raises(Unauthenticated):
             access.account(said)
+
+
+def test_a_password_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards browsers and scrapers, which send a key as a password; what is no password is refused as no key is."""
+    access = load(monkeypatch, KEYS)
+    said = base64.b64encode(b"anybody:alice-0123456789abcdef").decode()
+    assert access.account(f"Basic {said}").name == "alice"
+    for wrong in (said[:-8], base64.b64encode(b"alice-0123456789abcdef").decode(), "\udc80", "%%%"):
+        with pytest.raises(Unauthenticated):
+            access.account(f"Basic {wrong}")
+
+
+def test_keys_are_exchanged_while_routers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards keys that are withdrawn, which a router knew until it was started again; a broken file withdraws none."""
+    monkeypatch.setattr("deployments.gateway.admission.access.LOOK_S", 0.0)
+    path = tmp_path / "keys"
+    path.write_text("carol=carol-0123456789abcdef\nbob=bob-0123456789abcdefgh\n")
+    access = load(monkeypatch, "", keys_file=str(path), limits={"bob": {"max_running": 1}})
+    bob = access.account("Bearer bob-0123456789abcdefgh")
+    with bob.admitted(1):
+        path.write_text("bob=bob-abcdefgh0123456789\n")
+        assert access.account("Bearer bob-abcdefgh0123456789") is bob  # with what is being written for it
+    for gone in ("carol-0123456789abcdef", "bob-0123456789abcdefgh"):
+        with pytest.raises(Unauthenticated):
+            access.account(f"Bearer {gone}")
+    path.write_text("bob")  # is no key
+    assert access.account("Bearer bob-abcdefgh0123456789") is bob
+    path.unlink()
+    assert access.account("Bearer bob-abcdefgh0123456789") is bob
+    path.write_text("dave=dave-0123456789abcdef\n")
+    assert access.account("Bearer dave-0123456789abcdef").name == "dave"
+    with pytest.raises(Unauthenticated):  # though the configuration has limits for it
+        access.account("Bearer bob-abcdefgh0123456789")
+
+
+def test_keys_that_are_required_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a server that is open because a node was not told its keys, and containers, which listen everywhere."""
+    assert load(monkeypatch, KEYS, required=True).account("Bearer alice-0123456789abcdef").name == "alice"
+    with pytest.raises(ConfigError, match="There are no API keys where this router runs"):
+        load(monkeypatch, "", required=True)
+    monkeypatch.setenv("CASCADE_REQUIRE_KEYS", "1")
+    with pytest.raises(ConfigError, match="There are no API keys where this router runs"):
+        load(monkeypatch, "")
 
 
 def test_without_keys_everybody_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The router's own doors, gRPC and HTTP: keys, limits, overload, deadlines, slow readers, aborts, draining, probes."""
 
+import base64
 import contextlib
 import logging
 import socket
@@ -77,15 +78,16 @@ def busy(served: House, num: int, *metadata: tuple[str, str]) -> Iterator[list[A
 
 
 def test_no_key_no_answer(small: House, alice: Client) -> None:
-    """Guards every route of both protocols against strangers; what monitors need stays open."""
-    for path, body in (("/v1/models", None), ("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+    """Guards every route of both protocols against strangers; only whether it is well is told to all."""
+    routes = (("/v1/models", None), ("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"}), ("/metrics", None))
+    for path, body in (*routes, ("/openapi.json", None), ("/", None)):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             status, got, answer = ask(small, path, body, **headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-            assert got["www-authenticate"] == "Bearer"
+            assert got["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")  # a browser asks for the key
         assert ask(small, path, body, Authorization=f"Bearer {ALICE}")[0] == 200
-    for path in ("/", "/health", "/metrics", "/openapi.json"):
-        assert ask(small, path)[0] == 200
+        assert ask(small, path, body, Authorization=f"Basic {base64.b64encode(f'me:{ALICE}'.encode()).decode()}")[0] == 200
+    assert ask(small, "/health")[0] == 200
     with Client(small.grpc) as stranger:
         said = [{"role": "user", "content": "x"}]
         chats = (lambda: stranger.chat(said), lambda: list(stranger.stream_chat(said)))

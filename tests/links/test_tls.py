@@ -1,5 +1,6 @@
 """Mutual TLS between tiers: real certificates, made here; real links. The served tests' tiers use them over Ray."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -15,14 +16,17 @@ from typing import Any
 
 import grpc
 import pytest
+from starlette.responses import PlainTextResponse
 
 from cascade import SamplingParams
 from cascade.client import Client
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.settings.config import LinkTLS
+from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
+from deployments.gateway.http import server as http_server
 from deployments.links.downlink import Downlink
 from deployments.links.tls import channel, check, server_credentials
 from deployments.ops.launch import Server, free_port
@@ -143,6 +147,35 @@ async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Autho
     net.router = again
     assert (await net.text(opening(7, 0.8, 20, chain=())))[0] == full_text(ToyModel(), opening(7, 0.8, 20, chain=()))
     await net.close()
+
+
+async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards HTTP clients against a certificate that runs out: it was read when the router started, and never again."""
+    monkeypatch.setattr(http_server, "RENEW_S", 0.01)
+    signed = ours.sign("door", name="localhost")
+    door = DoorTLS(certificate=signed.certificate, key=signed.key)
+    listen = ListenConfig(http_port=free_port(), tls=door)
+    server = http_server.HttpServer(PlainTextResponse("well"), listen, RequestLimits())
+    await server.open()
+
+    async def welcome(authority: str) -> str:
+        context = ssl.create_default_context(cafile=authority)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(ssl.SSLError, ConnectionError):
+                    _, writer = await asyncio.open_connection("localhost", listen.http_port, ssl=context)
+                    writer.close()
+                    return authority
+                await asyncio.sleep(0.01)
+
+    assert await welcome(signed.authority)
+    renewed = theirs.sign("door", name="localhost")
+    shutil.copyfile(renewed.certificate, door.certificate)  # half of the pair: nobody is sent away meanwhile
+    await asyncio.sleep(0.1)
+    assert await welcome(signed.authority)
+    shutil.copyfile(renewed.key, door.key)
+    assert await welcome(renewed.authority)
+    await server.close(0)
 
 
 WRONG: dict[str, tuple[Callable[[Authority, Authority], LinkTLS], str]] = {

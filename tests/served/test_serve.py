@@ -17,13 +17,15 @@ from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
 from cascade.bench.scrape import scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
-from cascade.errors import Overloaded
+from cascade.errors import ModelError, Overloaded
 from cascade.params import Handling
+from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import APPLICATION, Server
+from tests import small
 from tests.cases import crossed, rare
-from tests.conftest import LONG_S
+from tests.conftest import LONG_S, Cluster
 from tests.served.conftest import MOST_RUNNING
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -244,3 +246,12 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
     asked, reused = (now - then for now, then in zip(counts(), before, strict=True))
     assert asked == 32 * 161
     assert reused >= 12 * 160
+
+
+def test_keys_of_the_driver_alone_start_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a cluster whose nodes were not told the keys of who starts the server: its routers answered everybody."""
+    monkeypatch.setenv("CASCADE_API_KEYS", "alice=alice-0123456789abcdef")
+    values = small.config().model_dump(mode="json")
+    values["tiers"] = values["tiers"][:1]
+    with pytest.raises(ModelError, match="There are no API keys where this router runs"):
+        Server.start(CascadeConfig.parse(values), port=0, name="keyed")

@@ -547,6 +547,19 @@ def test_routers_are_told_the_limits_of_all_models() -> None:
     assert limits == {}
 
 
+def test_routers_must_have_keys_where_their_builder_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a cluster whose nodes were not told the keys of the process that deploys: its routers answered everybody."""
+
+    def required() -> bool:
+        values, *_ = build(small.config())._bound_deployment.init_args
+        return bool(values["router"]["access"]["required"])
+
+    monkeypatch.delenv("CASCADE_API_KEYS", raising=False)
+    assert not required()
+    monkeypatch.setenv("CASCADE_API_KEYS", "alice=alice-0123456789abcdef")
+    assert required()
+
+
 def test_logs_are_as_the_application_says() -> None:
     """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
     assert all(deployment.logging_config is None for deployment in deployments(small.config()))

@@ -1,9 +1,11 @@
 """API keys: who asks, and what the requests of one key may take together."""
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +17,11 @@ from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDe
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.links.siblings import Siblings
 
+log = logging.getLogger(__name__)
+
+REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable: 1 is `AccessConfig.required`, as the image has it
 MIN_KEY_CHARS = 16
+LOOK_S = 1.0  # between two looks whether the file of keys has changed
 EXCHANGE_S = 0.25
 FORGET_S = 3.0  # what a router held that has told nothing for so long is gone with it
 ANONYMOUS = "anonymous"  # everybody, when no keys are set
@@ -130,11 +136,12 @@ class Account:
 
 
 class Access:
-    """The keys of a server."""
+    """The keys of a server. Those of a file are read again when it has changed."""
 
     def __init__(self, keys: Mapping[str, str], config: AccessConfig) -> None:
         self._accounts = {_digest(key): Account(name) for name, key in keys.items()}
         self._anonymous = Account(ANONYMOUS)
+        self._file, self._look_at = _state(config), time.monotonic() + LOOK_S
         self.limit(config)
 
     def limit(self, config: AccessConfig) -> None:
@@ -142,6 +149,11 @@ class Access:
         unknown = set(config.limits) - {account.name for account in self._accounts.values()}
         if unknown:
             raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
+        self._config = config
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        config = self._config
         for account in self._accounts.values():
             account.limit(_with_least_priority(config.limits.get(account.name, config.default_limits)))
         self._anonymous.limit(config.default_limits)
@@ -149,23 +161,37 @@ class Access:
     @classmethod
     def load(cls, config: AccessConfig) -> "Access":
         """Read the keys; raises `ConfigError`."""
-        keys = _parse(os.environ.get(config.keys_env, ""), f"The environment variable {config.keys_env}")
-        if config.keys_file is not None:
-            try:
-                text = Path(config.keys_file).read_text(encoding="utf-8")
-            except (OSError, UnicodeError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which cannot be read: {reason}") from None
-            more = _parse(text, config.keys_file)
-            if not more:
-                raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which has no keys: write NAME=KEY lines")
-            keys |= more
-        return cls(keys, config)
+        return cls(_read(config), config)
+
+    def _renew(self) -> None:
+        """Read keys again if their file has changed; one that is no good is told in the log, and nothing changes.
+
+        A key that stays keeps what it has used; what is being written for one that is gone ends as it would.
+        """
+        if self._config.keys_file is None or time.monotonic() < self._look_at:
+            return
+        self._look_at, before, state = time.monotonic() + LOOK_S, self._file, _state(self._config)
+        if state == before:
+            return
+        self._file = state
+        try:
+            keys = _read(self._config)
+        except ConfigError as error:
+            log.error("Keys are as they were: %s", error)
+            return
+        known = {account.name: account for account in self._accounts.values()}
+        self._accounts = {_digest(key): known.get(name) or Account(name) for name, key in keys.items()}
+        self._set_limits()  # those of a key that is gone are for nobody
 
     @property
     def open(self) -> bool:
         """Whether anybody may ask."""
         return not self._accounts
+
+    @property
+    def open_metrics(self) -> bool:
+        """Whether anybody may scrape."""
+        return self._config.open_metrics
 
     @property
     def limited(self) -> bool:
@@ -187,11 +213,19 @@ class Access:
         return (self._anonymous,) if self.open else self._accounts.values()
 
     def account(self, authorization: str | None) -> Account:
-        """Whose request it is, by ``Bearer KEY``; raises `Unauthenticated`. Takes the same time whichever key it is."""
+        """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.
+
+        Raises `Unauthenticated`. Takes the same time whichever key it is.
+        """
         if self.open:
             return self._anonymous
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+        self._renew()
+        scheme, _, said = (authorization or "").partition(" ")
+        key = said if scheme.lower() == "bearer" else ""
+        if scheme.lower() == "basic":
+            with contextlib.suppress(ValueError):
+                key = base64.b64decode(said, validate=True).decode("latin-1").partition(":")[2]
+        if not key:
             raise Unauthenticated("The request has no API key: send it as 'Authorization: Bearer KEY'")
         asked = _digest(key.strip())
         found = [account for digest, account in self._accounts.items() if hmac.compare_digest(digest, asked)]
@@ -242,6 +276,36 @@ class Exchange:
 def _with_least_priority(limits: KeyLimits) -> KeyLimits:
     """Limits of a key, where there are several: none goes before the others without being told that it may."""
     return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
+
+
+def _read(config: AccessConfig) -> dict[str, str]:
+    """Keys by name; raises `ConfigError`."""
+    keys = _parse(os.environ.get(config.keys_env, ""), f"The environment variable {config.keys_env}")
+    if config.keys_file is not None:
+        try:
+            text = Path(config.keys_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which cannot be read: {reason}") from None
+        more = _parse(text, config.keys_file)
+        if not more:
+            raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which has no keys: write NAME=KEY lines")
+        keys |= more
+    if not keys and (config.required or os.environ.get(REQUIRED) == "1"):
+        raise ConfigError(
+            f"There are no API keys where this router runs, and keys are required: set {config.keys_env} on its node, "
+            f"or router.access.keys_file, or let everybody ask with required: false and {REQUIRED}=0"
+        )
+    return keys
+
+
+def _state(config: AccessConfig) -> tuple[int, int, int] | None:
+    """Of the file of keys: differs when that was written or exchanged."""
+    with contextlib.suppress(OSError):
+        if config.keys_file is not None:
+            found = Path(config.keys_file).stat()
+            return found.st_mtime_ns, found.st_ino, found.st_size
+    return None
 
 
 def _digest(key: str) -> bytes:

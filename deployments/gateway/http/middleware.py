@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,13 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from cascade.messages import mint
 from cascade.params import LONE_SURROGATE
+from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.admission import Admission, request_id
 from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.http.events import ClientLeft
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json"})  # to all, whatever keys there are
+HEALTH = "/health"  # is open to all, whatever keys there are
+PAGE = "/"  # a browser is asked for a key as password
+BASIC = (("www-authenticate", 'Basic realm="cascade: an API key as password"'),)
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
 
@@ -49,10 +52,11 @@ class Middleware:
             if named is not None:
                 answer.request_id = request_id(named.decode("latin-1"))
             state["request_id"] = answer.request_id
-            if scope["path"] not in OPEN_PATHS:  # before the body is read
+            route = route_of(scope)
+            if route != HEALTH and not (route == "/metrics" and self._access.open_metrics):  # before the body is read
                 said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
                 state["account"] = self._access.account(said)
-            body = await self._body(scope, receive)
+            body = await read_body(scope, receive, self._limits)
             check_text(body)
             state["since"] = time.monotonic()
             await self._application(scope, replay(body, receive), answer.send)
@@ -62,29 +66,9 @@ class Middleware:
             refused = refusal(error)
             self._refused(refused.status.code)
             if not answer.started:
+                page = route_of(scope) == PAGE and refused.status.http == 401
                 with contextlib.suppress(ClientLeft):
-                    await answer.refuse(refused)
-
-    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
-        """All of it; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
-        most = self._limits.max_body_bytes
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > most:
-            raise TooLarge(f"The body has {int(length[:20])} bytes: this server reads at most {most}")
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeft
-                    body += message.get("body", b"")
-                    if len(body) > most:
-                        raise TooLarge(f"The body has more than {most} bytes: this server reads no more")
-                    if not message.get("more_body"):
-                        return bytes(body)
-        except TimeoutError:
-            raise DeadlineExceeded(f"The body did not come within {self._limits.body_timeout_s:g} s") from None
+                    await answer.refuse(refused, BASIC if page else refused.metadata)
 
 
 class Sender:
@@ -110,13 +94,40 @@ class Sender:
         except OSError:
             raise ClientLeft from None
 
-    async def refuse(self, refused: Refusal) -> None:
-        """The error in OpenAI's form."""
+    async def refuse(self, refused: Refusal, metadata: Sequence[tuple[str, str]]) -> None:
+        """The error in OpenAI's form, with ``metadata`` as headers."""
         body = json.dumps(refused.body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.encode(), value.encode()) for name, value in refused.metadata]
+        headers += [(name.encode(), value.encode()) for name, value in metadata]
         await self.send({"type": "http.response.start", "status": refused.status.http, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
+
+
+def route_of(scope: Mapping[str, Any]) -> str:
+    """The path of a request after the application's route prefix, which Ray Serve puts into both of these."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestLimits) -> bytes:
+    """All of it; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
+    most = limits.max_body_bytes
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    if length.isdigit() and int(length[:20]) > most:
+        raise TooLarge(f"The body has {int(length[:20])} bytes: this server reads at most {most}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                body += message.get("body", b"")
+                if len(body) > most:
+                    raise TooLarge(f"The body has more than {most} bytes: this server reads no more")
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        raise DeadlineExceeded(f"The body did not come within {limits.body_timeout_s:g} s") from None
 
 
 def check_text(body: bytes) -> None:

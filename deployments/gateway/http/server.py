@@ -13,10 +13,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cascade.settings.router import ListenConfig, RequestLimits
+from cascade.errors import ConfigError
+from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
+from deployments.links.tls import check_door
 
 BACKLOG = 2048
 TICK_S = 0.02  # between two looks whether Uvicorn has stopped listening
+RENEW_S = 10.0  # between two looks at the certificate's files
 
 
 class HttpServer:
@@ -40,11 +43,24 @@ class HttpServer:
             )
         )
         self._serving: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Listen; raises `OSError` if the port cannot be had."""
         listening = listener(self._listen.host, self._listen.http_port, self._read_timeout_s)
         self._serving = asyncio.create_task(self._server.serve([listening]))
+        if self._listen.tls is not None:
+            self._renewing = asyncio.create_task(self._renew(self._listen.tls))
+
+    async def _renew(self, tls: DoorTLS) -> None:
+        """Show new connections what the certificate's files are by now; files that are just being exchanged change nothing."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            context = self._server.config.ssl
+            with contextlib.suppress(ConfigError):
+                check_door(tls)  # a context that takes half of a pair is of no use any more
+                if context is not None:
+                    context.load_cert_chain(tls.certificate, tls.key)
 
     async def leave(self) -> None:
         """Stop listening, and close connections on which nothing is being answered; the others close after their answer."""
@@ -54,6 +70,8 @@ class HttpServer:
 
     async def close(self, grace_s: float) -> None:
         """Stop listening; what is still being answered has ``grace_s`` and a second to end."""
+        if self._renewing is not None:
+            self._renewing.cancel()
         self._server.should_exit = True
         if self._serving is not None:
             with contextlib.suppress(TimeoutError):

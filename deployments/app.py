@@ -24,7 +24,7 @@ from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_o
 from cascade.settings.section import sentence
 from deployments.links.leases import HELD_PLACES
 from deployments.ops.scaling.plan import scaled, scaled_to_zero
-from deployments.versions import versioned
+from deployments.versions import packages, versioned
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
 SURGE_PERCENT = 20  # rounded up to whole replicas
@@ -62,6 +62,10 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
     at_zero = scaled_to_zero(config)
     config = scaled(config, replica_devices(config))
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
+    if config.verify:
+        bound["packages"] = packages()
+    if config.link_ports is not None:
+        bound["link_ports"] = config.link_ports
     if at_zero:
         bound["scaled_to_zero"] = at_zero
     handles: dict[str, Any] = {}

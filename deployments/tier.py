@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ray.util
@@ -43,6 +44,7 @@ from deployments.ops.metrics.series import Reading, sampling
 from deployments.ops.scaling.board import LoadReport
 from deployments.ops.tracing import flush, tracing
 from deployments.replica import LiveConfig, join_serves
+from deployments.versions import check_alike
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -63,11 +65,14 @@ class TierReplica:
         lower: Mapping[str, DeploymentHandle],
         drafters: Sequence[str] = (),
         link_tls: Mapping[str, Any] | None = None,
+        link_ports: tuple[int, int] | None = None,
+        packages: Mapping[str, str] = MappingProxyType({}),
         scaled_to_zero: Sequence[str] = (),
         spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
     ) -> None:
         join_serves()
+        check_alike(packages)
         self._config = TierConfig.model_validate(config)
         self._live = LiveConfig(config, OF_TIERS, tier_of)
         tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
@@ -103,7 +108,7 @@ class TierReplica:
             tracing=traced,
         )
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced)
+        self._server = LinkServer(self._tier, tls, traced, link_ports)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
         self._replica = siblings.name
         self._handover = Handover(siblings.name, partial(siblings.ask, "running_for"), self._server.leave, period_s)

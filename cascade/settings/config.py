@@ -27,6 +27,7 @@ from cascade.settings.router import RouterConfig
 from cascade.settings.section import Section, sentence
 
 MAX_TIERS = 5
+Port = Annotated[int, Field(ge=1, le=65535)]
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 
 
@@ -71,6 +72,8 @@ class CascadeConfig(Section):
     # prompt and output together, tokens; without it the shortest context of the models
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
+    # first and last port at which replicas take links; any free one if not given
+    link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
     verify: bool = True  # compare tokenizers and contexts of all tiers before anything starts
 
     @model_validator(mode="after")
@@ -93,6 +96,8 @@ class CascadeConfig(Section):
             if tier.engine_kwargs.lora_modules:
                 yield f"lora_modules of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
         yield from emulation_problems({tier.name: tier.engine_kwargs.emulated for tier in self.tiers})
+        if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
+            yield f"link_ports are {list(self.link_ports)}: name the lower port first"
         if self.autoscaling is not None:
             yield from scaling_problems({tier.name: tier.deployment_config for tier in self.tiers})
 

@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 
-from cascade.errors import Unavailable
+from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
@@ -72,10 +74,13 @@ class Mailbox(Link):
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
-    def __init__(self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing = UNTRACED) -> None:
+    def __init__(
+        self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing = UNTRACED, ports: tuple[int, int] | None = None
+    ) -> None:
         self._tier = tier
         self._spans = SessionSpans(tracing)
         self._tls = tls
+        self._ports = ports
         self._server: grpc.aio.Server | None = None
         self._links: dict[Mailbox, set[str]] = {}  # their sessions
         self._leaving = False
@@ -84,16 +89,39 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self.secret = secrets.token_urlsafe(32)  # told with a lease, which only members of the Ray cluster can take
 
     async def start(self, host: str) -> None:
-        """Listen on any free port of ``host``, the address under which other nodes reach this one."""
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        """Listen on a free port of ``host``, the address under which other nodes reach this one; one of ``ports`` if given.
+
+        Raises `ConfigError` if none of these is free.
+        """
+        # without it two replicas of a machine would listen at one port, and each get links of the other
+        self._server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
         link_pb2_grpc.add_LinkServicer_to_server(self, self._server)
         host = f"[{host}]" if ":" in host else host
-        if self._tls is None:
-            port = self._server.add_insecure_port(f"{host}:0")
-        else:
-            port = self._server.add_secure_port(f"{host}:0", server_credentials(self._tls))
+        port = next(filter(None, map(partial(self._listen, host), self._candidates())), None)
+        if port is None:
+            raise ConfigError(f"link_ports are {self._ports}, and none of them is free at {host}: name more, or others")
         await self._server.start()
         self.address = f"{host}:{port}"
+
+    def _candidates(self) -> Iterable[int]:
+        """Ports to try; 0 is any free one. At random, so that replicas that start together seldom try the same."""
+        if self._ports is None:
+            return (0,)
+        first, last = self._ports
+        return random.sample(range(first, last + 1), last + 1 - first)
+
+    def _listen(self, host: str, port: int) -> int | None:
+        """The port at which it listens; ``None`` if it is taken."""
+        assert self._server is not None
+        address = f"{host}:{port}"
+        try:
+            if self._tls is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, server_credentials(self._tls))
+        except RuntimeError:
+            if port:
+                return None
+            raise
 
     def leave(self) -> None:
         """Hand over all sessions: they fail here, so that their callers go on at other replicas. Give no lease any more."""

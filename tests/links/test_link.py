@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from cascade.errors import Unavailable
+from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import watchdog
 from deployments.links import uplink
 from deployments.links.downlink import Downlink
-from deployments.links.uplink import CHANNEL_OPTIONS
+from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer
+from deployments.ops.launch import free_port
 from tests.links.net import (
     PATIENCE_S,
     Net,
@@ -159,3 +160,17 @@ async def test_host_that_vanishes_fails_its_sessions(empty: Net, monkeypatch: py
         assert downlink.num_sessions == 0
         await downlink.close()
     await empty.settle()
+
+
+async def test_links_keep_to_their_ports(net: Net) -> None:
+    """Guards firewalls: replicas of one machine share the ports that are named, one each, and take no other."""
+    first = free_port()
+    ports = (first, first + 1)
+    servers = [LinkServer(net.nodes["full"].tier, ports=ports) for _ in range(3)]
+    for server in servers[:2]:
+        await server.start("127.0.0.1")
+    assert {server.address for server in servers[:2]} == {f"127.0.0.1:{port}" for port in ports}
+    with pytest.raises(ConfigError, match=r"link_ports are .*, and none of them is free at 127\.0\.0\.1"):
+        await servers[2].start("127.0.0.1")
+    for server in servers:
+        await server.stop()

@@ -19,6 +19,7 @@ from cascade.settings.deployment import REFUSED, DeploymentConfig, RouterDeploym
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, SERVES, changed, fixed_of_router, fixed_of_tier, live, tier_of
 from deployments.app import bind, parse
 from deployments.replica import LiveConfig
+from deployments.versions import check_alike, packages
 from tests import small
 
 Values = dict[str, Any]
@@ -89,6 +90,7 @@ CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # w
     "tools": (set_at("router.tool_format", "json"), {"router"}, set()),
     "the longest text": (set_at("max_model_len", 512), {"router"}, set()),
     "certificates": (set_at("link_tls", LINK_TLS), ALL, set()),
+    "ports of links": (set_at("link_ports", [20_000, 20_010]), ALL, set()),
 }
 
 
@@ -158,3 +160,12 @@ def test_every_option_of_serve_is_known() -> None:
     for owner, name in ((owner, name) for owner in (DeploymentConfig, RouterDeploymentConfig) for name in REFUSED):
         with pytest.raises(ValueError, match=f"{name} cannot be given here: .*(remove|write|change)"):
             owner.model_validate({name: None})
+
+
+def test_nodes_with_other_packages_are_told() -> None:
+    """Guards texts against nodes whose packages drifted apart; builds of one version for other devices are alike."""
+    here = packages()
+    assert "+" not in here["torch"]
+    check_alike({**here, "vllm": "9.9"} if "vllm" not in here else here)
+    with pytest.raises(ConfigError, match=r"This node has torch .*, and the application was built with 1\.0"):
+        check_alike({**here, "torch": "1.0"})

@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
 from cascade.settings.section import sentence
 from deployments.links.leases import HELD_PLACES
@@ -57,8 +57,30 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
     return bind(config, limits(config))
 
 
-def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Application:
-    """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`."""
+def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
+    """One application of several cascades, by the names of their models; ``options`` are Serve's, of what chooses among them.
+
+    Deployments of a model bear its name before their own. Raises `ConfigError` as `build` does.
+    """
+    from cascade.settings.check import limits, verify
+    from deployments.models import Models
+
+    routers: dict[str, Any] = {}
+    for name, config in configs.items():
+        if config.verify:
+            verify(config)
+        routers[name] = bind(config, limits(config), f"{name.replace('/', '--')}:")
+    actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
+    first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
+    deployment = _deployment(serve.ingress()(Models), {**first, **options, "ray_actor_options": actor}, "models")
+    return versioned(deployment, {"models": list(configs)}).bind(routers)
+
+
+def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = "") -> Application:
+    """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`.
+
+    Names of deployments begin with ``prefix``.
+    """
     at_zero = scaled_to_zero(config)
     config = scaled(config, replica_devices(config))
     bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
@@ -70,17 +92,19 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
         bound["scaled_to_zero"] = at_zero
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
-        handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound)
-    return _bind_router(config, handles, dict(limits))
+        handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound, prefix)
+    return _bind_router(config, handles, dict(limits), prefix)
 
 
-def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[str, Any], bound: Mapping[str, Any]) -> Any:
+def _bind_tier(
+    config: CascadeConfig, tier: TierConfig, level: int, lower: dict[str, Any], bound: Mapping[str, Any], prefix: str
+) -> Any:
     """A tier above those of ``lower``, with what all tiers are ``bound`` to."""
     from deployments.tier import TierReplica
 
     values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-    options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS)}
+    options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS), "name": prefix + tier.name}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
     bound = {**bound, "spare_capacity": [name for name in lower if places[name] >= HELD_PLACES]}
@@ -89,7 +113,7 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, level: int, lower: dict[
     return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)
 
 
-def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any]) -> Application:
+def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any], prefix: str) -> Application:
     from deployments.router import Router
 
     access = config.router.access
@@ -99,8 +123,9 @@ def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str,
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
     values = config.model_dump(mode="json")
-    options = {"name": "router", **options, "user_config": live(values, OF_ROUTERS)}
-    deployment = _deployment(serve.ingress()(Router), options, "router")
+    options = {"name": f"{prefix}router", **options, "user_config": live(values, OF_ROUTERS)}
+    ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
+    deployment = _deployment(ingress, options, "router")
     deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})
     return deployment.bind(values, tiers, limits)
 

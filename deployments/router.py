@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 from cascade.answer import Answer, Chunk
 from cascade.capabilities import Capabilities
@@ -50,6 +50,7 @@ from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
+from deployments.models import relayed
 from deployments.ops.auditor import Auditor
 from deployments.ops.observer import Observer
 from deployments.ops.tracing import flush
@@ -203,6 +204,12 @@ class Router:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP API, for Ray Serve's proxies."""
         return self._api
+
+    async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
+        """The same, for a request that came to `deployments.models.Models`."""
+        async with contextlib.aclosing(relayed(self._api, scope, body)) as messages:
+            async for message in messages:
+                yield message
 
     async def metrics(self) -> bytes:
         """What this router counts, and what the tiers say."""

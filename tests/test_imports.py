@@ -23,9 +23,10 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.gateway.admission",),
     ("deployments.gateway.chat", "deployments.ops.observer", "deployments.ops.auditor", "deployments.full_tier"),
     ("deployments.gateway.grpc", "deployments.gateway.http"),
+    ("deployments.models",),
     ("deployments.tier", "deployments.router"),
     ("deployments.app",),
-    ("deployments.ops.launch",),
+    ("deployments.ops.launch", "deployments.llm"),
     ("cascade.cli",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

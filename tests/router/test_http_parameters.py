@@ -193,4 +193,6 @@ def test_models_have_names_of_ones_choice() -> None:
         assert ask(built, "/v1/models/red")[2]["id"] == "red"
         assert ask(built, "/v1/completions", {"prompt": "x", "model": "small-full"})[0] == 404
         assert ask(built, "/v1/completions", {"prompt": "x", "model": "red", "adapter": "blue"})[0] == 400
+        assert ask(built, "/v1/completions", {"prompt": "x", "model": "gpt:red", "max_tokens": 1})[2]["model"] == "red"
+        assert ask(built, "/v1/completions", {"prompt": "x", "model": "other:red"})[0] == 404
         built.settle()

@@ -178,6 +178,7 @@ class Api:
 
     async def describe_model(self, name: str, request: Request) -> Response:
         """The model, if it is this one, or an adapter of it."""
+        name = self._short(name)
         self._check_model(name)
         return JSONResponse(self._model(name, request))
 
@@ -316,12 +317,18 @@ class Api:
 
     def _adapted(self, body: Asked) -> Asked:
         """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
-        self._check_model(body.model)
-        if body.model not in self._backend.adapters:
+        named = None if body.model is None else self._short(body.model)
+        self._check_model(named)
+        if named not in self._backend.adapters:
             return body
-        if body.adapter not in (None, body.model):
-            raise InvalidRequest(f"model names the adapter {body.model!r}, and adapter is {body.adapter!r}: leave one out")
-        return body.model_copy(update={"adapter": body.model})
+        if body.adapter not in (None, named):
+            raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
+        return body.model_copy(update={"adapter": named, "model": named})
+
+    def _short(self, name: str) -> str:
+        """An adapter's own name, also of MODEL:ADAPTER as Ray Serve LLM writes it."""
+        model, _, adapter = name.rpartition(":")
+        return adapter if model in self._backend.model_names and adapter in self._backend.adapters else name
 
     def _model(self, name: str, request: Request) -> dict[str, Any]:
         """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""

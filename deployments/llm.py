@@ -1,0 +1,234 @@
+"""Ray Serve LLM's configurations on cascades: what `ray.serve.llm:build_openai_app` takes, and tiers below each model.
+
+serve run deployments.llm:build_openai_app llm_configs=my.yaml
+
+llm_configs:
+  - model_loading_config: {model_id: qwen3, model_source: Qwen/Qwen3-32B}
+    accelerator_type: H100
+    tiers:                              # ours: smaller models that draft, bottom to top
+      - model_loading_config: {model_id: Qwen/Qwen3-0.6B}
+        accelerator_type: L4
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+from ray.serve import Application
+
+from cascade.errors import ConfigError
+from cascade.settings.config import CascadeConfig
+from cascade.settings.engine import EngineKwargs
+from cascade.settings.section import Section, sentence
+from deployments.app import bind_models, build
+
+Values = dict[str, Any]
+FULL = "full"  # the tier of a model's own name
+KEPT = {"enable_prefix_caching": True, "enable_lora": True, "pipeline_parallel_size": 1}  # that hold here whatever is said
+FOLDERS = "mount it, and name the folder"
+REFUSED = {  # what theirs takes and a cascade has no use for, and what to do
+    "server_cls": "a cascade has servers of its own: remove it",
+    "callback_config": "a cascade calls nobody back: remove it",
+    "ingress_cls_config": "a cascade has an ingress of its own: remove it",
+}
+
+
+class Loading(Section):
+    """`ModelLoadingConfig`."""
+
+    model_id: Annotated[str, Field(min_length=1)]
+    model_source: str | None = None
+    tokenizer_source: str | None = None
+
+
+class Accelerator(Section):
+    """`accelerator_config`."""
+
+    kind: Literal["gpu", "cpu"]
+
+
+class Lora(Section):
+    """`LoraConfig`, whose adapters are folders in a folder."""
+
+    dynamic_lora_loading_path: str | None = None
+    max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16
+
+
+class Experimental(Section):
+    """`experimental_configs`."""
+
+    num_ingress_replicas: Annotated[int, Field(ge=1)] | None = None
+    stream_batching_interval_ms: Literal[0] | None = None  # pieces go out as they come
+
+
+class Placement(Section):
+    """`placement_group_config`."""
+
+    bundle_per_worker: dict[str, float] | None = None
+    bundles: list[dict[str, float]] | None = None
+    strategy: str = "PACK"
+
+
+class TierBelow(Section):
+    """A smaller model that drafts, with the keys that it has in common with a model."""
+
+    name: str | None = None  # tier0, tier1, ... bottom to top if not given
+    model_loading_config: Loading
+    engine_kwargs: Values = Field(default_factory=dict)
+    accelerator_type: str | None = None
+    accelerator_config: Accelerator | None = None
+    placement_group_config: Placement | None = None
+    deployment_config: Values = Field(default_factory=dict)
+    runtime_env: Values | None = None
+
+
+class Model(TierBelow):
+    """`LLMConfig`, and the ``tiers`` below the model."""
+
+    tiers: tuple[TierBelow, ...] = ()
+    llm_engine: Literal["vLLM"] | None = None
+    lora_config: Lora | None = None
+    experimental_configs: Experimental = Experimental()
+    log_engine_metrics: Literal[True] = True
+
+
+class Serving(Section):
+    """`LLMServingArgs`."""
+
+    llm_configs: Annotated[tuple[Model, ...], Field(min_length=1)]
+    ingress_deployment_config: Values = Field(default_factory=dict)
+
+
+def build_openai_app(args: Mapping[str, Any]) -> Application:
+    """The application of ``{"llm_configs": [...]}``: mappings, paths of YAML files, or `ray.serve.llm.LLMConfig` objects.
+
+    One model is a cascade as `deployments.app.build` makes it. Several share one HTTP API, which goes by a request's ``model``.
+    Raises `ConfigError` for whatever a cascade cannot honour.
+    """
+    found, ingress = cascades(args)
+    [*configs] = found.values()
+    return build(configs[0]) if len(configs) == 1 else bind_models(found, ingress)
+
+
+def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]:
+    """The cascade of each model by its ``model_id``, and options of the deployment that stands before several."""
+    serving = _read(args)
+    names = [model.model_loading_config.model_id for model in serving.llm_configs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"Two of llm_configs have the model_id {twice!r}: give each its own")
+    asked = [model.experimental_configs.num_ingress_replicas for model in serving.llm_configs]
+    num = max((number for number in asked if number is not None), default=None)
+    ingress = ({} if num is None else {"num_replicas": num}) | serving.ingress_deployment_config
+    router = {"deployment_config": ingress} if len(names) == 1 else {}
+    return {name: _cascade(model, router) for name, model in zip(names, serving.llm_configs, strict=True)}, ingress
+
+
+def _read(args: Mapping[str, Any]) -> Serving:
+    """Check ``args`` against all keys of theirs; raises `ConfigError`."""
+    if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
+        raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
+    listed = args["llm_configs"]
+    models = [_values(one) for one in ([listed] if isinstance(listed, str) else listed)]
+    for part in (args, *models):
+        if key := next((key for key in REFUSED if isinstance(part, Mapping) and part.get(key)), None):
+            raise ConfigError(f"{key} cannot be given: {REFUSED[key]}")
+        source = part.get("model_loading_config", {}) if isinstance(part, Mapping) else {}
+        if isinstance(source, Mapping) and isinstance(source.get("model_source"), Mapping):
+            raise ConfigError(f"model_source of {source.get('model_id')!r} is a bucket: {FOLDERS}")
+    unused = {key: value for key, value in args.items() if key not in REFUSED}
+    try:
+        return Serving.model_validate(unused | {"llm_configs": [_without(model, REFUSED) for model in models]})
+    except ValidationError as error:
+        raise ConfigError(f"build_openai_app: {sentence(error)}") from None
+
+
+def _values(model: Any) -> Any:
+    """A model as a mapping; read from a file if it is a path."""
+    if isinstance(model, BaseModel):
+        return model.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(model, str):
+        return model
+    try:
+        return yaml.safe_load(Path(model).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"llm_configs has {model!r}, which cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
+def _without(values: Any, keys: Mapping[str, str]) -> Any:
+    return {key: value for key, value in values.items() if key not in keys} if isinstance(values, Mapping) else values
+
+
+def _cascade(model: Model, router: Values) -> CascadeConfig:
+    """One model and what drafts for it."""
+    name = model.model_loading_config.model_id
+    full = _tier(model, FULL)
+    engine = full["engine_kwargs"]
+    if model.llm_engine is not None:
+        engine["engine"] = "vllm"
+    if model.lora_config is not None and (path := model.lora_config.dynamic_lora_loading_path):
+        engine["lora_modules"] = _adapters(name, path, model.lora_config.max_num_adapters_per_replica)
+    lower = [_tier(tier, tier.name or f"tier{level}") for level, tier in enumerate(model.tiers)]
+    values: Values = {"tiers": [*lower, full], "router": router}
+    if "max_model_len" in model.engine_kwargs:
+        values["max_model_len"] = model.engine_kwargs["max_model_len"]
+    return CascadeConfig.parse(values, f"Model {name!r}")
+
+
+def _tier(model: TierBelow, name: str) -> Values:
+    """Values of a tier; as theirs, it takes a GPU for each rank unless something says otherwise."""
+    loading, engine = model.model_loading_config, dict(model.engine_kwargs)
+    source = loading.model_source or loading.model_id
+    if loading.tokenizer_source not in (None, source):
+        raise ConfigError(
+            f"tokenizer_source of {loading.model_id!r} is {loading.tokenizer_source!r}: remove it, a model has its own"
+        )
+    for key, value in KEPT.items():
+        if engine.pop(key, value) != value:
+            raise ConfigError(f"{key} of {loading.model_id!r} is {model.engine_kwargs[key]!r}: a cascade takes {value!r} alone")
+    longest = engine.pop("max_model_len", None)
+    if set(engine) - set(EngineKwargs.model_fields):  # vLLM's own
+        engine.setdefault("engine", "vllm")
+    if engine.get("engine") == "vllm" and longest is not None:
+        engine["max_model_len"] = longest
+    ranks = engine.get("tensor_parallel_size", 1)
+    deployment = dict(model.deployment_config)
+    actor = dict(deployment.get("ray_actor_options") or {})
+    if model.runtime_env is not None:
+        if "runtime_env" in actor:
+            raise ConfigError(f"{loading.model_id!r} has runtime_env twice, also in ray_actor_options: remove one of them")
+        actor["runtime_env"] = model.runtime_env
+    placement = _placement(model.placement_group_config, ranks)
+    cpu = model.accelerator_config is not None and model.accelerator_config.kind == "cpu"
+    if not (cpu or placement or engine.get("device") == "cpu" or engine.get("emulated")):
+        actor.setdefault("num_gpus", ranks)
+    accelerator = {"A10": "A10G"}.get(model.accelerator_type or "", model.accelerator_type)
+    return {
+        "name": name,
+        "model_loading_config": {"model_id": loading.model_id, "model_source": source},
+        "engine_kwargs": engine,
+        "accelerator_type": accelerator,
+        "placement_group_config": placement,
+        "deployment_config": deployment | {"ray_actor_options": actor},
+    }
+
+
+def _placement(config: Placement | None, ranks: int) -> Values | None:
+    """A bundle for each rank, where they are given by one."""
+    if config is None:
+        return None
+    if (config.bundles is None) == (config.bundle_per_worker is None):
+        raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
+    return {"bundles": config.bundles or [config.bundle_per_worker] * ranks, "strategy": config.strategy}
+
+
+def _adapters(model: str, path: str, most: int) -> dict[str, str]:
+    """Folders in the folder ``path`` by their names."""
+    folder = Path(path)
+    if "://" in path or not folder.is_dir():
+        raise ConfigError(f"dynamic_lora_loading_path of {model!r} is {path!r}, which is no folder here: {FOLDERS}")
+    found = {one.name: str(one) for one in sorted(folder.iterdir()) if (one / "adapter_config.json").is_file()}
+    if len(found) > most:
+        raise ConfigError(f"{path!r} has {len(found)} adapters, and max_num_adapters_per_replica is {most}: raise it")
+    return found

@@ -1,0 +1,148 @@
+"""Several models behind one HTTP API: a request goes to the router of the model that it names."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, MutableMapping
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cascade.errors import InvalidRequest, NotFound, Overloaded, Unavailable
+from cascade.settings.router import RequestLimits
+from deployments.gateway.admission.status import refusal
+from deployments.gateway.http.events import ClientLeft, attended
+from deployments.gateway.http.middleware import read_body, replay, route_of
+from deployments.replica import join_serves
+
+CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+LIST = "/v1/models"
+
+
+class Models:
+    """The ingress before the ``routers`` of several models, by the names that clients give them; it holds no state."""
+
+    def __init__(self, routers: Mapping[str, DeploymentHandle]) -> None:
+        join_serves()
+        self._routers = dict(routers)
+        self._limits = RequestLimits()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The HTTP API, for Ray Serve's proxies."""
+        return self._answer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the refusal of one, in OpenAI's form."""
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            body = await read_body(scope, receive, self._limits)
+            if route_of(scope) == LIST:
+                await self._list(scope, receive, noting)
+            else:
+                await attended(receive, self._forward(self._chosen(scope, body), scope, body, noting))
+        except ClientLeft:
+            pass
+        except Exception as error:
+            if started:  # a stream that breaks off tells its client that it is not whole
+                raise
+            refused = refusal(_told(error))
+            await JSONResponse(refused.body, refused.status.http, dict(refused.metadata))(scope, receive, send)
+
+    def _chosen(self, scope: Scope, body: bytes) -> DeploymentHandle:
+        """The router of the model that a request names, in its path or its body; raises `NotFound` or `InvalidRequest`.
+
+        What is the same for all models, such as the page, any of them answers.
+        """
+        route = route_of(scope)
+        name: Any = None
+        if route.startswith(f"{LIST}/"):
+            name = route.removeprefix(f"{LIST}/")
+        elif scope["method"] == "POST":
+            try:
+                said = json.loads(body)
+            except (ValueError, RecursionError):
+                said = None  # which a router tells
+            name = said.get("model") if isinstance(said, dict) else None
+            if name is None and isinstance(said, dict):
+                raise InvalidRequest(f"model is missing: this server has {self._names}")
+        elif route == "/metrics":
+            raise NotFound("Several models are served here: scrape Ray's own metrics, which have all of them")
+        if name is None:
+            return next(iter(self._routers.values()))
+        if not isinstance(name, str):
+            raise InvalidRequest("model must be text")
+        found = self._routers.get(name) or self._routers.get(name.rpartition(":")[0])  # MODEL:ADAPTER
+        if found is None:
+            raise NotFound(f"model is {name[:200]!r}: this server has {self._names}")
+        return found
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._routers))[:200]
+
+    async def _forward(self, router: DeploymentHandle, scope: Scope, body: bytes, send: Send) -> None:
+        """Ask a router, and hand on what it answers; ends there, too, when the client leaves."""
+        asked = router.options(stream=True).relay.remote({key: scope[key] for key in CARRIED if key in scope}, body)
+        try:
+            async for message in asked:
+                await send(message)
+        finally:
+            asked.cancel()
+
+    async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The models of all routers; or the refusal of the first that refuses."""
+        answers = await asyncio.gather(*(self._whole(router, scope) for router in self._routers.values()))
+        refused = next((answer for answer in answers if answer[0] != 200), None)
+        listed = [model for _, answer in answers for model in answer.get("data", ())]
+        status, document = refused or (200, {"object": "list", "data": listed})
+        await JSONResponse(document, status)(scope, receive, send)
+
+    async def _whole(self, router: DeploymentHandle, scope: Scope) -> tuple[int, dict[str, Any]]:
+        status, content = 0, b""
+
+        async def take(message: Message) -> None:
+            nonlocal status, content
+            status = message.get("status", status)
+            content += message.get("body", b"")
+
+        await self._forward(router, scope, b"", take)
+        return status, json.loads(content)
+
+
+def _told(error: Exception) -> Exception:
+    """What clients are told: that a router is gone, or full, is nobody's fault here."""
+    if isinstance(error, BackPressureError):
+        return Overloaded("The router of this model has too many requests: try again")
+    if isinstance(error, RayError | RayServeException):
+        return Unavailable("The router of this model is gone: ask again")
+    return error
+
+
+async def relayed(application: ASGIApp, scope: MutableMapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
+    """The messages by which ``application`` answers a request whose whole body is there; closing it is a client that leaves."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def gone() -> Message:
+        await asyncio.get_running_loop().create_future()  # whoever asks is cancelled with the call
+        raise AssertionError
+
+    task = asyncio.ensure_future(application(scope, replay(body, gone), messages.put))
+    task.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

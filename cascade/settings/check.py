@@ -35,7 +35,7 @@ class Need:
     ranks: int  # devices that share the weights and the cache
     drafter_weights: int  # of its head, beside the model's
     device: str  # such as cuda, cpu or H100
-    device_bytes: int  # of each rank; free now on a device of this machine, all of it on a named accelerator
+    device_bytes: int  # of each rank, for weights and cache; free now on a device of this machine
     engine: str = "cascade"  # that runs its passes
 
     @property
@@ -227,7 +227,7 @@ def _device(tier: TierConfig) -> tuple[str, int]:
     """Name and memory: of the accelerator if its size is known, else of this machine's device."""
     kind = tier.accelerator_type or ""
     if tier.engine_kwargs.device is None and kind in ACCELERATORS:
-        return kind, ACCELERATORS[kind] * GIB
+        return kind, int(ACCELERATORS[kind] * GIB * tier.gpu_memory_utilization)
     name = tier.engine_kwargs.device or ("cpu" if tier.engine_kwargs.emulated else default_device())
     try:
         return name, free_bytes(torch.device(name))

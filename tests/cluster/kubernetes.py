@@ -1,10 +1,11 @@
-"""What KubeRay 1.6 and Kubernetes know of the fields that we use: what they do not know they drop without a word."""
+"""What KubeRay 1.6, Kubernetes and its gateways know of the fields that we use: what they do not know, they drop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 POD = {
     "": "metadata spec",
+    ".metadata": "annotations labels",
     ".spec": "containers initContainers nodeSelector securityContext serviceAccountName terminationGracePeriodSeconds"
     " tolerations topologySpreadConstraints volumes",
     ".spec.securityContext": "fsGroup fsGroupChangePolicy runAsGroup runAsNonRoot runAsUser seccompProfile",
@@ -32,6 +33,7 @@ POD = {
 CLUSTER = {
     "": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions headGroupSpec headServiceAnnotations"
     " managedBy rayVersion suspend upgradeStrategy workerGroupSpecs",
+    ".authOptions": "mode",
     ".autoscalerOptions": "env envFrom idleTimeoutSeconds image imagePullPolicy resources securityContext upscalingMode version"
     " volumeMounts",
     ".autoscalerOptions.securityContext": POD[".spec.containers.securityContext"],
@@ -56,20 +58,82 @@ SERVICE = {
     ".spec.upgradeStrategy": "clusterUpgradeOptions type",
     **{f".spec.rayClusterConfig{path}": names for path, names in CLUSTER.items()},
 }
-NAMED = ("limits", "requests", "resources", "rayStartParams", "nodeSelector", "labels", "annotations")  # by whoever writes them
+LABELS = "matchExpressions matchLabels"
+ROUTE = {
+    "": "apiVersion kind metadata spec",
+    ".metadata": "annotations labels name namespace",
+    ".spec": "hostnames parentRefs rules",
+    ".spec.parentRefs": "group kind name namespace port sectionName",
+    ".spec.rules": "backendRefs filters matches name timeouts",
+    ".spec.rules.timeouts": "backendRequest request",
+    ".spec.rules.backendRefs": "group kind name namespace port weight",
+    ".spec.rules.matches": "headers method path queryParams",
+    ".spec.rules.matches.method": "method service type",
+}
+KINDS = {
+    "RayService": SERVICE,
+    "PodMonitor": {
+        "": "apiVersion kind metadata spec",
+        ".metadata": "annotations labels name namespace",
+        ".spec": "jobLabel namespaceSelector podMetricsEndpoints podTargetLabels selector",
+        ".spec.selector": LABELS,
+        ".spec.podMetricsEndpoints": "interval path port scheme",
+    },
+    "PodDisruptionBudget": {
+        "": "apiVersion kind metadata spec",
+        ".metadata": "annotations labels name namespace",
+        ".spec": "maxUnavailable minAvailable selector unhealthyPodEvictionPolicy",
+        ".spec.selector": LABELS,
+    },
+    "NetworkPolicy": {
+        "": "apiVersion kind metadata spec",
+        ".metadata": "annotations labels name namespace",
+        ".spec": "egress ingress podSelector policyTypes",
+        ".spec.podSelector": LABELS,
+        ".spec.ingress": "from ports",
+        ".spec.ingress.ports": "endPort port protocol",
+        ".spec.ingress.from": "ipBlock namespaceSelector podSelector",
+        ".spec.ingress.from.namespaceSelector": LABELS,
+        ".spec.ingress.from.podSelector": LABELS,
+    },
+    "Gateway": {
+        "": "apiVersion kind metadata spec",
+        ".metadata": "annotations labels name namespace",
+        ".spec": "addresses gatewayClassName infrastructure listeners",
+        ".spec.listeners": "allowedRoutes hostname name port protocol tls",
+        ".spec.listeners.tls": "certificateRefs mode options",
+        ".spec.listeners.tls.certificateRefs": "group kind name namespace",
+    },
+    "HTTPRoute": ROUTE,
+    "GRPCRoute": {**ROUTE, ".spec.rules": "backendRefs filters matches name sessionPersistence"},
+}
+NAMED = (
+    "limits",
+    "requests",
+    "resources",
+    "rayStartParams",
+    "nodeSelector",
+    "labels",
+    "annotations",
+    "matchLabels",
+)  # by whoever writes them
 
 
-def unknown(value: Any, path: str = "") -> Iterator[str]:
-    """Paths in a RayService, or a part of one, that nobody knows; and numbers where text is wanted."""
+def unknown(document: Mapping[str, Any]) -> Iterator[str]:
+    """Paths in a document, of a RayService unless it says another kind, that nobody knows; and numbers where text is wanted."""
+    yield from _unknown(document, KINDS[document.get("kind", "RayService")], "")
+
+
+def _unknown(value: Any, known: Mapping[str, str], path: str) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
-            yield from unknown(item, path)
+            yield from _unknown(item, known, path)
     elif isinstance(value, dict):
-        if path.rpartition(".")[2] in NAMED and path not in SERVICE:
+        if path.rpartition(".")[2] in NAMED and path not in known:
             yield from (f"{path}.{name} must be text" for name, said in value.items() if not isinstance(said, str))
             return
         for name, said in value.items():
-            if name not in SERVICE.get(path, "").split():
+            if name not in known.get(path, "").split():
                 yield f"{path}.{name}"
             else:
-                yield from unknown(said, f"{path}.{name}")
+                yield from _unknown(said, known, f"{path}.{name}")

@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from cascade.cli.serve import serve
 from cascade.settings.router import ListenConfig
+from deployments.gateway.admission.access import REQUIRED
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "cluster" / "Dockerfile"
@@ -181,7 +182,7 @@ def test_bases_are_named_and_nobody_is_root() -> None:
     ]  # numbers, by which Kubernetes knows that it is not root
     assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("RUN", "COPY"))
     installed = next(text for text in told(last, "RUN") if "apt-get" in text)
-    assert {"tini", "wget"} <= set(shlex.split(installed))
+    assert {"gcc", "libc6-dev", "tini", "wget"} <= set(shlex.split(installed))  # of which Triton takes the first two
 
 
 def test_the_container_serves_at_its_doors() -> None:
@@ -195,6 +196,15 @@ def test_the_container_serves_at_its_doors() -> None:
     assert told(last, "EXPOSE") == [f"{doors.http_port} {doors.grpc_port}"]
     [health] = told(last, "HEALTHCHECK")
     assert f"http://127.0.0.1:{doors.http_port}/health" in words(health.partition(" CMD ")[2])
+
+
+def test_the_container_is_closed_and_writes_little() -> None:
+    """Guards `docker run`, which listens everywhere, against answering everybody; and read-only images against other caches."""
+    said = dict(pair.split("=", 1) for text in told(stages()[""], "ENV") for pair in text.split() if "=" in pair)
+    assert said[REQUIRED] == "1"
+    caches = {name: value for name, value in said.items() if name.endswith(("CACHE", "HOME", "DIR"))}
+    assert {"HF_HOME", "CASCADE_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"} <= caches.keys()
+    assert all(value == "/models" or value.startswith("/models/") for value in caches.values())
 
 
 def words(text: str) -> list[str]:

@@ -28,7 +28,11 @@ def read(name: str) -> dict[str, Any]:
 
 def qwen3(accelerator: str) -> CascadeConfig:
     """The application, with another accelerator for its full tier as the page says."""
-    text = (CLUSTER / "serve" / "qwen3.yaml").read_text().replace("accelerator_type: H100", f"accelerator_type: {accelerator}")
+    text = (
+        (CLUSTER / "serve" / "qwen3-scaled.yaml")
+        .read_text()
+        .replace("accelerator_type: H100", f"accelerator_type: {accelerator}")
+    )
     return CascadeConfig.parse(yaml.safe_load(text)["applications"][0]["args"])
 
 
@@ -42,10 +46,11 @@ def test_ray_takes_the_file(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_package_is_installed_as_a_whole(path: Path) -> None:
-    """Guards nodes without the package, whose proxies do not start, and without the extras that twin.yaml needs."""
+    """Guards nodes without the package, whose proxies do not start, without extras, and with packages of another week."""
     values = read(path.stem)
     assert values["file_mounts"] == {"~/cascade-serve": "."}
-    assert any('pip install --quiet "$HOME/cascade-serve[quantization,lora]"' in line for line in values["setup_commands"])
+    constraint, package = "$HOME/cascade-serve/cluster/constraints.txt", "$HOME/cascade-serve[quantization,lora]"
+    assert any(f'pip install --quiet --constraint "{constraint}" "{package}"' in line for line in values["setup_commands"])
     assert {".git", ".venv"} <= set(values["rsync_exclude"])
 
 

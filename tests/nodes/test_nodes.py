@@ -215,3 +215,18 @@ def test_the_head_dies_and_comes_back(nodes: Nodes, expected: list[Completion]) 
         ready(nodes)
         found.answered(NUM_CLIENTS)
     drafting(nodes)
+
+
+def test_workers_are_exchanged_one_after_another(nodes: Nodes, expected: list[Completion]) -> None:
+    """Guards rolling upgrades as Kubernetes does them: one node more, then each old one is drained, goes and comes back new."""
+    old = sorted(set(nodes.network.hosts) - {HEAD})
+    nodes.start(*({"judging", "spare"} - set(old)))
+    with crowd(nodes, expected) as found:
+        for name in old:
+            nodes.drain(name)
+            wait_until(lambda name=name: name not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})  # type: ignore[misc]
+            found.answered(NUM_CLIENTS)
+            nodes.network.remove(name)
+            nodes.start(name)
+            ready(nodes)
+    drafting(nodes)

@@ -1,6 +1,9 @@
-"""The files of cluster/kuberay: what they mean, for nobody can run them here."""
+"""The files of cluster/kubernetes: what they mean, for nobody can run them here."""
 
 import re
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +12,26 @@ import ray
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cascade.settings.check import unpinned
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import assert_apart, demands, nodes_for
 from tests.cluster.kubernetes import unknown
 from tests.nodes.nodes import KEEPALIVE
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
-KUBERAY = CLUSTER / "kuberay" / "rayservice.yaml"
+FOLDER = CLUSTER / "kubernetes"
 PAGE = (CLUSTER.parent / "docs" / "howto" / "kubernetes.md").read_text()
 GPU = "nvidia.com/gpu"
 
 
 def documents() -> dict[str, Any]:
-    """Of the Kubernetes file, by kind."""
-    return {document["kind"]: document for document in yaml.safe_load_all(KUBERAY.read_text())}
+    """What kustomize renders, by kind: the resources, with the image that kustomization.yaml names."""
+    base = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    found = {one["kind"]: one for path in base["resources"] for one in yaml.safe_load_all((FOLDER / path).read_text())}
+    images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in base["images"]}
+    for group in groups(found["RayService"]["spec"]):
+        for container in group["template"]["spec"]["containers"]:
+            container["image"] = images[container["image"].partition(":")[0]]
+    return found
 
 
 @pytest.fixture
@@ -53,10 +61,17 @@ def node_types(spec: Any) -> dict[str, Any]:
     return types
 
 
+def test_the_base_has_every_file() -> None:
+    """Guards resources that lie in the folder and are never applied."""
+    base = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    assert {*base["resources"], "kustomization.yaml"} == {path.name for path in FOLDER.iterdir()}
+
+
 def test_every_field_is_known() -> None:
     """Guards against fields that nobody reads: KubeRay drops what it does not know, such as thresholds that it had once."""
+    for found in documents().values():
+        assert list(unknown(found)) == []
     document = documents()["RayService"]
-    assert list(unknown(document)) == []
     for path, wrong in (("spec", "serveConfig"), ("spec.rayClusterConfig.workerGroupSpecs", "replica")):
         part: Any = document
         for name in path.split("."):
@@ -67,10 +82,10 @@ def test_every_field_is_known() -> None:
     assert ".spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus must be text" in unknown(document)
 
 
-def test_kuberay_serves_the_qwen3_file(spec: Any) -> None:
+def test_kuberay_serves_the_scaled_file(spec: Any) -> None:
     """Guards the RayService: its application is that of cluster/serve, and its ports are those of the service."""
     served = yaml.safe_load(spec["serveConfigV2"])
-    assert served == yaml.safe_load((CLUSTER / "serve" / "qwen3.yaml").read_text())
+    assert served == yaml.safe_load((CLUSTER / "serve" / "qwen3-scaled.yaml").read_text())
     for pod in pods(spec):
         [container] = pod["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -79,7 +94,7 @@ def test_kuberay_serves_the_qwen3_file(spec: Any) -> None:
     [port] = spec["serveService"]["spec"]["ports"]
     assert (port["name"], port["port"]) == ("serve-grpc", served["grpc_options"]["port"])
     assert port["appProtocol"] == "kubernetes.io/h2c"
-    assert "KubeRay 1.6 or later" in KUBERAY.read_text()  # the first that makes a port of serve-grpc
+    assert "KubeRay 1.6 or later" in (FOLDER / "rayservice.yaml").read_text()  # the first that makes a port of serve-grpc
 
 
 @pytest.mark.parametrize(("bound", "replicas"), [("min_replicas", "minReplicas"), ("max_replicas", "maxReplicas")])
@@ -105,19 +120,6 @@ def test_tiers_do_not_take_each_others_gpus(spec: Any, config: CascadeConfig) ->
     assert_apart(node_types(spec), config)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "twin"])
-def test_a_tier_that_takes_any_gpu_is_told(name: str) -> None:
-    """Guards configurations of machines that differ: `cascade check` finds what our own files once had wrong."""
-    [application] = yaml.safe_load((CLUSTER / "serve" / f"{name}.yaml").read_text())["applications"]
-    assert unpinned(CascadeConfig.parse(application["args"])) is None
-    accelerator = application["args"]["tiers"][0].pop("accelerator_type")
-    said = unpinned(CascadeConfig.parse(application["args"]))
-    assert said is not None
-    assert said.startswith(f"Tier tiny takes a GPU of any kind, also the {application['args']['tiers'][1]['accelerator_type']}")
-    application["args"]["tiers"][0]["deployment_config"]["ray_actor_options"]["resources"] = {accelerator: 1}
-    assert unpinned(CascadeConfig.parse(application["args"])) is None
-
-
 def test_answers_end_before_pods_do(spec: Any, config: CascadeConfig) -> None:
     """Guards what is being written: a pod that goes, and a cluster that is replaced, wait as long as a router that goes."""
     wait_s = config.router.deployment_config.graceful_shutdown_timeout_s
@@ -138,33 +140,26 @@ def test_routers_are_two_and_have_keys(spec: Any, config: CascadeConfig) -> None
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "twin"])
-def test_clusters_have_two_routers(name: str) -> None:
-    """Guards answers against a router that dies: a client goes on at the other one at once, not when a new one has started."""
-    [application] = yaml.safe_load((CLUSTER / "serve" / f"{name}.yaml").read_text())["applications"]
-    assert CascadeConfig.parse(application["args"]).router.deployment_config.num_replicas == 2
-
-
 def test_nodes_notice_broken_connections(spec: Any) -> None:
     """Guards drafting across nodes that did not hear each other for a while: by Ray's own settings it takes minutes."""
     for pod in pods(spec):
         assert KEEPALIVE.items() <= {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}.items()
 
 
-def test_models_are_on_a_volume(spec: Any) -> None:
-    """Guards starts: without a volume every pod downloads all weights again."""
-    claim = documents()["PersistentVolumeClaim"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+def test_what_is_written_is_on_a_volume(spec: Any) -> None:
+    """Guards pods whose image is read-only: models and temporary files have volumes, and need no claim that many may write."""
+    assert "PersistentVolumeClaim" not in documents()
     for pod in pods(spec):
         [container] = pod["containers"]
-        [volume] = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
-        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
-        assert {"name": "HF_HOME", "value": mount["mountPath"]} in container["env"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        written = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+        places = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in written}
+        assert {"name": "HF_HOME", "value": "/models"} in container["env"]
+        assert places == {"/models", "/tmp"}
 
 
 def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
-    """Guards volumes: the image's user is that of the pods, and certificates are where docs/howto/secure.md has them."""
+    """Guards volumes: the image's user is that of the pods, and certificates are optional and where the page has them."""
     [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     for pod in pods(spec):
         user = pod["securityContext"]
@@ -184,8 +179,51 @@ def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
 def test_images_can_be_pulled(spec: Any) -> None:
     """Guards nodes: one image from a registry, the one that the page builds, with the Ray that the cluster is said to have."""
     [image] = {pod["containers"][0]["image"] for pod in pods(spec)}
-    assert re.fullmatch(r"[a-z0-9.]+\.[a-z]+/cascade-serve:0\.2\.0", image)
+    release = tomllib.loads((CLUSTER.parent / "pyproject.toml").read_text())["project"]["version"]
+    assert image == f"registry.example.com/cascade-serve:{release}"
     build = f"docker build -f cluster/Dockerfile -t {image} ."
     assert build in (CLUSTER / "Dockerfile").read_text()
     assert build in PAGE
     assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
+
+
+def test_nobody_speaks_to_ray_without_its_token(spec: Any) -> None:
+    """Guards every node against who reaches the dashboard, and so runs code on all of them."""
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+def test_policies_are_about_the_pods(spec: Any) -> None:
+    """Guards policies that match nothing: every pod bears their label, clients reach its doors, and Prometheus its metrics."""
+    found = documents()
+    for group in groups(spec):
+        assert group["template"]["metadata"]["labels"] == {"app": "cascade"}
+    for kind, name in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        assert found[kind]["spec"][name] == {"matchLabels": {"app": "cascade"}}
+    own, clients, operator, prometheus = found["NetworkPolicy"]["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": {"app": "cascade"}}}]}
+    ports = {port["name"]: port["containerPort"] for pod in pods(spec) for port in pod["containers"][0]["ports"]}
+    assert [port["port"] for port in clients["ports"]] == [ports["serve"], ports["serve-grpc"]]
+    assert "from" not in clients
+    assert operator["ports"] == [{"port": ports["dashboard"]}]
+    assert prometheus["ports"] == [{"port": ports["metrics"]}]
+
+
+def test_routes_reach_the_service(spec: Any) -> None:
+    """Guards clients from outside: each route has a listener and a host of its own, and a port of the service."""
+    found = documents()
+    hosts = {listener["name"]: listener["hostname"] for listener in found["Gateway"]["spec"]["listeners"]}
+    assert len(set(hosts.values())) == 2, "a gateway takes one kind of route for a host"
+    for kind, name, port in (("HTTPRoute", "http", 8000), ("GRPCRoute", "grpc", 9000)):
+        route = found[kind]["spec"]
+        assert route["parentRefs"] == [{"name": found["Gateway"]["metadata"]["name"], "sectionName": name}]
+        assert route["hostnames"] == [hosts[name]]
+        [rule] = route["rules"]
+        assert rule["backendRefs"] == [{"name": f"{documents()['RayService']['metadata']['name']}-serve-svc", "port": port}]
+    assert found["GRPCRoute"]["spec"]["rules"][0]["matches"] == [{"method": {"service": "cascade.v1.Cascade"}}]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_renders_what_is_tested() -> None:
+    """Guards the base against what kustomize itself makes of it: anchors, the image, every part."""
+    said = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True)
+    assert {one["kind"]: one for one in yaml.safe_load_all(said.stdout)} == documents()

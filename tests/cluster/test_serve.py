@@ -1,0 +1,101 @@
+"""The files of cluster/serve: sizes that hold, places for all who are admitted, GPUs that tiers do not take from each other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cascade.engine.memory import GIB
+from cascade.settings.check import needs, unpinned
+from cascade.settings.config import CascadeConfig
+from tests.cluster.demand import num_replicas
+from tests.cluster.published import here
+
+FILES = sorted(path for path in (Path(__file__).parents[2] / "cluster" / "serve").glob("*.yaml") if path.stem != "demo")
+ALIKE = "H100"  # of the machines that gpus.yaml is computed for: 80 GB
+
+
+def config(path: Path) -> CascadeConfig:
+    [application] = yaml.safe_load(path.read_text())["applications"]
+    return CascadeConfig.parse(application["args"])
+
+
+def found(parsed: CascadeConfig, folder: Path) -> list[Any]:
+    """What `cascade check` finds, on GPUs of 80 GB where none is named."""
+    values: dict[str, Any] = here(parsed, folder).model_dump(mode="json")
+    for tier in values["tiers"]:
+        tier["accelerator_type"] = tier["accelerator_type"] or ALIKE
+    return needs(CascadeConfig.parse(values))
+
+
+def sizes(parsed: CascadeConfig, folder: Path) -> list[str]:
+    """The lines of a file's comment."""
+    return [
+        f"#   {need.tier:<8}{need.weight_bytes / GIB:6.2f} GiB of weights, room for {need.cache_tokens:,} positions"
+        f"{'' if tier.accelerator_type is None else f' on {need.device}'}"
+        for need, tier in zip(found(parsed, folder), parsed.tiers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_sizes_hold(path: Path, tmp_path: Path) -> None:
+    """Guards tiers without room for what they admit: a text of the greatest length fits, and the comment is true."""
+    parsed = config(path)
+    for line in sizes(parsed, tmp_path):
+        assert f"\n{line}\n" in path.read_text()
+    for need in found(parsed, tmp_path):
+        assert need.problem is None
+        assert parsed.max_model_len is not None
+        assert need.cache_tokens >= parsed.max_model_len
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_routers_admit_what_has_a_place(path: Path) -> None:
+    """Guards requests that are admitted and then wait for a place at the full tier, which other requests might have had."""
+    parsed = config(path)
+    full, router = parsed.tiers[-1], parsed.router
+    routers = router.deployment_config.num_replicas or 1
+    assert isinstance(routers, int)
+    held = 2 * routers  # leases that wait to be used
+    assert (
+        routers * router.max_running + held <= num_replicas(full, "max_replicas") * full.deployment_config.max_ongoing_requests
+    )
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "gpus"], ids=lambda path: path.stem)
+def test_clusters_have_two_routers_on_two_nodes(path: Path) -> None:
+    """Guards answers against a router, or its node, that dies: a client goes on at the other one at once."""
+    deployment = config(path).router.deployment_config
+    assert (deployment.num_replicas, deployment.max_replicas_per_node) == (2, 1)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_processors_are_asked_for(path: Path) -> None:
+    """Guards nodes with more replicas than processors: whatever computes says how many it needs."""
+    parsed = config(path)
+    for deployment in (parsed.router.deployment_config, *(tier.deployment_config for tier in parsed.tiers)):
+        assert deployment.ray_actor_options["num_cpus"] >= 1
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3-scaled", "twin"])
+def test_a_tier_that_takes_any_gpu_is_told(name: str) -> None:
+    """Guards configurations of machines that differ: `cascade check` finds what our own files once had wrong."""
+    [path] = [path for path in FILES if path.stem == name]
+    values: dict[str, Any] = config(path).model_dump(mode="json")
+    assert unpinned(CascadeConfig.parse(values)) is None
+    accelerator, values["tiers"][0]["accelerator_type"] = values["tiers"][0]["accelerator_type"], None
+    said = unpinned(CascadeConfig.parse(values))
+    assert said is not None
+    assert said.startswith(f"Tier tiny takes a GPU of any kind, also the {values['tiers'][1]['accelerator_type']}")
+    values["tiers"][0]["deployment_config"]["ray_actor_options"]["resources"] = {accelerator: 1}
+    assert unpinned(CascadeConfig.parse(values)) is None
+
+
+def test_a_file_scales() -> None:
+    """Guards `autoscaling`, which no file showed: bounds of all tiers fit into what they may have together."""
+    [path] = [path for path in FILES if path.stem == "qwen3-scaled"]
+    parsed = config(path)
+    assert parsed.autoscaling is not None
+    assert sum(num_replicas(tier, "max_replicas") for tier in parsed.tiers) == parsed.autoscaling.max_devices
+    assert any(num_replicas(tier, "min_replicas") < num_replicas(tier, "max_replicas") for tier in parsed.tiers)

@@ -35,6 +35,7 @@ class Stats:
     first_token_s: float | None = None  # from the request to the full tier's first token, seconds
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
     rule: Rule = "coupled"  # by which the full tier accepted guesses
+    cached_tokens: int = 0  # of the prompt, whose keys and values the full tier had of texts before
 
     @property
     def full_passes(self) -> int:
@@ -76,6 +77,7 @@ class Completion:
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # if the request asked for log-probabilities of it
+    stop_string: str | None = None  # before which the text was cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Answer:
     edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
     _skip_reason: str = ""  # why the full tier leaves out those below, if it does
+    _num_cached: int = 0
+    _stop_string: str | None = None
 
     def __post_init__(self) -> None:
         """Take up the text after the tokens that the client has: as it would stand, had they been written here."""
@@ -157,6 +161,8 @@ class Answer:
         new = proposal.draft.tokens[known:] if known >= 0 else ()
         if not new:
             return (self._watched(None, proposal) if self._num_sent_tokens else None), None
+        if len(self.tokens) == self._num_known:
+            self._num_cached = proposal.cached
         if not self.tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
         if not self.tokens and self.opening.params.prompt_logprobs is not None:
@@ -206,10 +212,11 @@ class Answer:
         params = self.opening.params
         kept = self._covers(min(params.min_tokens, len(self._ends)))
         begin = max(self._num_sent_chars, kept)
-        found = [at for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
+        found = [(at, stop) for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
         if found:
             self.finish_reason = "stop"
-            self._text = self._text[: min(found)]
+            at, self._stop_string = min(found)
+            self._text = self._text[:at]
 
     def _piece(self) -> Chunk | None:
         """Everything that is certain and was not handed out yet."""
@@ -254,11 +261,14 @@ class Answer:
         assert seed is not None
         reason = undrafted(self.opening, self.edges, self._skip_reason)
         rule = self.opening.rules.rule
-        stats = Stats(self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, rule)
+        stats = Stats(
+            self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, rule, self._num_cached
+        )
         new = slice(self._num_known, num_tokens)
         text, ids, origins = self._text[self._num_known_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
         logprobs = tuple(self.logprobs[: num_tokens - self._num_known])
-        return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self.prompt)
+        stop = self._stop_string
+        return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self.prompt, stop)
 
 
 def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:

@@ -208,6 +208,7 @@ class Proposal:
     skip_reason: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
     lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
+    cached: int = field(default=0, compare=False)  # positions of the prompt whose keys and values the sender had already
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,11 @@ def build_completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, p
     first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
     undrafted = next((known for known in UNDRAFTED if known == finish.undrafted), None)  # a newer server may know more
     rule: Rule = next((known for known in RULES if known == finish.rule), "coupled")  # an older server knows no other
-    stats = Stats(finish.prompt_tokens, finish.completion_tokens, edges, first_token_s, undrafted, rule)
+    written = finish.prompt_tokens, finish.completion_tokens
+    stats = Stats(*written, edges, first_token_s, undrafted, rule, finish.cached_tokens)
     ids, origins, logprobs = tuple(token.id for token in tokens), _origins(tokens), _logprobs(tokens)
-    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=_prompt_tokens(prompt))
+    had, stop = _prompt_tokens(prompt), finish.stop_string if finish.HasField("stop_string") else None
+    return Completion(text, ids, reason, finish.seed, stats, origins, logprobs=logprobs, prompt=had, stop_string=stop)
 
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:

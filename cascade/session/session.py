@@ -44,6 +44,7 @@ class Session:
         "_sent_len",
         "accepted_branch",
         "branches",
+        "cached",
         "changed_from",
         "committed",
         "drafter",
@@ -68,6 +69,7 @@ class Session:
         self.text = list(opening.tokens)  # one list for life: drafters and states hold on to it
         self.committed = len(self.text)
         self.kv_len = 0  # positions whose keys and values are those of `text`
+        self.cached = 0  # positions of the prompt that needed no pass: others had left their keys and values
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
         self.skip_reason = ""  # why it has no drafter, if the tier left them out
@@ -317,7 +319,8 @@ class Session:
         else:
             draft = Draft(tuple(tokens), origins)
         lanes = self.lanes if watch else ()
-        return Proposal(self.opening.session, start, draft, self.edges, skip_reason=self.skip_reason, lanes=lanes)
+        name, reason = self.opening.session, self.skip_reason
+        return Proposal(name, start, draft, self.edges, skip_reason=reason, lanes=lanes, cached=self.cached)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

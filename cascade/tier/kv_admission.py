@@ -130,10 +130,14 @@ class KVAdmission:
         """The same without others' memory."""
         if slot.allocation is not None:
             return positions <= slot.allocation.capacity or self.block_manager.reserve(slot.allocation, positions)
-        found = self.block_manager.open(slot.session.text, _salt(slot), positions)
-        if found is not None:
-            slot.allocation, slot.session.kv_len = found
-        return found is not None
+        session = slot.session
+        found = self.block_manager.open(session.text, _salt(slot), positions)
+        if found is None:
+            return False
+        slot.allocation, session.kv_len = found
+        if len(session.text) == len(session.opening.tokens):  # else it may find what it has left itself
+            session.cached = min(session.kv_len, session.opening.prompt_len)
+        return True
 
 
 def _salt(slot: Slot[Any]) -> str:

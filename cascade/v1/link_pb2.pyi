@@ -100,7 +100,7 @@ class Close(_message.Message):
     def __init__(self, keep: _Optional[bool] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "skip_reason", "prompt_logprobs", "lanes", "confidences", "parents", "dists")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "skip_reason", "prompt_logprobs", "lanes", "confidences", "parents", "dists", "cached")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class Proposal(_message.Message):
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DISTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
@@ -123,7 +124,8 @@ class Proposal(_message.Message):
     confidences: bytes
     parents: _containers.RepeatedScalarFieldContainer[int]
     dists: _containers.RepeatedCompositeFieldContainer[Dist]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., dists: _Optional[_Iterable[_Union[Dist, _Mapping]]] = ...) -> None: ...
+    cached: int
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., dists: _Optional[_Iterable[_Union[Dist, _Mapping]]] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class Dist(_message.Message):
     __slots__ = ("ids", "probs")

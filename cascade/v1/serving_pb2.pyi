@@ -186,7 +186,7 @@ class TopToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "seed", "prompt_tokens", "completion_tokens", "edges", "first_token_s", "undrafted", "reasoning_tokens", "rule")
+    __slots__ = ("reason", "seed", "prompt_tokens", "completion_tokens", "edges", "first_token_s", "undrafted", "reasoning_tokens", "rule", "cached_tokens", "stop_string")
     REASON_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,8 @@ class Finish(_message.Message):
     UNDRAFTED_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     reason: str
     seed: int
     prompt_tokens: int
@@ -205,7 +207,9 @@ class Finish(_message.Message):
     undrafted: str
     reasoning_tokens: int
     rule: str
-    def __init__(self, reason: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., undrafted: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ..., rule: _Optional[str] = ...) -> None: ...
+    cached_tokens: int
+    stop_string: str
+    def __init__(self, reason: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., undrafted: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ..., rule: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Edge(_message.Message):
     __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "mean_accepted_len", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prefetched", "prefetched_tokens", "undrafted_passes", "agreed")

@@ -69,6 +69,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         skip_reason=proposal.skip_reason,
         lanes=map(encode_lane, proposal.lanes),
         dists=map(_encode_dist, draft.dists),
+        cached=proposal.cached,
     )
 
 
@@ -122,7 +123,8 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(decode_edge, said.edges))
     lanes = tuple(map(decode_lane, said.lanes))
-    return Proposal(session, said.start, _decode_draft(said), edges, logprobs, said.skip_reason, prompt, lanes)
+    draft = _decode_draft(said)
+    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, lanes, said.cached)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:

@@ -142,4 +142,6 @@ def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
         first_token_s=completion.stats.first_token_s,
         undrafted=completion.stats.undrafted,
         rule=completion.stats.rule,
+        cached_tokens=completion.stats.cached_tokens,
+        stop_string=completion.stop_string,
     )

@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken
 
 from cascade.engine.tokenizer import Tokenizer
 from cascade.simulation.toy import fold
+from deployments.gateway.chat.thoughts import CLOSE, OPEN
 from tests import small
 from tests.doors import House, house
 from tests.tier.test_tier import CountingModel
@@ -82,10 +84,32 @@ class Parrot(CountingModel):
         return tuple(logits)
 
 
-@contextlib.contextmanager
-def talking(folder: Path, format: str, *, marks: bool = True, **options: Any) -> Iterator[House]:
+# as Qwen3's and DeepSeek's: old thoughts are written, a variable opens or closes those of the new turn
+BEGINS = "{% if thinking is defined %}<think>\n{% if not thinking %}</think>\n{% endif %}{% endif %}"
+WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+
+
+def thinker(folder: Path, tags: Literal["token", "special", "spelled"]) -> str:
+    """The same, of a model that thinks out loud, between tags that are tokens, special tokens, or spelled."""
+    backend = Tokenizer.from_pretrained(talker(folder, "hermes")).backend
+    if tags != "spelled":
+        added = [AddedToken(tag, special=tags == "special", normalized=False) for tag in (OPEN, CLOSE)]
+        backend.add_tokens(added, special_tokens=tags == "special")
+    backend.chat_template = backend.chat_template.replace("<|assistant|>", "<|assistant|>" + BEGINS).replace(
+        "<|{{ message.role }}|>", "<|{{ message.role }}|>" + WROTE
+    )
+    backend.save_pretrained(folder)
+    return str(folder)
+
+
+def talking(folder: Path, format: str, *, marks: bool = True, **options: Any) -> AbstractContextManager[House]:
     """A house of parrots that know conversations and tools; ``options`` are those of `doors.house`."""
-    source = talker(folder, format, marks=marks)
+    return parrots(talker(folder, format, marks=marks), **options)
+
+
+@contextlib.contextmanager
+def parrots(source: str, **options: Any) -> Iterator[House]:
+    """A house of parrots with the tokenizer of a `talker` or a `thinker`."""
     backend = Tokenizer.from_pretrained(source).backend
 
     def parrot(**options: float) -> Parrot:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from openai import OpenAI
-from tokenizers import AddedToken
 
 from cascade.answer import Chunk, Completion, Stats
 from cascade.client import Client
@@ -26,15 +25,12 @@ from deployments.gateway.chat.thoughts import CLOSE, OPEN, ThoughtSplitter
 from tests import small
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import params
-from tests.doors import House, house
+from tests.doors import House
 from tests.router.test_http import ask
-from tests.talkers import ROLES, Parrot, talker
+from tests.talkers import parrots, thinker
 
 END = Completion("", (), "stop", 1, Stats(1, 1))
 PIECES = st.lists(st.sampled_from([OPEN, CLOSE, "<", "th", "ink", ">", "</", "<thi", "nk>", "a", " ", "\n", "é"]), max_size=14)
-# as Qwen3's and DeepSeek's: old thoughts are written, a variable opens or closes those of the new turn
-BEGINS = "{% if thinking is defined %}<think>\n{% if not thinking %}</think>\n{% endif %}{% endif %}"
-WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
 
 
 def split(text: str, within: bool, cuts: list[int]) -> tuple[str, str]:
@@ -102,26 +98,8 @@ TAGS = ["special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("to
 @pytest.fixture(scope="module", params=TAGS)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """Parrots that think out loud, with tags that are tokens, special tokens, or spelled."""
-    source = talker(tmp_path_factory.mktemp("thinks"), "hermes")
-    backend = Tokenizer.from_pretrained(source).backend
-    if request.param != "spelled":
-        special = request.param == "special"
-        backend.add_tokens(
-            [AddedToken(tag, special=special, normalized=False) for tag in (OPEN, CLOSE)], special_tokens=special
-        )
-    backend.chat_template = backend.chat_template.replace("<|assistant|>", "<|assistant|>" + BEGINS).replace(
-        "<|{{ message.role }}|>", "<|{{ message.role }}|>" + WROTE
-    )
-    backend.save_pretrained(source)
-
-    def parrot(**options: float) -> Parrot:
-        model = Parrot(**options)
-        model.user, model.assistant, model.end = (backend.convert_tokens_to_ids(ROLES[i]) for i in (1, 2, 4))
-        return model
-
-    with house(pass_s=0.001, model=parrot, full={"model_loading_config": {"model_source": source}}) as built:
+    with parrots(thinker(tmp_path_factory.mktemp("thinks"), request.param), pass_s=0.001) as built:
         yield built
-        built.settle()
 
 
 def says(content: str) -> list[dict[str, Any]]:

@@ -15,9 +15,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic import ValidationError as PydanticError
 
 from cascade.errors import InvalidRequest
 from cascade.params import LONE_SURROGATE, is_text
+from deployments.gateway.admission.status import mistake
 from deployments.gateway.chat.template import Style
 
 Text = Annotated[str, Field(max_length=4_000_000)]
@@ -63,6 +65,15 @@ class Body(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"it has {len(value)} fields: none is known of more than {MAX_FIELDS}")
         return value
+
+
+class Sparse(Body):
+    """A part of a request that may be one of an answer sent back: what is null there is not said here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_said(cls, value: Any) -> Any:
+        return {name: said for name, said in value.items() if said is not None} if isinstance(value, dict) else value
 
 
 class Kept(Body):
@@ -261,6 +272,15 @@ class Conversation(StyleBody):
         check_results(self.messages)
         self.check_style(self.messages)
         return self
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Self:
+        """A conversation that another API's words were turned into; raises `InvalidRequest`."""
+        try:
+            return cls.model_validate(said)
+        except PydanticError as error:
+            placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            raise InvalidRequest(mistake(placed, "The request")[1]) from None
 
     @property
     def chosen_tool(self) -> ToolChoice:

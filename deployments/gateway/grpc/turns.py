@@ -6,13 +6,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
-from pydantic import ValidationError
 
 from cascade.answer import Chunk, Completion
 from cascade.client.wire import encode_lane
 from cascade.errors import InvalidRequest
 from cascade.v1 import serving_pb2 as pb
-from deployments.gateway.admission.status import mistake
 from deployments.gateway.chat.assistant import Assistant, ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from deployments.gateway.chat.delta import Delta
@@ -94,11 +92,7 @@ def conversation(request: pb.ChatRequest) -> Conversation:
         said["tool_choice"] = _choice(request.tool_choice)
     if request.HasField("chat_template_kwargs"):
         said["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
-    try:
-        return Conversation.model_validate(said)
-    except ValidationError as error:
-        placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise InvalidRequest(mistake(placed, "The request")[1]) from None
+    return Conversation.of(said)
 
 
 def _listed(form: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:

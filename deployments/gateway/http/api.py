@@ -1,9 +1,9 @@
-"""OpenAI's API over HTTP, and the page."""
+"""OpenAI's and Anthropic's APIs over HTTP, and the page."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,23 +22,25 @@ from cascade.messages import Open
 from cascade.params import MAX_SEED, Handling, SamplingParams, Speculation
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.metrics import CONTENT_TYPE
-from deployments.gateway.admission.status import mistake, refusal
-from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
+from deployments.gateway.admission.status import Refusal, mistake, refusal
+from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.events import Events, attended
-from deployments.gateway.http.merge import gathered, merged, streamed
+from deployments.gateway.http.merge import Reply, gathered, merged, streamed
+from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
 from deployments.gateway.http.middleware import Middleware
 from deployments.gateway.http.openai import (
     DEFAULT_COMPLETION_TOKENS,
+    AnswersBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    IgnoredFields,
     SamplingBody,
     StreamOptions,
     TokenizeBody,
 )
-from deployments.gateway.http.reply import Echo, Form
+from deployments.gateway.http.reply import CompletionReply, Echo, Form
+from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 
 PAGE_FILE = Path(__file__).with_name("page.html")
 PAGE_POLICY = "; ".join(
@@ -52,6 +54,7 @@ PAGE_POLICY = "; ".join(
     )
 )
 Asked = TypeVar("Asked", bound=SamplingBody)
+Turning = TypeVar("Turning", ResponsesBody, MessagesBody)
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
@@ -153,6 +156,9 @@ class Api:
         app.post("/detokenize", **keyed)(self.detokenize)
         app.post("/v1/completions", **written)(self.complete)
         app.post("/v1/chat/completions", **written)(self.chat)
+        app.post("/v1/responses", **written)(self.respond)
+        app.post("/v1/messages", **written)(self.message)
+        app.post("/v1/messages/count_tokens", **keyed)(self.count_tokens)
         return app
 
     # answered without a tier
@@ -210,19 +216,44 @@ class Api:
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
-        return await self._answer("text", body, params, ids, echoes, request, timeout_s)
+        return await self._complete("text", body, params, ids, echoes, request, timeout_s)
 
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         self._admission.places.check()
         body = self._adapted(body)
         task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
-        return await self._answer("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
+        return await self._complete("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
-    async def _answer(
+    async def respond(self, body: ResponsesBody, request: Request, timeout_s: Timeout = None) -> Any:
+        """The assistant's next turn, in the Responses API."""
+        body, task = await self._task(body)
+        reply = ResponseReply(body, task, request.state.request_id, self._answering(body))
+        return await self._answer(body, await self._openings(body, task.params, [task.ids]), request, timeout_s, reply)
+
+    async def message(self, body: MessagesBody, request: Request, timeout_s: Timeout = None) -> Any:
+        """The assistant's next turn, in Anthropic's Messages API."""
+        body, task = await self._task(body)
+        reply = MessageReply(task, request.state.request_id, self._answering(body))
+        return await self._answer(body, await self._openings(body, task.params, [task.ids]), request, timeout_s, reply)
+
+    async def count_tokens(self, body: PromptBody) -> Response:
+        """Tokens of the prompt that a message would have."""
+        self._check_model(body.model)
+        said = body.conversed(self._reads)
+        task = await self._backend.assistant.task(said, lambda room: SamplingParams())
+        return JSONResponse({"input_tokens": len(task.ids)})
+
+    async def _task(self, body: Turning) -> tuple[Turning, ChatTask]:
+        """What a request of another API asks of the full tier; with the adapter that its model names."""
+        self._admission.places.check()
+        body, assistant = self._adapted(body), self._backend.assistant
+        return body, await assistant.task(body.conversed(self._reads), lambda room: body.params(body.limit or room))
+
+    async def _complete(
         self,
         kind: Literal["chat", "text"],
-        body: SamplingBody,
+        body: AnswersBody,
         params: SamplingParams,
         ids: Sequence[Sequence[int]],
         echoes: Sequence[Echo],
@@ -230,7 +261,7 @@ class Api:
         timeout_s: float | None,
         reader: Callable[[], TurnReader] | None = None,
     ) -> Any:
-        """Admit everything at once, then write it, whole or in pieces."""
+        """The answers of both kinds of completions."""
         if body.answers > self._admission.limits.max_n:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
         if body.stream_options is not None and not body.stream:
@@ -238,31 +269,35 @@ class Api:
         if body.watch and not body.stream:
             raise InvalidRequest("watch is given without stream: set stream to true")
         openings = await self._openings(body, params, ids)
-        known = None if body.resume is None else await self._backend.known(openings)
-        id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}"
+        known = [] if body.resume is None else await self._backend.known(openings)
         options = body.stream_options or StreamOptions()
         form = Form(
             kind,
-            id,
-            body.model if body.model in self._backend.adapters else self._backend.model_names[0],
+            f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}",
+            self._answering(body),
             history=body.history,
             usage=options.include_usage,
             prompt_tokens=sum(map(len, ids)) if options.continuous_usage_stats else None,
             name=None if params.logprobs is None else self._name,
             reader=reader,
         )
-        ignored = self._ignored(body)
+        reply = CompletionReply(form, [echo for echo in echoes for _ in range(body.answers)], known)
+        return await self._answer(body, openings, request, timeout_s, reply)
+
+    async def _answer(
+        self, body: SamplingBody, openings: Sequence[Open], request: Request, timeout_s: float | None, reply: Reply
+    ) -> Any:
+        """Admit everything at once, then write it, whole or in pieces."""
+        ignored = body.ignored(self._reads)
         warning = {"warning": f'299 - "No effect here: {", ".join(ignored)}"'} if ignored else {}
-        echoes = [echo for echo in echoes for _ in range(body.answers)]
         with contextlib.ExitStack() as held:
             said, headers = request.state, request.headers.items()
             limits = said.account, said.request_id, timeout_s, openings
             active = held.enter_context(self._admission.admitted(*limits, since=said.since, headers=headers))
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
-                answer = await attended(request.receive, gathered(form, merged(sources), echoes))
-                return JSONResponse(answer, headers=warning)
-            events = streamed(form, merged(sources), echoes, known)
+                return JSONResponse(await attended(request.receive, gathered(reply, merged(sources))), headers=warning)
+            events = streamed(reply, merged(sources))
             first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all(), warning)
 
@@ -302,13 +337,13 @@ class Api:
         """The text of one token, special ones too."""
         return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
 
-    def _ignored(self, body: SamplingBody) -> list[str]:
-        """Fields that are given and change nothing."""
-        ignored = [name for name in IgnoredFields.model_fields if getattr(body, name) is not None]
-        effort = isinstance(body, ChatBody) and body.reasoning_effort is not None
-        if effort and "reasoning_effort" not in self._backend.assistant.variables:
-            ignored.append("reasoning_effort")
-        return ignored
+    def _answering(self, body: SamplingBody) -> str:
+        """The name of what answers: the model, or the adapter that is asked for by its name."""
+        return body.model if body.model in self._backend.adapters else self._backend.model_names[0]
+
+    def _reads(self, variable: str) -> bool:
+        """Whether the chat template does."""
+        return variable in self._backend.assistant.variables
 
     def _check_model(self, name: str | None) -> None:
         known = (*self._backend.model_names, *self._backend.adapters)
@@ -343,20 +378,21 @@ class Api:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         refused = refusal(error)
-        self._admission.metrics.refused(refused.status.code)
-        return JSONResponse(refused.body, refused.status.http, dict(refused.metadata))
+        return self._refusal(request, refused, refused.status.http, dict(refused.metadata))
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = mistake(error.errors())
         refused = replace(refusal(InvalidRequest(message)), param=param)
-        self._admission.metrics.refused(refused.status.code)
-        return JSONResponse(refused.body, refused.status.http)
+        return self._refusal(request, refused, refused.status.http)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return await self._refused(request, NotFound(f"There is no {request.url.path[:200]!r} here"))
         refused = refusal(InvalidRequest(f"{request.method} {request.url.path[:200]!r}: {error.detail}"))
+        return self._refusal(request, refused, error.status_code, error.headers)
+
+    def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
         self._admission.metrics.refused(refused.status.code)
-        return JSONResponse(refused.body, error.status_code, error.headers)
+        return JSONResponse(body_of(refused, request.url.path), status, headers)

@@ -7,6 +7,7 @@ times as much (docs/log.md).
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,6 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def event(content: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
 class ClientLeft(Exception):

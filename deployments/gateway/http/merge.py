@@ -1,15 +1,26 @@
-"""The pieces of several answers in one stream."""
+"""The pieces of several answers in one stream, which some API's `Reply` writes."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
 from cascade.answer import Chunk
-from deployments.gateway.admission.status import refusal
-from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.reply import DONE, Echo, Form, closing, counted, event, opening, piece, whole
+from deployments.gateway.admission.status import Refusal, refusal
 
-Pieces = AsyncGenerator[tuple[int, Chunk], None]
+Pieces = AsyncGenerator[tuple[int, Chunk], None]  # with the index of their answer
+
+
+class Reply(Protocol):
+    """How one API writes the answers to one request, whole or as server-sent events, which may be none."""
+
+    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]: ...
+
+    def piece(self, index: int, chunk: Chunk) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def failed(self, refused: Refusal) -> bytes: ...
 
 
 async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
@@ -37,57 +48,28 @@ async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gathered(form: Form, pieces: Pieces, echoes: Sequence[Echo]) -> dict[str, object]:
+async def gathered(reply: Reply, pieces: Pieces) -> dict[str, Any]:
     """The whole answer."""
-    answers: list[list[Chunk]] = [[] for _ in echoes]
     async with contextlib.aclosing(pieces):
-        async for index, chunk in pieces:
-            answers[index].append(chunk)
-    return whole(form, answers, echoes)
+        return reply.whole([piece async for piece in pieces])
 
 
-async def streamed(
-    form: Form, pieces: Pieces, echoes: Sequence[Echo], known: Sequence[Chunk] | None = None
-) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events, after what the client has. What fails after the first piece is an event too."""
-    readers = [None if form.reader is None else form.reader() for _ in echoes]
-    lengths = _resumed(echoes, readers, known or ())  # characters of each choice so far
-    ended, told = [], False
-    num_tokens = sum(len(chunk.token_ids) for chunk in known or ())
+async def streamed(reply: Reply, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. What fails after the first one is an event too."""
+    told = False
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
-                head = None if index in lengths else opening(form, index, echoes[index], chunk)
-                offset = lengths.setdefault(index, len(echoes[index].text))
-                lengths[index] += len(chunk.text)
-                num_tokens += len(chunk.token_ids)
-                if chunk.completion is not None:
-                    ended.append(chunk.completion)
-                said = [part for part in (head, piece(form, index, chunk, offset, readers[index])) if part is not None]
-                if form.prompt_tokens is not None:
-                    said = [part | {"usage": counted(form.prompt_tokens, num_tokens)} for part in said]
-                if said:
+                if events := reply.piece(index, chunk):
                     told = True
-                    yield b"".join(map(event, said))
+                    yield events
     except Exception as error:
         if not told:
             raise
-        yield event(refusal(error).body)
+        yield reply.failed(refusal(error))
         return
-    if form.usage:
-        yield event(closing(form, ended, readers))
-    yield DONE
-
-
-def _resumed(echoes: Sequence[Echo], readers: Sequence[TurnReader | None], known: Sequence[Chunk]) -> dict[int, int]:
-    """Characters of the choices that clients have a part of, which their readers have read."""
-    lengths = {}
-    for index, chunk in enumerate(known):
-        if chunk.token_ids:
-            lengths[index] = len(echoes[index].text) + len(chunk.text)
-            if (reader := readers[index]) is not None:
-                reader.take(chunk)
-    return lengths
+    if end := reply.end():
+        yield end
 
 
 async def _feed(

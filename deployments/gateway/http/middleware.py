@@ -18,6 +18,7 @@ from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.admission import Admission, request_id
 from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.http.events import ClientLeft
+from deployments.gateway.http.messages import body_of
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +46,18 @@ class Middleware:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        named = dict(scope["headers"]).get(b"x-request-id")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        named = headers.get(b"x-request-id")
         answer = Sender(send, self._limits.read_timeout_s, mint())
         state = scope.setdefault("state", {})
         try:
             if named is not None:
-                answer.request_id = request_id(named.decode("latin-1"))
+                answer.request_id = request_id(named)
             state["request_id"] = answer.request_id
             route = route_of(scope)
             if route != HEALTH and not (route == "/metrics" and self._access.open_metrics):  # before the body is read
-                said = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+                key = headers.get(b"x-api-key")  # as Anthropic's clients say it
+                said = headers.get(b"authorization", "" if key is None else f"Bearer {key}")
                 state["account"] = self._access.account(said)
             body = await read_body(scope, receive, self._limits)
             check_text(body)
@@ -68,7 +71,7 @@ class Middleware:
             if not answer.started:
                 page = route_of(scope) == PAGE and refused.status.http == 401
                 with contextlib.suppress(ClientLeft):
-                    await answer.refuse(refused, BASIC if page else refused.metadata)
+                    await answer.refuse(refused, scope["path"], BASIC if page else refused.metadata)
 
 
 class Sender:
@@ -94,9 +97,9 @@ class Sender:
         except OSError:
             raise ClientLeft from None
 
-    async def refuse(self, refused: Refusal, metadata: Sequence[tuple[str, str]]) -> None:
-        """The error in OpenAI's form, with ``metadata`` as headers."""
-        body = json.dumps(refused.body).encode()
+    async def refuse(self, refused: Refusal, path: str, metadata: Sequence[tuple[str, str]]) -> None:
+        """The error in the form that clients of ``path`` know, with ``metadata`` as headers."""
+        body = json.dumps(body_of(refused, path)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.encode(), value.encode()) for name, value in metadata]
         await self.send({"type": "http.response.start", "status": refused.status.http, "headers": headers})

@@ -1,6 +1,7 @@
 """The bodies of OpenAI's API, with extensions. Unknown fields, and values that cannot be honoured, are errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
@@ -39,6 +40,7 @@ SAMPLING_FIELDS = (  # fields that mean the same as those of `SamplingParams`
     "adapter",
 )
 
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Schema = dict[str, Any] | str  # an object, or JSON text
 Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
@@ -142,20 +144,17 @@ class IgnoredFields(Body):
 
 
 class SamplingBody(IgnoredFields):
-    """What both kinds of completions take. ``None`` is the default everywhere."""
+    """What all requests for answers take, of whatever API. ``None`` is the default everywhere."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: str | Stops | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
     # extensions, named as in vLLM
     top_k: int | None = None
     min_p: float | None = None
@@ -166,15 +165,12 @@ class SamplingBody(IgnoredFields):
     adapter: str | None = None  # LoRA adapter of the full model
     priority: int | None = None
     cache_salt: str | None = None
-    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
     structured: StructuredBody | None = Field(default=None, validation_alias=AliasChoices("structured", "structured_outputs"))
     guided_json: Schema | None = None  # these four are the kinds of `structured`, as vLLM named them before
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     speculation: SpeculationBody | None = None
-    resume: ResumeBody | None = None
-    history: bool = False  # each piece says its token ids, where they end and who wrote them
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -185,26 +181,27 @@ class SamplingBody(IgnoredFields):
 
     @property
     def answers(self) -> int:
-        return self.n or 1
+        """Of each prompt."""
+        return 1
 
     def known(self, num_choices: int) -> list[list[int]]:
         """Tokens that the client has of each choice; raises `InvalidRequest`."""
-        if self.resume is None:
-            return [[] for _ in range(num_choices)]
-        if not self.stream:
-            raise InvalidRequest("resume is given without stream: set stream to true")
-        token_ids = self.resume.token_ids
-        if len(token_ids) != num_choices:
-            raise InvalidRequest(f"resume.token_ids has {len(token_ids)} lists: the request has {num_choices} choices")
-        if any(token_ids) and self.seed is None:
-            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
-        return token_ids
+        return [[] for _ in range(num_choices)]
 
     def drafts(self) -> Speculation:
         return Speculation() if self.speculation is None else self.speculation.parsed()
 
     def handling(self) -> Handling:
-        return Handling(self.priority or 0, self.cache_salt or "", self.watch)
+        return Handling(self.priority or 0, self.cache_salt or "")
+
+    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
+        """Fields that are given and change nothing; ``reads``: whether the chat template has a variable of this name."""
+        return [name for name in IgnoredFields.model_fields if getattr(self, name) is not None]
+
+    @property
+    def form(self) -> Structured | None:
+        """What the text has to be, in the API's own words; raises `InvalidRequest`."""
+        return None
 
     def shaping(self) -> dict[str, Any]:
         """What `SamplingParams` takes in another form; raises `InvalidRequest`."""
@@ -216,7 +213,7 @@ class SamplingBody(IgnoredFields):
         forms = [
             None if self.structured is None else Structured(**self.structured.chosen),
             *(Structured(**{kind: value}) for kind, value in guided.items() if value is not None),
-            None if self.response_format is None else self.response_format.structured,
+            self.form,
         ]
         given = [form for form in forms if form is not None]
         if len(given) > 1:
@@ -230,7 +227,41 @@ class SamplingBody(IgnoredFields):
         return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **self.shaping())
 
 
-class CompletionBody(SamplingBody):
+class AnswersBody(SamplingBody):
+    """What both kinds of completions take."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
+    resume: ResumeBody | None = None
+    history: bool = False  # each piece says its token ids, where they end and who wrote them
+
+    @property
+    def form(self) -> Structured | None:
+        return None if self.response_format is None else self.response_format.structured
+
+    def handling(self) -> Handling:
+        return replace(super().handling(), watch=self.watch)
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    def known(self, num_choices: int) -> list[list[int]]:
+        if self.resume is None:
+            return super().known(num_choices)
+        if not self.stream:
+            raise InvalidRequest("resume is given without stream: set stream to true")
+        token_ids = self.resume.token_ids
+        if len(token_ids) != num_choices:
+            raise InvalidRequest(f"resume.token_ids has {len(token_ids)} lists: the request has {num_choices} choices")
+        if any(token_ids) and self.seed is None:
+            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+        return token_ids
+
+
+class CompletionBody(AnswersBody):
     """POST /v1/completions."""
 
     prompt: (
@@ -259,7 +290,7 @@ class CompletionBody(SamplingBody):
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-class ChatBody(SamplingBody, Conversation):
+class ChatBody(AnswersBody, Conversation):
     """POST /v1/chat/completions."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -274,6 +305,10 @@ class ChatBody(SamplingBody, Conversation):
         if self.logprobs:
             chosen["logprobs"] = self.top_logprobs or 0
         return chosen
+
+    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
+        unread = self.reasoning_effort is not None and not reads("reasoning_effort")
+        return super().ignored(reads) + ["reasoning_effort"] * unread
 
     @property
     def limit(self) -> int | None:

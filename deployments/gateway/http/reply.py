@@ -1,6 +1,5 @@
-"""Answers in OpenAI's form, whole and in pieces."""
+"""Completions and chat completions in OpenAI's form, whole and in pieces."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,7 +7,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion
+from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.reader import TurnReader, finish_reason, read
+from deployments.gateway.http.events import event
 from deployments.gateway.http.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -41,6 +42,52 @@ class Form:
         head = {"id": self.id, "object": name if self.kind == "chat" else "text_completion"}
         usage = {"usage": None} if streamed and self.usage else {}
         return {**head, "created": self.created, "model": self.model, **usage}
+
+
+class CompletionReply:
+    """The answers to one request, after what the client has of each choice, which is ``known``."""
+
+    def __init__(self, form: Form, echoes: Sequence[Echo], known: Sequence[Chunk] = ()) -> None:
+        self._form = form
+        self._echoes = echoes
+        self._readers = [None if form.reader is None else form.reader() for _ in echoes]
+        self._lengths: dict[int, int] = {}  # characters of each choice so far
+        self._ended: list[Completion] = []
+        self._num_tokens = sum(len(chunk.token_ids) for chunk in known)
+        for index, chunk in enumerate(known):
+            if chunk.token_ids:
+                self._lengths[index] = len(echoes[index].text) + len(chunk.text)
+                if (reader := self._readers[index]) is not None:
+                    reader.take(chunk)
+
+    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
+        """The answers at once."""
+        answers: list[list[Chunk]] = [[] for _ in self._echoes]
+        for index, chunk in pieces:
+            answers[index].append(chunk)
+        return whole(self._form, answers, self._echoes)
+
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        """The next piece of a choice."""
+        form, echo = self._form, self._echoes[index]
+        head = None if index in self._lengths else opening(form, index, echo, chunk)
+        offset = self._lengths.setdefault(index, len(echo.text))
+        self._lengths[index] += len(chunk.text)
+        self._num_tokens += len(chunk.token_ids)
+        if chunk.completion is not None:
+            self._ended.append(chunk.completion)
+        said = [part for part in (head, piece(form, index, chunk, offset, self._readers[index])) if part is not None]
+        if form.prompt_tokens is not None:
+            said = [part | {"usage": counted(form.prompt_tokens, self._num_tokens)} for part in said]
+        return b"".join(map(event, said))
+
+    def end(self) -> bytes:
+        """What comes after the last piece."""
+        return (event(closing(self._form, self._ended, self._readers)) if self._form.usage else b"") + DONE
+
+    def failed(self, refused: Refusal) -> bytes:
+        """What comes in place of the end."""
+        return event(refused.body)
 
 
 def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]) -> dict[str, Any]:
@@ -100,18 +147,14 @@ def closing(form: Form, completions: Sequence[Completion], readers: Sequence[Tur
     return form.head(True) | {"choices": [], "usage": usage(completions, readers), **drafted(completions)}
 
 
-def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
-
-
 def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
     """Tokens; a prompt with several answers counts once. With those of thoughts if the ``readers`` tell them apart."""
-    prompt = sum(c.stats.prompt_tokens for c in {c.index: c for c in completions}.values())
+    prompts = {c.index: c.stats for c in completions}.values()
     output = sum(c.stats.completion_tokens for c in completions)
+    cached = {"prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in prompts)}}
     thoughts = [n for reader in readers if reader is not None and (n := reader.num_thought_tokens) is not None]
     details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
-    return counted(prompt, output) | details
+    return counted(sum(stats.prompt_tokens for stats in prompts), output) | cached | details
 
 
 def counted(prompt: int, output: int) -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""OpenAI's Responses API and Anthropic's Messages API, asked by their own clients: the turns of chat completions."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.chat.test_tools import SAID
+from tests.doors import House
+from tests.router.test_http import ask
+from tests.talkers import parrots, thinker
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+CUSTOM: dict[str, Any] = {"name": "get_weather", "input_schema": SCHEMA}
+ROME = {"city": "Rome", "days": 3}
+SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 3, "speculation": {"tiers": ["tiny", "medium"]}}
+TURNS = {  # said: what it thinks, says, calls
+    "Here it is.": ("", "Here it is.", []),
+    "<think>hm, two</think>Here it is.": ("hm, two", "Here it is.", []),
+    "I look it up." + SAID["hermes"]: ("", "I look it up.", [ROME]),
+    "<think>hm</think>" + SAID["hermes"] + SAID["hermes"]: ("hm", "", [ROME, ROME]),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """Parrots that know conversations, tools and thoughts."""
+    with parrots(thinker(tmp_path_factory.mktemp("thinks"), "token"), pass_s=0.001) as built:
+        yield built
+
+
+@pytest.fixture
+def responses(served: House) -> Iterator[Any]:
+    """OpenAI's client; after it nothing may be left anywhere."""
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client.responses
+    served.settle()
+
+
+@pytest.fixture
+def messages(served: House) -> Iterator[Any]:
+    """Anthropic's client, likewise."""
+    with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client.messages
+    served.settle()
+
+
+def user(said: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": said}]
+
+
+def of_response(answer: Any) -> tuple[str, str, list[Any]]:
+    """What a response thinks, says and calls."""
+    by_kind: dict[str, list[Any]] = {"reasoning": [], "message": [], "function_call": []}
+    for item in answer.output:
+        by_kind[item.type].append(item)
+        assert item.status == "completed"
+    thoughts = "".join(item.content[0].text for item in by_kind["reasoning"])
+    return thoughts, answer.output_text, [json.loads(item.arguments) for item in by_kind["function_call"]]
+
+
+def of_message(answer: Any) -> tuple[str, str, list[Any]]:
+    """The same of a message."""
+    blocks = answer.content
+    thoughts = "".join(block.thinking for block in blocks if block.type == "thinking")
+    words = "".join(block.text for block in blocks if block.type == "text")
+    return thoughts, words, [block.input for block in blocks if block.type == "tool_use"]
+
+
+@pytest.mark.parametrize("said", TURNS)
+def test_responses_are_turns_of_chats(served: House, responses: Any, said: str) -> None:
+    """Guards `/v1/responses`: items have what chats have, whole, streamed, and as the client puts the stream together."""
+    asked = {"model": served.model, "input": said, "tools": [TOOL], "max_output_tokens": 200, "extra_body": SAMPLING}
+    whole = responses.create(**asked)
+    assert of_response(whole) == TURNS[said]
+    assert (whole.status, whole.store if hasattr(whole, "store") else False) == ("completed", False)
+    events = list(responses.create(stream=True, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert of_response(last.response) == TURNS[said]
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    assert bool(whole.usage.output_tokens_details.reasoning_tokens) == bool(TURNS[said][0])
+    for index, item in enumerate(last.response.output):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        assert (own[0].type, own[-1].type) == ("response.output_item.added", "response.output_item.done")
+        assert own[-1].item == item
+        pieces = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        assert pieces == (item.arguments if item.type == "function_call" else item.content[0].text)
+    with responses.stream(**asked) as stream:
+        assert of_response(stream.get_final_response()) == TURNS[said]
+
+
+@pytest.mark.parametrize("said", TURNS)
+def test_messages_are_turns_of_chats(served: House, messages: Any, said: str) -> None:
+    """Guards `/v1/messages` likewise."""
+    asked = {"model": served.model, "messages": user(said), "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
+    whole = messages.create(**asked)
+    assert of_message(whole) == TURNS[said]
+    assert whole.stop_reason == ("tool_use" if TURNS[said][2] else "end_turn")
+    events = list(messages.create(stream=True, **asked))
+    assert (events[0].type, [event.type for event in events[-2:]]) == ("message_start", ["message_delta", "message_stop"])
+    kinds = [event.type for event in events[1:-2]]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
+    with messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert of_message(final) == TURNS[said]
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    counted = messages.count_tokens(model=served.model, messages=user(said), tools=[CUSTOM])
+    usage = whole.usage
+    assert counted.input_tokens == events[0].message.usage.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_calls_are_answered(served: House, responses: Any, messages: Any) -> None:
+    """Guards agents, whose next request has thoughts, calls and results: the prompt is that of the same chat."""
+    said = "<think>hm</think>I look it up." + SAID["hermes"]
+    first = responses.create(model=served.model, input=said, tools=[TOOL], extra_body=SAMPLING)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    again = [*user(said), *(item.model_dump() for item in first.output), result, *user("so?")]
+    second = responses.create(model=served.model, input=again, instructions="Be brief.", tools=[TOOL], extra_body=SAMPLING)
+    called = {"id": call.call_id, "type": "function", "function": {"name": "get_weather", "arguments": call.arguments}}
+    turn = {"role": "assistant", "content": "I look it up.", "reasoning_content": "hm", "tool_calls": [called]}
+    results = [{"role": "tool", "tool_call_id": call.call_id, "content": "sun"}]
+    system = [{"role": "system", "content": "Be brief."}]
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+    chat = {"messages": [*system, *user(said), turn, *results, *user("so?")], "tools": tools, **SAMPLING}
+    wanted = ask(served, "/v1/chat/completions", chat)[2]
+    assert second.output_text == wanted["choices"][0]["message"]["content"] == "so?"
+    assert second.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+
+    asked: dict[str, Any] = {"model": served.model, "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
+    message = messages.create(messages=user(said), **asked)
+    [block] = [block for block in message.content if block.type == "tool_use"]
+    answered = [{"type": "tool_result", "tool_use_id": block.id, "content": "sun"}, {"type": "text", "text": "so?"}]
+    turns = [
+        *user(said),
+        {"role": "assistant", "content": message.model_dump()["content"]},
+        {"role": "user", "content": answered},
+    ]
+    reply = messages.create(messages=turns, system=[{"type": "text", "text": "Be brief."}], **asked)
+    assert of_message(reply) == ("", "so?", [])
+    arguments = json.dumps(block.input)
+    turn["tool_calls"] = [{**called, "id": block.id, "function": {"name": "get_weather", "arguments": arguments}}]
+    results[0]["tool_call_id"] = block.id
+    tokens = ask(served, "/tokenize", {key: chat[key] for key in ("messages", "tools")})[2]["count"]
+    assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) == tokens
+
+
+def test_choices_and_forms_are_kept(served: House, responses: Any, messages: Any) -> None:
+    """Guards tool choices and structured text, which are enforced over all APIs alike."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    said = responses.create(model=served.model, input="x", text=form, extra_body=SAMPLING)
+    assert json.loads(said.output_text)["a"] in (1, 2)
+    config: Any = {"format": {"type": "json_schema", "schema": schema}}
+    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 200, "extra_body": SAMPLING}
+    assert json.loads(of_message(messages.create(output_config=config, **asked))[1])["a"] in (1, 2)
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 200}
+        [item, *_] = responses.create(model=served.model, extra_body=SAMPLING, **asked_so).output
+        assert (item.type, item.name) == ("function_call", "get_weather")
+    for chosen in ({"type": "any"}, {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}):
+        assert messages.create(tools=[CUSTOM], tool_choice=chosen, **asked).content[0].type == "tool_use"
+    assert not of_message(messages.create(tools=[CUSTOM], tool_choice={"type": "none"}, **asked))[2]
+
+
+def test_ends_are_told(served: House, responses: Any, messages: Any) -> None:
+    """Guards why a turn ended: its limit, a stop string, and which."""
+    cut = responses.create(model=served.model, input="one two three four", max_output_tokens=2, extra_body=SAMPLING)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    asked: dict[str, Any] = {"model": served.model, "messages": user("one two three four"), "extra_body": SAMPLING}
+    assert messages.create(max_tokens=2, **asked).stop_reason == "max_tokens"
+    stopped = messages.create(max_tokens=50, stop_sequences=["zzz", "three"], **asked)
+    assert (stopped.stop_reason, stopped.stop_sequence, of_message(stopped)[1]) == ("stop_sequence", "three", "one two ")
+    gone_on = messages.create(
+        max_tokens=50, **asked | {"messages": [*asked["messages"], {"role": "assistant", "content": "one two"}]}
+    )
+    assert of_message(gone_on)[1] == " three four"
+
+
+def test_thinking_is_switched(served: House, messages: Any) -> None:
+    """Guards `thinking`, which sets the variable of the template, and leaves thoughts out where nobody wants them."""
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 100, "extra_body": SAMPLING}
+    said = user("<think>\nhm</think>So it is.")  # the template may have written the first two
+    on = messages.create(messages=said, thinking={"type": "enabled", "budget_tokens": 1024}, **asked)
+    assert of_message(on) == ("hm", "So it is.", [])
+    off = messages.create(messages=user("<think>\n</think>\nSo it is."), thinking={"type": "disabled"}, **asked)
+    assert of_message(off) == ("", "So it is.", [])
+    quiet = messages.create(messages=said, thinking={"type": "adaptive", "display": "omitted"}, **asked)
+    assert of_message(quiet) == ("", "So it is.", [])
+
+
+def test_a_prompt_that_was_here_is_cached(served: House, responses: Any, messages: Any) -> None:
+    """Guards counts of cached tokens over all APIs, which only the full tier knows."""
+    long = "the quick brown fox jumps over the lazy dog and " * 12
+    asked = {"prompt": long, "max_tokens": 2, "seed": 3}
+    counts = [ask(served, "/v1/completions", asked)[2]["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert counts[0] == 0 < counts[1]
+    for _ in range(2):
+        first = responses.create(model=served.model, input=long, max_output_tokens=2, extra_body=SAMPLING).usage
+    assert 0 < first.input_tokens_details.cached_tokens < first.input_tokens
+    usage = messages.create(model=served.model, messages=user(long), max_tokens=2, extra_body=SAMPLING).usage
+    assert usage.cache_read_input_tokens > 0
+    assert usage.cache_read_input_tokens + usage.input_tokens == first.input_tokens
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [  # what is asked of responses, words of the sentence
+    ({"previous_response_id": "resp_1"}, "nothing is kept here between requests"),
+    ({"conversation": "conv_1"}, "nothing is kept here"),
+    ({"background": True}, "nothing is kept here"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_text"),
+    ({"n": 2}, "n is not a known field"),
+    ({"include": ["file_search_call.results"]}, "include"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), REFUSED)
+def test_responses_that_cannot_be_are_refused(served: House, responses: Any, body: dict[str, Any], words: str) -> None:
+    """Guards what is honoured or refused, never ignored, with one sentence."""
+    with pytest.raises(openai.BadRequestError) as error:
+        responses.create(**{"model": served.model, "input": "x"} | {"extra_body": body})
+    assert words in error.value.message
+
+
+def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
+    """Guards errors of `/v1/messages`: Anthropic's shape and types, whoever refuses, and in mid-stream."""
+    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 5}
+    image = [{"type": "image", "source": {"type": "url", "url": "x"}}]
+    for change, kind in (
+        ({"model": "nobody"}, anthropic.NotFoundError),
+        ({"max_tokens": 20_000}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": image}]}, anthropic.BadRequestError),
+        ({"extra_body": {"strange": 1}}, anthropic.BadRequestError),
+        ({"extra_headers": {"x-request-id": "no spaces here"}}, anthropic.BadRequestError),
+    ):
+        with pytest.raises(kind) as error:
+            messages.create(**asked | change)
+        body: Any = error.value.body
+        assert body["type"] == "error"
+        assert body["error"]["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")
+        assert 0 < len(body["error"]["message"]) < 600
+    status, _, answer = ask(served, "/v1/messages", method="GET")
+    assert (status, answer["type"]) == (405, "error")
+
+
+def test_what_changes_nothing_is_named(served: House) -> None:
+    """Guards the header by which fields without effect are told."""
+    for path, body, names in (
+        (
+            "/v1/responses",
+            {"input": "x", "store": True, "truncation": "auto", "reasoning": {"effort": "low", "summary": "auto"}},
+            "store, reasoning.effort, reasoning.summary, truncation",
+        ),
+        (
+            "/v1/messages",
+            {"messages": user("x"), "metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "metadata, thinking.budget_tokens",
+        ),
+    ):
+        limit = {"max_tokens": 2} if "messages" in body else {"max_output_tokens": 2}
+        status, headers, _ = ask(served, path, {**body, **limit})
+        assert (status, headers["warning"]) == (200, f'299 - "No effect here: {names}"')

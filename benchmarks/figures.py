@@ -67,9 +67,8 @@ def one(peers: Document) -> str:
 def modes(peers: Document) -> str:
     """Every engine with every drafter, and both over the same engine alone."""
     found = [peers["cells"]["one"][key] for key in TEMPERATURES]
-    lines = []
-    for name in sorted({name for cells in found for name in cells}):
-        lines.append([f"`{name}`", *(mode(cells.get(name)) for cells in found)])
+    names = sorted({name for cells in found for name in cells})
+    lines = [[f"`{name}`", *(mode(cells.get(name)) for cells in found)] for name in names]
     return rows(("mode", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
 
 
@@ -109,6 +108,36 @@ def devices(cluster: Document) -> str:
     return rows(("replicas: tiny/medium/full", *header), lines)
 
 
+def emulated(cluster: Document) -> str:
+    """One request on emulated devices: every mode over the full model alone, as measured and as the simulator has it."""
+    modes = cluster.get("one", {}).get("modes", {})
+    alone = modes.get("alone", {})
+    lines = [
+        [name, *(f"{found[key] / alone[key]:.2f}" for key in ("tokens_per_second", "simulated"))]
+        for name, found in modes.items()
+    ]
+    return rows(("mode", "over alone", "simulated"), lines)
+
+
+def trees(document: Document) -> str:
+    """Tokens per second of guess trees and of lines."""
+    return by_temperature({key: found["tokens_per_second"] for key, found in document["served"].items()}, "{:.1f}")
+
+
+def rules(document: Document) -> str:
+    """Tokens per full pass by rules of acceptance."""
+    found = {key: {name: one["tokens_per_pass"] for name, one in modes.items()} for key, modes in document["modes"].items()}
+    return by_temperature(found, "{:.2f}")
+
+
+def by_temperature(found: Mapping[str, Mapping[str, float]], form: str) -> str:
+    """A line for each mode, a column for each temperature that was measured."""
+    known = {key: label for key, label in TEMPERATURES.items() if key in found}
+    names = list(dict.fromkeys(name for key in known for name in found[key]))
+    lines = [[name, *(form.format(found[key][name]) if name in found[key] else "-" for key in known)] for name in names]
+    return rows(("mode", *(f"temperature {label}" for label in known.values())), lines)
+
+
 def trio(cluster: Document) -> str:
     """What the passes of emulated devices take, in milliseconds."""
     sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
@@ -136,12 +165,9 @@ def shipped() -> str:
 
 def drafters(document: Document) -> str:
     """Every drafter alone, and the planner's choice, over the full model alone."""
-    keys = list(TEMPERATURES)
-    lines = [
-        [name, *(f"{found[key]['speedup']:.2f}" if key in found else "-" for key in keys)]
-        for name, found in document["head"]["drafters"].items()
-    ]
-    return rows(("drafter", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
+    modes = document["head"]["drafters"]
+    found = {key: {name: one[key]["speedup"] for name, one in modes.items() if key in one} for key in TEMPERATURES}
+    return by_temperature({key: cells for key, cells in found.items() if cells}, "{:.2f}")
 
 
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
@@ -192,7 +218,16 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`benchmarks/cluster/trio.py`).",
         trio,
     ),
+    (
+        "One request on emulated devices",
+        "cluster",
+        "make bench-cluster",
+        "Every mode over the full model alone, as measured and as the simulator has it.",
+        emulated,
+    ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
+    ("Trees", "trees", "make bench-trees", "Tokens per second of guess trees and of lines.", trees),
+    ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )
 
 

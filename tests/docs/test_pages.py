@@ -57,6 +57,15 @@ def test_sources_name_pages_that_exist() -> None:
             assert (ROOT / page).exists(), f"{page} in {name}"
 
 
+def test_pages_name_files_that_exist() -> None:
+    """Guards developers against files and rooms that have moved."""
+    rooms = "benchmarks|cascade|cluster|deployments|docs|examples|protos|tests"
+    for page in PAGES:
+        if page.name not in HISTORY:
+            for name in re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text(encoding="utf-8")):
+                assert (ROOT / name).exists(), f"{name} of {page.name}"
+
+
 def test_code_is_code() -> None:
     """Guards what readers copy: Python that compiles and imports, YAML that parses, pieces that the configuration takes."""
     for page in PAGES:

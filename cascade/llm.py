@@ -48,7 +48,9 @@ class LLM:
 
         Raises `InvalidRequest`, or `Unavailable` if the full model fails.
         """
-        one = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
+        if not prompts and not isinstance(prompts, str):
+            return []
+        one = isinstance(prompts, str) or isinstance(prompts[0], int)
         each = cast("Sequence[Prompt]", [prompts] if one else prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in each]
         encode = self.cascade.tokenizer.encode

@@ -34,6 +34,7 @@ def test_texts_are_those_of_the_cascade(llm: LLM) -> None:
             [found] = output.outputs
             assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
             assert (found.finish_reason, found.index) == (wanted.finish_reason, 0)
+    assert llm.generate([], PARAMS) == []
     for alone in (PROMPTS[1], ids[1]):
         [output] = llm.generate(alone, PARAMS)
         assert output.outputs[0].text == expected[1].text

@@ -27,7 +27,7 @@ KEYS = "CASCADE_API_KEYS"  # of a router's environment: NAME=KEY
 @click.option("--host", help="Address to listen at. This machine's loopback unless given; 0.0.0.0 is everywhere.")
 @click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="gRPC port; 0 is any free one. 9000 unless given.")
-@click.option("--api-key", metavar="KEY", help="That clients must send, 16 characters or more. Anybody may ask unless given.")
+@click.option("--api-key", metavar="KEY", help="That clients must send, 8 characters or more. Anybody may ask unless given.")
 @click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster that is joined.")
 def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: str | None, name: str, **models: Any) -> None:
     """Serve MODEL, a path or hub id, until Ctrl-C, with smaller models of its family ahead of it.

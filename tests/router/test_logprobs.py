@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cascade.answer import Chunk
-from deployments.gateway.http.logprobs import chat_logprobs, text_logprobs
+from deployments.gateway.http.reply import chat_logprobs, text_logprobs
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.events import Events, attended
 from deployments.gateway.http.merge import Reply, gathered, merged, streamed
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
-from deployments.gateway.http.middleware import Middleware
+from deployments.gateway.http.middleware import Middleware, route_of
 from deployments.gateway.http.openai import (
     DEFAULT_COMPLETION_TOKENS,
     AnswersBody,
@@ -395,4 +395,4 @@ class Api:
 
     def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
         self._admission.metrics.refused(refused.status.code)
-        return JSONResponse(body_of(refused, request.url.path), status, headers)
+        return JSONResponse(body_of(refused, route_of(request.scope)), status, headers)

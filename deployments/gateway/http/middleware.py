@@ -71,7 +71,7 @@ class Middleware:
             if not answer.started:
                 page = route_of(scope) == PAGE and refused.status.http == 401
                 with contextlib.suppress(ClientLeft):
-                    await answer.refuse(refused, scope["path"], BASIC if page else refused.metadata)
+                    await answer.refuse(refused, route_of(scope), BASIC if page else refused.metadata)
 
 
 class Sender:

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from cascade.answer import Chunk, Completion
+from cascade.answer import Chunk, Completion, PromptToken
+from cascade.messages import Logprobs
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.reader import TurnReader, finish_reason, read
 from deployments.gateway.http.events import event
-from deployments.gateway.http.logprobs import Name, chat_logprobs, prompt_logprobs, text_logprobs
 
+Name = Callable[[int], str]  # the text of a token alone, which may be half a character
 DONE = b"data: [DONE]\n\n"
 
 
@@ -212,6 +213,55 @@ def _message(reader: TurnReader | None, chunks: Sequence[Chunk], completion: Com
     if said.calls:
         message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]
     return why, message
+
+
+def chat_logprobs(chunks: Sequence[Chunk], name: Name) -> dict[str, Any]:
+    """Log-probabilities as chat completions have them."""
+    return {
+        "content": [
+            _named(name(token), entry.logprob) | {"top_logprobs": [_named(name(id), value) for id, value in entry.top]}
+            for token, entry, _ in _entries(chunks)
+        ]
+    }
+
+
+def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str, Any]:
+    """As completions have them; the first chunk's text begins at ``offset`` of the choice's text."""
+    entries = _entries(chunks)
+    return {
+        "tokens": [name(token) for token, _, _ in entries],
+        "token_logprobs": [entry.logprob for _, entry, _ in entries],
+        "top_logprobs": [{name(id): value for id, value in entry.top} for _, entry, _ in entries],
+        "text_offset": [offset + begin for _, _, begin in entries],
+    }
+
+
+def prompt_logprobs(prompt: Sequence[PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
+    """The same of an echoed prompt, whose tokens begin at ``begins`` of its text. The first token has no log-probability."""
+    return {
+        "tokens": [name(token.id) for token in prompt],
+        "token_logprobs": [token.logprob for token in prompt],
+        "top_logprobs": [None if token.logprob is None else {name(id): value for id, value in token.top} for token in prompt],
+        "text_offset": list(begins),
+    }
+
+
+def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Logprobs, int]]:
+    """Token, log-probabilities, and where its characters begin."""
+    found: list[tuple[int, Logprobs, int]] = []
+    num_chars = 0
+    for chunk in chunks:
+        begins = (0, *chunk.ends)[: len(chunk.ends)]
+        found += [
+            (token, entry, num_chars + begin)
+            for token, entry, begin in zip(chunk.token_ids, chunk.logprobs, begins, strict=True)
+        ]
+        num_chars += len(chunk.text)
+    return found
+
+
+def _named(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {
 TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
 CUSTOM: dict[str, Any] = {"name": "get_weather", "input_schema": SCHEMA}
 ROME = {"city": "Rome", "days": 3}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": ""}
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 3, "speculation": {"tiers": ["tiny", "medium"]}}
 TURNS = {  # said: what it thinks, says, calls
     "Here it is.": ("", "Here it is.", []),
@@ -173,6 +174,20 @@ def test_choices_and_forms_are_kept(served: House, responses: Any, messages: Any
     assert not of_message(messages.create(tools=[CUSTOM], tool_choice={"type": "none"}, **asked))[2]
 
 
+def test_calls_that_are_no_json_are_handed_on(served: House, messages: Any) -> None:
+    """Guards answers of models that write `{city: Rome}`: they ended in an error of the server's own."""
+    said = '<tool_call>{"name": "get_weather", "arguments": {city: Rome}}</tool_call>'
+    asked: dict[str, Any] = {"model": served.model, "messages": user(said), "max_tokens": 200, "extra_body": SAMPLING}
+    assert of_message(messages.create(tools=[CUSTOM], **asked))[2] == [{"INVALID_JSON": "{city: Rome}"}]
+
+
+def test_numbers_that_json_lacks_come_back(served: House) -> None:
+    """Guards what a response repeats of its request."""
+    raw = b'{"input": "x", "max_output_tokens": 2, "metadata": {"a": NaN, "b": 1e999}}'
+    status, _, answer = ask(served, "/v1/responses", raw)
+    assert (status, answer["metadata"]) == (200, {"a": None, "b": None})
+
+
 def test_ends_are_told(served: House, responses: Any, messages: Any) -> None:
     """Guards why a turn ended: its limit, a stop string, and which."""
     cut = responses.create(model=served.model, input="one two three four", max_output_tokens=2, extra_body=SAMPLING)
@@ -241,6 +256,7 @@ def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
         ({"model": "nobody"}, anthropic.NotFoundError),
         ({"max_tokens": 20_000}, anthropic.BadRequestError),
         ({"messages": [{"role": "user", "content": image}]}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": [THOUGHT]}]}, anthropic.BadRequestError),
         ({"extra_body": {"strange": 1}}, anthropic.BadRequestError),
         ({"extra_headers": {"x-request-id": "no spaces here"}}, anthropic.BadRequestError),
     ):

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +24,11 @@ def event(content: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def finite(value: Any) -> Any:
+    """``value`` with null for numbers that JSON does not have, which clients and models may write nevertheless."""
+    return from_json(to_json(value, inf_nan_mode="null"))
 
 
 class ClientLeft(Exception):

@@ -2,23 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_core import from_json
 
 from cascade.answer import Chunk, Completion
+from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
 from deployments.gateway.chat.delta import Delta
 from deployments.gateway.chat.reader import finish_reason
-from deployments.gateway.http.events import event
+from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody, Stops
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
+KINDS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}  # of blocks
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 ERROR_TYPES = {  # of statuses, as Anthropic names them
@@ -85,6 +87,14 @@ class TurnBody(Body):
 
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[AnyBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        kinds = KINDS[self.role]
+        for block in self.content if isinstance(self.content, list) else ():
+            if block.type not in kinds:
+                raise ValueError(f"content has a {block.type}: a turn of the {self.role} has {', '.join(kinds)}")
+        return self
 
 
 class MessageTool(Block):
@@ -219,7 +229,10 @@ def _messages(turn: TurnBody) -> Iterator[dict[str, Any]]:
 
 
 def _called(block: CallBlock) -> dict[str, str]:
-    return {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    try:
+        return {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"The input of the call {block.id[:60]!r} is no JSON object: mend it") from None
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -313,7 +326,10 @@ class MessageReply:
             return
         self._open = False
         if self._arguments:
-            self._blocks[-1]["input"] = from_json(self._arguments, allow_partial=True)
+            try:
+                self._blocks[-1]["input"] = finite(from_json(self._arguments, allow_partial="trailing-strings"))
+            except ValueError:  # the model need not write JSON; so Anthropic hands on what is none
+                self._blocks[-1]["input"] = {"INVALID_JSON": self._arguments}
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _finish(self, end: Completion) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
 from deployments.gateway.chat.delta import Delta
-from deployments.gateway.http.events import event
+from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody
 from deployments.gateway.http.reply import drafted, report, usage
 
@@ -246,7 +246,7 @@ class ResponseReply:
         self._items: list[dict[str, Any]] = []
         self._num_events = 0
         params = task.params
-        self._response: dict[str, Any] = {
+        response = {
             "id": f"resp_{id}",
             "object": "response",
             "created_at": int(time()),
@@ -273,6 +273,7 @@ class ResponseReply:
             "previous_response_id": None,
             "metadata": body.metadata or {},
         }
+        self._response: dict[str, Any] = finite(response)
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The response at once."""

@@ -227,7 +227,7 @@ def test_distribution_of_texts_is_exact() -> None:
                 yield from ((text, chance * rest) for text, rest in chances((*output, token)))
 
     law = dict(chances(()))
-    num_texts = 3000
+    num_texts = 1500
     seen: Counter[tuple[int, ...]] = Counter()
     for seed in range(num_texts):
         seeded = Open("s", opening.tokens, 2, SamplingParams(**{**_options(params), "seed": seed}), ends=opening.ends)

@@ -6,7 +6,7 @@ It listens where it is told, slows down for slow readers, knows deadlines, and s
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -98,17 +98,21 @@ class Servicer(serving_pb2_grpc.CascadeServicer):
     """Calls the methods of ``service``, named like the protocol's, as Ray Serve would."""
 
     def __init__(self, service: Any, read_timeout_s: float) -> None:
+        self._service = service
         self._read_timeout_s = read_timeout_s
         for method in pb.DESCRIPTOR.services_by_name["Cascade"].methods:
             call = self._stream if method.server_streaming else self._whole
-            setattr(self, method.name, partial(call, getattr(service, method.name)))
+            setattr(self, method.name, partial(call, method.name))
 
-    async def _whole(self, method: Callable[[Any, Any], Any], request: object, context: Context) -> Any:
+    async def _whole(self, method: str, request: object, context: Context) -> Any:
         async with aborting(request, context):
-            return await method(request, context)
+            return await getattr(self._service, method)(request, context)
 
-    async def _stream(self, method: Callable[[Any, Any], Any], request: object, context: Context) -> None:
-        async with aborting(request, context), contextlib.aclosing(method(request, context)) as responses:
+    async def _stream(self, method: str, request: object, context: Context) -> None:
+        async with (
+            aborting(request, context),
+            contextlib.aclosing(getattr(self._service, method)(request, context)) as responses,
+        ):
             async for response in responses:
                 await self._write(context, response)
 

@@ -14,7 +14,7 @@ from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.links.downlink import Downlink
-from deployments.links.leases import HELD_PLACES, Lessor, Prefixes
+from deployments.links.leases import HELD_PLACES, LeasePool, Lessor, Prefixes
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +87,13 @@ class FullTier:
         self._name = config.names[-1]
         self._stall_timeout_s = config.router.stall_timeout_s
         self.inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self.downlink = Downlink(
+        leases = LeasePool(
             {self._name: lessor},
-            self._hear,
-            lease_timeout_s=LEASE_TIMEOUT_S,
+            timeout_s=LEASE_TIMEOUT_S,
             hold_s={self._name: _held_lease_s(config)},
-            tls=config.link_tls,
-            prefixes=Prefixes() if config.affine else None,
-            routed=admission.metrics.routed,
-            tracing=admission.tracing,
+            prefixes=Prefixes(routed=admission.metrics.routed) if config.affine else None,
         )
+        self.downlink = Downlink(leases, self._hear, tls=config.link_tls, tracing=admission.tracing)
 
     def change(self, config: CascadeConfig) -> None:
         """Go by ``config`` from now on."""

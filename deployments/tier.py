@@ -35,7 +35,7 @@ from cascade.simulation.emulated import Emulated
 from cascade.simulation.recording import fake
 from cascade.tier.tier import Tier
 from deployments.links.downlink import Downlink
-from deployments.links.leases import lessor
+from deployments.links.leases import LeasePool, lessor
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.links.uplink import Handover, LinkServer
@@ -98,15 +98,13 @@ class TierReplica:
         )
         self._report = LoadReport(self._tier, self._profile)
         traced = tracing(self._config.name, self._config.model_loading_config.model_id)
-        self._downlink = Downlink(
+        leases = LeasePool(
             {name: lessor(handle) for name, handle in lower.items()},
-            self._tier.post,
-            lease_timeout_s=LEASE_TIMEOUT_S,
+            timeout_s=LEASE_TIMEOUT_S,
             hold_s=dict.fromkeys(spare_capacity, HELD_LEASE_S),
             scaled_to_zero=scaled_to_zero,
-            tls=tls,
-            tracing=traced,
         )
+        self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced, link_ports)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s

@@ -5,9 +5,8 @@ import contextlib
 import contextvars
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -17,7 +16,7 @@ from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
-from deployments.links.leases import HeldLease, LeasePool, Lessor, Outcome, Prefixes
+from deployments.links.leases import HeldLease, LeasePool
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
 from deployments.ops.metrics.series import Reading
@@ -59,34 +58,26 @@ class Stream:
 
 
 class Downlink(Link):
-    """Joins this process to replicas of the tiers below. ``deliver`` gets what they say, in the loop's thread.
+    """Joins this process to replicas of the tiers below, which ``leases`` are of. ``deliver`` gets what they say, in the loop's
+    thread.
 
-    Made in a running event loop; `send` may be called from any thread. Leases are those of a `LeasePool`; with ``prefixes``,
-    ``routed`` is told whether a session met a replica that knows its prefix.
+    Made in a running event loop; `send` may be called from any thread.
     """
 
     def __init__(
         self,
-        lessors: Mapping[str, Lessor],
+        leases: LeasePool,
         deliver: Callable[[Sequence[Message]], object],
         *,
-        lease_timeout_s: float = 5.0,
-        hold_s: Mapping[str, float] = MappingProxyType({}),
-        scaled_to_zero: Collection[str] = (),
         tls: LinkTLS | None = None,
-        prefixes: Prefixes | None = None,
-        routed: Callable[[Outcome], object] = lambda outcome: None,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        self.leases = LeasePool(
-            lessors, timeout_s=lease_timeout_s, hold_s=hold_s, scaled_to_zero=scaled_to_zero, prefixes=prefixes
-        )
-        self._routed = routed
+        self.leases = leases
         self._spans = SessionSpans(tracing)
         self._deliver = deliver
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._counts: dict[str, Counts] = defaultdict(Counts, {tier: Counts() for tier in lessors})
+        self._counts: dict[str, Counts] = defaultdict(Counts, {tier: Counts() for tier in leases.lessors})
         self._routes: dict[str, Route] = {}
         self._streams: dict[str, Stream] = {}
 
@@ -167,7 +158,7 @@ class Downlink(Link):
         session, route.lease = opening.session, lease
         self._counts[route.tier].leases += 1
         if self.leases.prefixes is not None:
-            self._routed(self.leases.prefixes.sent(opening, lease.address))
+            self.leases.prefixes.sent(opening, lease.address)
         route.stream = self._stream(lease.ticket)
         self._spans.event(session, "leased", server_address=route.stream.address)
         route.stream.sessions.add(session)

@@ -10,9 +10,10 @@ import contextvars
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
@@ -107,8 +108,8 @@ class LeasePool:
         self,
         lessors: Mapping[str, Lessor],
         *,
-        timeout_s: float,
-        hold_s: Mapping[str, float],
+        timeout_s: float = 5.0,
+        hold_s: Mapping[str, float] = MappingProxyType({}),
         scaled_to_zero: Collection[str] = (),
         prefixes: "Prefixes | None" = None,
     ) -> None:
@@ -249,10 +250,12 @@ class Prefixes:
     """Remembers which replicas have scored which prefixes, by blocks, as far as sessions were sent there from here.
 
     A replica that has keys and values of a prefix does not score it again. The least recently used are forgotten first.
+    ``routed`` is told of each session whether it met such a replica.
     """
 
-    def __init__(self, most_keys: int = MOST_KEYS) -> None:
+    def __init__(self, most_keys: int = MOST_KEYS, routed: Callable[[Outcome], object] = lambda outcome: None) -> None:
         self._most_keys = most_keys
+        self._routed = routed
         self._replicas: dict[int, dict[str, None]] = {}  # addresses by block key, the least recently used key first
         self._last: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())  # salt, tokens, keys
 
@@ -274,7 +277,9 @@ class Prefixes:
             self._replicas[key] = replicas | {address: None}
         while len(self._replicas) > self._most_keys:
             del self._replicas[next(iter(self._replicas))]
-        return "new" if not known else "known" if address in known else "elsewhere"
+        outcome: Outcome = "new" if not known else "known" if address in known else "elsewhere"
+        self._routed(outcome)
+        return outcome
 
     def forget(self, address: str) -> None:
         """The replica is gone."""

@@ -14,7 +14,7 @@ from cascade.scorer import UNIT
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import Admission
 from deployments.links.downlink import Downlink
-from deployments.links.leases import Lessor
+from deployments.links.leases import LeasePool, Lessor
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Auditor:
         """``lessor`` takes leases on the full tier's replicas."""
         self._config = config.router.audit
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()  # of the session that is open
-        self._downlink = Downlink({config.names[-1]: lessor}, self._hear, tls=config.link_tls)
+        self._downlink = Downlink(LeasePool({config.names[-1]: lessor}), self._hear, tls=config.link_tls)
         self._places = admission.places
         page = admission.metrics.page
         self._answers, self._tokens = page.counter("audited_answers"), page.counter("audited_tokens")

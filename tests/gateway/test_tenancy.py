@@ -72,12 +72,11 @@ def test_a_key_is_told_its_limits(keyed: House) -> None:
         assert answer.get("data", [answer])[0]["key"] == {"name": "bob", **OF_BOB}
 
 
-def test_without_keys_priorities_are_free() -> None:
+def test_without_keys_priorities_are_free(served: House) -> None:
     """Guards open servers: their clients have agreed among themselves."""
-    with house() as built, Client(built.grpc) as client:
+    with Client(served.grpc) as client:
         assert client.describe().key == KeyInfo("anonymous")
         assert client.generate("x", SHORT, handling=Handling(-1000)).token_ids
-        built.settle()
 
 
 async def crowd(built: House, keys: dict[str, str], num: int) -> list[str]:

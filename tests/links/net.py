@@ -20,13 +20,12 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
-from deployments.links.leases import Lease, Lessor
+from deployments.links.leases import Lease, LeasePool, Lessor
 from deployments.links.uplink import LinkServer, authorization
 from deployments.ops.tracing import UNTRACED, Tracing
 from tests.tier.test_tier import NAMES, CountingModel, Silent
 from tests.tier.test_tier import opening as any_opening
 
-LEASE_TIMEOUT_S = 5.0  # of leases that are not meant to fail
 SHORT_S = 0.2
 PATIENCE_S = 20.0  # after which a test has failed
 
@@ -73,7 +72,7 @@ class Node:
     ) -> None:
         self.model = model
         self.tier = Tier(NAMES[level], level, model, new_state=state_maker(None if grammars is None else grammars.matcher))
-        self.downlink = Downlink(lessors, self.tier.post, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls, tracing=tracing)
+        self.downlink = Downlink(LeasePool(lessors), self.tier.post, tls=tls, tracing=tracing)
         self.tier.below = self.downlink
         self.server = LinkServer(self.tier, tls, tracing)
 
@@ -105,7 +104,7 @@ class Net:
         self.refused: set[str] = set()
         self.failures: list[Failed] = []
         self._inboxes: dict[str, asyncio.Queue[Message]] = {}
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, tls=tls)
+        self.router = Downlink(LeasePool({"full": self.lessor("full")}), self._hear, tls=tls)
 
     async def add(self, name: str, *, pass_s: float = 0.0, agreement: float = 1.0) -> Node:
         level = NAMES.index(name)

@@ -11,9 +11,9 @@ from cascade.messages import Close, Open
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S
+from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, LeasePool
 from tests import small
-from tests.links.net import LEASE_TIMEOUT_S, Net, opening, tidy, until
+from tests.links.net import Net, opening, tidy, until
 
 __all__ = ["tidy"]  # a fixture
 
@@ -25,7 +25,7 @@ class HoldingNet(Net):
 
     def keep(self, seconds: float) -> None:
         hold_s = {"full": seconds}
-        self.router = Downlink({"full": self.lessor("full")}, self._hear, lease_timeout_s=LEASE_TIMEOUT_S, hold_s=hold_s)
+        self.router = Downlink(LeasePool({"full": self.lessor("full")}, hold_s=hold_s), self._hear)
 
     @property
     def num_held(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from cascade.messages import Close, Failed, Message
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.leases import Lease
+from deployments.links.leases import Lease, LeasePool
 from tests.links.net import (
     PATIENCE_S,
     SHORT_S,
@@ -53,9 +53,8 @@ async def test_silent_lease_is_given_up(net: Net) -> None:
     heard: list[tuple[float, Message]] = []
     begin = time.monotonic()
     downlink = Downlink(
-        {"full": take},
+        LeasePool({"full": take}, timeout_s=SHORT_S),
         lambda messages: heard.extend((time.monotonic() - begin, message) for message in messages),
-        lease_timeout_s=SHORT_S,
     )
     asked = opening()
     downlink.put([asked])
@@ -183,7 +182,7 @@ async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> Non
     """Guards the log from an error for each session that ends early: of a task whose outcome nobody looked at."""
     strays: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: strays.append(context))
-    downlink = Downlink({"full": lambda session, preferred=(): Waiting()}, lambda messages: None)
+    downlink = Downlink(LeasePool({"full": lambda *of: Waiting()}), lambda messages: None)
     request = opening()
     downlink.put([request])
     await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import watchdog
 from deployments.links import uplink
 from deployments.links.downlink import Downlink
+from deployments.links.leases import LeasePool
 from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer
 from deployments.ops.launch import free_port
 from tests.links.net import (
@@ -132,7 +133,7 @@ async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:
     node = await empty.add("full")
     await node.server.stop()
     failed = asyncio.Queue[Message]()
-    downlink = Downlink({"full": empty.lessor("full")}, lambda messages: [failed.put_nowait(m) for m in messages])
+    downlink = Downlink(LeasePool({"full": empty.lessor("full")}), lambda messages: [failed.put_nowait(m) for m in messages])
     request = opening(chain=())
     downlink.send([request])
     message = await asyncio.wait_for(failed.get(), PATIENCE_S)
@@ -152,7 +153,7 @@ async def test_host_that_vanishes_fails_its_sessions(empty: Net, monkeypatch: py
     async with Relay(node.server.address) as relay:
         monkeypatch.setattr(node.server, "address", relay.address)
         heard: list[Message] = []
-        downlink = Downlink({"full": empty.lessor("full")}, heard.extend)
+        downlink = Downlink(LeasePool({"full": empty.lessor("full")}), heard.extend)
         downlink.send([opening(chain=(), window=4)])
         await until(lambda: len(heard) > 0)
         relay.die()

@@ -16,8 +16,8 @@ from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, PreferringRouter, Prefixes, overloaded
-from tests.links.net import LEASE_TIMEOUT_S, Held, Net, Node, opening, tidy, until
+from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, LeasePool, PreferringRouter, Prefixes, overloaded
+from tests.links.net import Held, Net, Node, opening, tidy, until
 from tests.tier.test_tier import CountingModel
 
 __all__ = ["tidy"]  # a fixture
@@ -138,14 +138,8 @@ class Twins(Net):
             node = Node(2, CountingModel(vocab_size=4096), {})
             self.twins.append(node)
             await node.start()
-        self.router = Downlink(
-            {"full": self._choose},
-            self._hear,
-            lease_timeout_s=LEASE_TIMEOUT_S,
-            hold_s={"full": hold_s},
-            prefixes=Prefixes() if prefixes else None,
-            routed=self.routed.append,
-        )
+        known = Prefixes(routed=self.routed.append) if prefixes else None
+        self.router = Downlink(LeasePool({"full": self._choose}, hold_s={"full": hold_s}, prefixes=known), self._hear)
 
     def _choose(self, session: str, preferred: Sequence[str] = ()) -> Lease:
         near = [node for node in self.twins if node.server.address in preferred]

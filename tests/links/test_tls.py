@@ -28,6 +28,7 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
 from deployments.gateway.http import server as http_server
 from deployments.links.downlink import Downlink
+from deployments.links.leases import LeasePool
 from deployments.links.tls import channel, check, server_credentials
 from deployments.ops.launch import Server, free_port
 from tests import small
@@ -105,7 +106,7 @@ async def test_impostors_are_not_told_the_secret(tidy: None, ours: Authority, th
         address = f"127.0.0.1:{port}"
     heard: list[Message] = []
     net = Net()
-    downlink = Downlink({"full": lambda session, preferred=(): _ticket(net, address)}, heard.extend, tls=ours.sign("caller"))
+    downlink = Downlink(LeasePool({"full": lambda *of: _ticket(net, address)}), heard.extend, tls=ours.sign("caller"))
     request = opening(5, chain=())
     downlink.put([request])
     await until(lambda: bool(heard))
@@ -142,7 +143,7 @@ async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Autho
     await refused(
         channel(net.nodes["full"].server.address, [], ours.sign("late").model_copy(update={"authority": tls.authority})), net
     )
-    again = Downlink({"full": net.lessor("full")}, net._hear, tls=tls)
+    again = Downlink(LeasePool({"full": net.lessor("full")}), net._hear, tls=tls)
     await net.router.close()
     net.router = again
     assert (await net.text(opening(7, 0.8, 20, chain=())))[0] == full_text(ToyModel(), opening(7, 0.8, 20, chain=()))

@@ -190,7 +190,7 @@ async def test_tiers_at_zero_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         yield "address secret"
 
     lessors: Any = dict.fromkeys(there, lambda name, preferred=(): given())
-    pool = LeasePool(lessors, timeout_s=1, hold_s={}, scaled_to_zero=["tiny"])
+    pool = LeasePool(lessors, timeout_s=1, scaled_to_zero=["tiny"])
 
     async def refused() -> bool:
         try:

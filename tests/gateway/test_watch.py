@@ -136,7 +136,7 @@ def test_lanes_are_trees_behind_the_text() -> None:
     assert session.lanes == (Lane("medium", end, (1, 2, 3, 4), (-1, 0, -1, 2)), tiny)
     session.advance(session.work(100, [0, 1]), Scored((1, 2, 5)))
     assert session.lanes == (Lane("medium", end + 3, ()), Lane("tiny", end + 3, (6, 7), (-1, -1)))
-    assert tiny.behind([*session.text[: end + 2], 9]).tokens == ()
+    assert tiny.after([*session.text[: end + 2], 9]).tokens == ()
 
 
 class Decoder:

@@ -22,7 +22,7 @@ from cascade.tier.block_manager import BlockManager
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
-from tests.tier.test_tier import PROMPT, Inbox, Silent, finish, opening, settle, text_of
+from tests.tier.test_tier import PROMPT, CountingModel, Inbox, Silent, finish, opening, settle, text_of
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 LONG = tuple(7 * i % 32 for i in range(100))
@@ -165,14 +165,18 @@ def test_reuse_from_a_session_that_is_still_writing() -> None:
 
 
 def test_spoilt_sessions_leave_nothing() -> None:
-    """Guards others against keys and values from a pass that failed."""
-    tier = Tier("full", 0, ToyModel())
+    """Guards others against keys and values from passes of which one failed."""
+    model = CountingModel()
+    model.poison = LONG[-1]
+    tier = Tier("full", 0, model)
     tier.start()
-    inbox, request = Inbox(), opening(1, 0.0, 2000, chain=())
+    inbox, request = Inbox(), prompted(LONG)
     tier.post([request], inbox)
-    inbox.messages.get(timeout=10)
+    assert isinstance(inbox.messages.get(timeout=10), Failed)
+    model.poison = None
+    assert written(tier, prompted(LONG)) == full_text(ToyModel(), request)
+    assert tier.kv_admission.block_manager.reused == 0
     tier.close()
-    assert tier.kv_admission.block_manager.free == tier.kv_admission.block_manager.total
 
 
 # real models

@@ -241,7 +241,7 @@ class Speculation:
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
     # "lockstep": draft a whole window, wait, verify, wait; None: "async" with the coupled rule, and in rounds with others
     schedule: Literal["async", "lockstep"] | None = None
-    # ways beside its text that a tier may offer and prepare; 0: lines only; None: as many as pay, in lockstep none
+    # branches beside its text that a tier may write and offer; 0: lines only; None: as many as pay, in lockstep none
     branches: int | None = None
     rule: Rule = "coupled"  # by which the full tier accepts guesses; tiers below are coupled
     draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all

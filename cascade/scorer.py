@@ -109,7 +109,7 @@ class Row:
     params: SamplingParams  # with a seed
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     draft: Draft = NO_DRAFT  # guesses after tokens; the own token after each of its nodes is wanted, too
-    runner_ups: int = 0  # wanted beside each own token
+    runner_ups: int = 0  # wanted with each own token
     guesses: int = 0  # that a drafter which reads the model may make after the text, one after another, or `UNREAD`
     draw: Draw | None = None  # instead of shared noise; the draft is a line then
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
@@ -129,7 +129,7 @@ class Scored:
 
     own: Sequence[int] = ()  # after the last `Row.num_own` tokens, then after each node of its draft, as far as is known
     draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses after these, if `Row.guesses` asked for any
-    runner_ups: Sequence[Sequence[RunnerUp]] = ()  # beside each of ``own``, if any were asked for: the nearest first
+    runner_ups: Sequence[Sequence[RunnerUp]] = ()  # of each of ``own``, if any were asked for: the nearest first
     dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.draft_top_k` asked for it
 
 

@@ -74,7 +74,9 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy, as runs that compare are; 1 elsewhere.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Times each prompt is sent in each mode.")
 @click.option("--pairs", is_flag=True, help="Also measure each lower tier alone below the full one.")
-@click.option("--branches", type=click.IntRange(0, MAX_BRANCHES), help="Ways beside its text that a tier may prepare; 0: none.")
+@click.option(
+    "--branches", type=click.IntRange(0, MAX_BRANCHES), help="Branches beside its text that a tier may write; 0: none."
+)
 @click.option("--json", "json_path", type=NEW_FILE, callback=_writable, help="Write all figures to this file.")
 @click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(

@@ -34,7 +34,7 @@ OPTIONS = (
     click.option("--tiers", help="Lower tiers and drafters to use, with commas between. Those that pay if not given."),
     click.option("--window", type=int, help="Tokens a tier may run ahead of the tier above."),
     click.option("--schedule", type=click.Choice(["async", "lockstep"]), help="async with the coupled rule if not given."),
-    click.option("--branches", type=int, help="Ways beside its text that a tier may prepare; 0: none."),
+    click.option("--branches", type=int, help="Branches beside its text that a tier may write; 0: none."),
     click.option(
         "--rule", type=click.Choice(RULES), default="coupled", show_default=True, help="Accepts guesses at the full tier."
     ),

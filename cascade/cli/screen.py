@@ -92,16 +92,16 @@ def speeds(cells: Sequence[Cell]) -> Table:
 def acceptance(edges: Iterable[Edge]) -> Table:
     """What happened on each edge: of the guesses that were scored, and the runner-ups among them, how many were right;
     of the corrections how many were prepared, and how many tokens waited after one of these."""
-    columns = ("edge", "passes", "accepted", "beside", "prepared", "a pass", "wait, s")
+    columns = ("edge", "passes", "accepted", "runner-ups", "prepared", "a pass", "wait, s")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
-        beside, right = edge.runner_ups
+        scored, right = edge.runner_ups
         ready = f" +{edge.prefetched_tokens / edge.prefetched:.1f}" if edge.prefetched else ""
         table.add_row(
             f"{edge.drafter or '(alone)'} → {edge.verifier}",
             str(edge.passes),
             f"{edge.accepted}/{edge.proposed} {edge.accepted / edge.proposed:.0%}" if edge.proposed else "-",
-            f"{right}/{beside}" if beside else "-",
+            f"{right}/{scored}" if scored else "-",
             f"{edge.prefetched}/{edge.corrected}{ready}" if edge.corrected else "-",
             f"{edge.mean_accepted_len:.2f}" if edge.passes else "-",
             f"{edge.waited_s:.2f}",

@@ -22,7 +22,7 @@ from cascade.params import DEFAULT_WINDOW, MAX_BRANCHES, MOST_BRANCHES
     type=click.IntRange(0, MAX_BRANCHES),
     default=MOST_BRANCHES,
     show_default=True,
-    help="Ways beside its text that a tier may prepare, async; 0: lines alone.",
+    help="Branches beside its text that a tier may write, async; 0: lines alone.",
 )
 @click.option("--requests", default=1, show_default=True, help="Requests at once.")
 def simulate(

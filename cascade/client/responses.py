@@ -53,7 +53,7 @@ class ServerInfo:
     window: int  # tokens a tier may run ahead unless a request says otherwise
     version: str  # of cascade
     drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
-    branches: int = 0  # ways beside its text that a tier may prepare unless a request says otherwise
+    branches: int = 0  # branches beside its text that a tier may write unless a request says otherwise
     key: KeyInfo = KeyInfo()  # the caller's
 
 

@@ -1,4 +1,4 @@
-"""What a session knows beside its text where guesses are accepted by another rule than the coupled one.
+"""What a session needs besides its text where guesses are accepted by another rule than the coupled one.
 
 Such rules keep the law of the text if the noise of a verifier is independent of that of its drafter, and if nothing that a
 drafter has drawn decides whether it is judged. So:

@@ -78,7 +78,7 @@ class Session:
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, opening.draft_window, self.totals)
         self.rounds = Rounds(opening, self.text) if opening.rules.independent_noise else None
-        self.branches: Branches | None = None  # beside its own text, if the tier above takes any
+        self.branches: Branches | None = None  # if the tier above takes any
         if opening.branches and self.rounds is None:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
         self.accepted_branch: Branch | None = None  # made the text by the last commit; its keys and values still in its fork
@@ -140,7 +140,7 @@ class Session:
 
     @property
     def runner_ups(self) -> int:
-        """Wanted beside each own token."""
+        """Runner-ups wanted with each own token."""
         return RUNNER_UPS if self.branches is not None else 0
 
     @property

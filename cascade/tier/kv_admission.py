@@ -149,10 +149,10 @@ def _salt(slot: Slot[Any]) -> str:
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
     """Who has to give its place to ``slot``: the last one after it, or else the last one that is idle."""
-    behind = True  # not by rank, which sessions that came together share
+    is_after = True  # by place, not by rank, which sessions that came together share
     for other in reversed(ranked):
         if other is slot:
-            behind = False
-        elif other.allocation is not None and (behind or (other.session.stalled and now - other.since > IDLE_S)):
+            is_after = False
+        elif other.allocation is not None and (is_after or (other.session.stalled and now - other.since > IDLE_S)):
             return other
     return None

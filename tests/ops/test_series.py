@@ -16,7 +16,7 @@ from deployments.ops.metrics.series import COMMON, SERIES
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "cluster" / "prometheus" / "rules.yaml"
 DASHBOARD = ROOT / "cluster" / "grafana" / "cascade.json"
-MONITOR = ROOT / "cluster" / "kuberay" / "podmonitor.yaml"
+MONITOR = ROOT / "cluster" / "kubernetes" / "podmonitor.yaml"
 
 BY_SAMPLE = {sample: series for series in SERIES.values() for sample in series.samples}
 SELECTOR = re.compile(r"(\w+)(?:\{([^}]*)\})?")

@@ -74,7 +74,7 @@ class AdaptedModel(Model):
         self._adapted = _adapted(self._network)
         try:
             self._activate(name)
-            self._take_path()
+            self._choose_path()
         except ModelError as error:
             raise ModelError(f"The adapter {name!r} of {source!r} cannot be served: {error}") from error.__cause__
 

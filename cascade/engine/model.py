@@ -72,11 +72,11 @@ class Model:
         self._llama: Llama | None = None  # in the place of the network
         self._owned = owned
         self.same_bits = True  # in every pass, whatever shares it: logits of a text, as far as the probe tells
-        self._attention: Attention = attention or Contiguous()  # our own on a CPU, see `_choose`
+        self._attention: Attention = attention or Contiguous()  # our own on a CPU, see `_choose_attention`
         self._chosen = attention is not None
         try:
             self.reader = Reader(head, network) if head is not None else None
-            self._take_path()
+            self._choose_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
         self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
@@ -249,7 +249,7 @@ class Model:
         return out
 
     @torch.inference_mode()
-    def _take_path(self) -> None:
+    def _choose_path(self) -> None:
         """Choose what runs passes; raise if not all layers attend as we need it, or if logits are other ones then."""
         network = self._network
         if problem := unlike_attention(network.config):
@@ -261,7 +261,7 @@ class Model:
             raise ModelError("its logits are not finite numbers")
         self._vocab_size = int(expected.shape[-1])
         try:
-            self._choose()
+            self._choose_attention()
             found = self._replay(texts)
             promised = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
             self.same_bits &= promised and self._repeats(texts)
@@ -270,7 +270,7 @@ class Model:
         if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")
 
-    def _choose(self) -> None:
+    def _choose_attention(self) -> None:
         """How keys and values are held and attended to, and what runs in a pass."""
         network, seen = self._network, Survey.of(self._network)
         if self.reader is not None:

@@ -114,7 +114,7 @@ class Head(nn.Module):
         out[:, self._ids] = logits
         return out
 
-    def hasten(self, dtype: torch.dtype) -> None:
+    def match_model(self, dtype: torch.dtype) -> None:
         """Multiply as the model does, whose hidden states are of ``dtype``."""
         if dtype is torch.float32:
             self.float()

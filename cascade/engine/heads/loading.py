@@ -41,7 +41,7 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
         raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
     checkpoint.fill(head)
     head = head.to(device=network.device, dtype=network.dtype).eval()
-    head.hasten(between(network))
+    head.match_model(between(network))
     return head
 
 

@@ -300,7 +300,7 @@ def load_mtp(source: str, network: PreTrainedModel, *, revision: str | None = No
         log.info("Of the %d MTP layers of %s the first one makes all guesses", number, checkpoint.source)
     if len(head.attends) != 1:
         raise checkpoint.wrong("its layer does not use the attention interface of Transformers")
-    head.hasten(between(network))
+    head.match_model(between(network))
     return head
 
 

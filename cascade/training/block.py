@@ -17,11 +17,9 @@ p is the model's distribution and q the head's, so the sum is the chance that th
 learns changes no guess. Cheng et al., "DSpark", arXiv 2607.05147.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +61,15 @@ class Guessed(NamedTuple):
     wanted: Tensor  # the model's distribution, `[blocks, guesses, vocab_size]`
 
 
-def train_dflash(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
-    """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
+def train_blocks(
+    network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path, kind: str = "dflash"
+) -> float:
+    """Train a head for ``network``, "dflash" or "dspark", and write it to ``folder``; returns as `fit`.
 
-    As `cascade.training.eagle.train_eagle3`; rows of a batch are longer than a block.
+    Rows of a batch are longer than a block.
     """
     torch.manual_seed(0)
-    head = new_dflash(network, shape)
+    head = new_dspark(network, shape) if kind == "dspark" else new_dflash(network, shape)
     mean = fit(head, lambda ids: _loss(network, head, ids, shape), batch, schedule, folder)
     write(head, shape, network.config.get_text_config().num_hidden_layers, folder)
     return mean
@@ -80,23 +80,6 @@ def new_dflash(network: PreTrainedModel, shape: BlockShape) -> DFlash:
     head = DFlash(shape.config(network), Verifier.of(network), shape.layout(shifted=False), PARTS, reads=shape.reads)
     torch.nn.init.normal_(head.mask_embedding, std=0.02)
     return begun(head, network)
-
-
-def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
-    """Mean nats per guess, see `guessed`."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        found = guessed(network, head, ids)
-        return nats(head.logits(found.hidden), found.wanted, shape)
-
-
-def train_dspark(network: PreTrainedModel, batch: Batch, shape: BlockShape, schedule: Schedule, folder: Path) -> float:
-    """As `train_dflash`; the loss is that of guesses and confidence together."""
-    torch.manual_seed(0)
-    head = new_dspark(network, shape)
-    mean = fit(head, lambda ids: _loss_and_confidence(network, head, ids, shape), batch, schedule, folder)
-    said = {"architectures": ["Qwen3DSparkModel"]}
-    write(head, shape, network.config.get_text_config().num_hidden_layers, folder, said=said)
-    return mean
 
 
 def new_dspark(network: PreTrainedModel, shape: BlockShape) -> DSpark:
@@ -118,10 +101,12 @@ def new_dspark(network: PreTrainedModel, shape: BlockShape) -> DSpark:
     return begun(head, network)
 
 
-def _loss_and_confidence(network: PreTrainedModel, head: DSpark, ids: Tensor, shape: BlockShape) -> Tensor:
-    """Mean nats per guess, and of its confidence."""
+def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
+    """Mean nats per guess, see `guessed`, and of its confidence if the head has one."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         found = guessed(network, head, ids)
+        if not isinstance(head, DSpark):
+            return nats(head.logits(found.hidden), found.wanted, shape)
         logits, sure = head.teacher_forced(found.hidden, found.before)
         right = torch.minimum(logits.detach().float().softmax(-1), found.wanted).sum(-1)
         return nats(logits, found.wanted, shape) + F.binary_cross_entropy_with_logits(sure.float(), right)
@@ -180,26 +165,17 @@ def blocks(head: DFlash, hidden: tuple[Tensor, ...], ids: Tensor, starts: Tensor
     return out
 
 
-def write(
-    head: DFlash,
-    shape: BlockShape,
-    num_layers: int,
-    folder: Path,
-    said: Mapping[str, Any] = MappingProxyType({"architectures": ["DFlashDraftModel"]}),
-) -> None:
-    """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are.
-
-    What is ``said`` in the configuration depends on the kind of head.
-    """
+def write(head: DFlash, shape: BlockShape, num_layers: int, folder: Path) -> None:
+    """The head's files, for a model of ``num_layers``; ids of hidden states are those of the layers whose outputs they are."""
     weights = head.state_dict()
     mask = weights.pop("mask_embedding").bfloat16()
     config = head.config.to_dict() | {
+        "architectures": ["Qwen3DSparkModel" if isinstance(head, DSpark) else "DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": shape.block_size,
         "dflash_config": {"mask_token_id": shape.mask, "target_layer_ids": [layer - 1 for layer in shape.reads]},
         "layer_types": ["full_attention"] * shape.num_layers,
         "num_target_layers": num_layers,
-        **said,
     }
     save(weights, config, folder)
     torch.save({"mask_token_id": shape.mask, "embedding": mask}, folder / MASK)

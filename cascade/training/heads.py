@@ -16,7 +16,7 @@ from cascade.engine.checkpoint import context_len
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.training.block import BlockShape, train_dflash, train_dspark
+from cascade.training.block import BlockShape, train_blocks
 from cascade.training.eagle import EagleShape, train_eagle3
 from cascade.training.fitting import Batch, Schedule
 from cascade.training.medusa import train_medusa
@@ -46,12 +46,13 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind is {self.kind!r}: it must be one of {', '.join(KINDS)}")
-        if self.kind != "eagle3" and self.vocab_size is not None:
-            raise ConfigError(f"vocab_size is {self.vocab_size}, but {self.kind} guesses among all tokens: leave it out")
-        if self.kind != "medusa" and self.num_heads is not None:
-            raise ConfigError(f"num_heads is {self.num_heads}, but {self.kind} makes all guesses with one: leave it out")
-        if self.kind not in OF_BLOCKS and self.block_size is not None:
-            raise ConfigError(f"block_size is {self.block_size}, but {self.kind} guesses no blocks: leave it out")
+        for name, kinds, why in (
+            ("vocab_size", ("eagle3",), "guesses among all tokens"),
+            ("num_heads", ("medusa",), "makes all guesses with one"),
+            ("block_size", OF_BLOCKS, "guesses no blocks"),
+        ):
+            if (value := getattr(self, name)) is not None and self.kind not in kinds:
+                raise ConfigError(f"{name} is {value}, but {self.kind} {why}: leave it out")
         if self.kind == "medusa" and self.context <= (heads := self.num_heads or HEADS) + 1:
             raise ConfigError(f"context is {self.context}: {heads} heads need rows of more than {heads + 1} tokens")
         if self.kind in OF_BLOCKS and self.context <= (size := self.block_size or BLOCK_SIZE):
@@ -76,8 +77,8 @@ def train(source: str, files: Sequence[Path], out: Path, plan: Plan = Plan(), *,
         case "medusa":
             return train_medusa(network, batch, plan.num_heads or HEADS, schedule, out)
         case "dflash" | "dspark":
-            made = train_dflash if plan.kind == "dflash" else train_dspark
-            return made(network, batch, _block_shape(text, tokens, plan.block_size or BLOCK_SIZE), schedule, out)
+            shape = _block_shape(text, tokens, plan.block_size or BLOCK_SIZE)
+            return train_blocks(network, batch, shape, schedule, out, plan.kind)
         case _:
             return train_eagle3(network, batch, _shape(text, tokens, plan.vocab_size or VOCAB_SIZE), schedule, out)
 

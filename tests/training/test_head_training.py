@@ -15,7 +15,7 @@ from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.training.block import BlockShape, train_dflash
+from cascade.training.block import BlockShape, train_blocks
 from cascade.training.eagle import EagleShape, train_eagle3, unroll
 from cascade.training.fitting import Batch, Schedule
 from cascade.training.medusa import train_medusa
@@ -40,7 +40,7 @@ def fit_eagle3(network: PreTrainedModel, batch: Batch, steps: int, folder: Path)
 def fit_dflash(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
     sizes = {name: getattr(SHAPE, name) for name in ("num_heads", "num_kv_heads", "intermediate_size", "reads")}
     shape = BlockShape(**sizes, block_size=4, mask=95)
-    return train_dflash(network, batch, shape, Schedule(steps, save_every=3), folder)
+    return train_blocks(network, batch, shape, Schedule(steps, save_every=3), folder)
 
 
 def fit_medusa(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:

@@ -9,7 +9,7 @@ A `ToyModel` is strict where a real model is silently wrong: its cache holds wha
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,7 @@ class ToyFork:
         self._base.forks.remove(self)
 
 
+@dataclass(eq=False)
 class ToyModel:
     """A language whose next-token logits are a hash of the last ``order`` tokens in the cache and of ``seed``.
 
@@ -121,31 +122,22 @@ class ToyModel:
     seconds.
     """
 
-    def __init__(
-        self,
-        vocab_size: int = 32,
-        order: int = 3,
-        seed: int = 0,
-        *,
-        agreement: float = 1.0,
-        context_len: int = 4096,
-        cache_tokens: int = 1 << 20,
-        pass_s: float = 0.0,
-        token_s: float = 0.0,
-    ) -> None:
-        assert vocab_size >= 2
-        assert order >= 1
-        assert 0 <= agreement <= 1
-        self.vocab_size = vocab_size
-        self.order = order
-        self.seed = seed
-        self.agreement = agreement
-        self.context_len = context_len
-        self.cache_tokens = cache_tokens
-        self.pass_s = pass_s
-        self.token_s = token_s
-        self.passes = 0
-        self.tokens = 0  # scored, in all passes
+    vocab_size: int = 32
+    order: int = 3
+    seed: int = 0
+    _: KW_ONLY
+    agreement: float = 1.0
+    context_len: int = 4096
+    cache_tokens: int = 1 << 20
+    pass_s: float = 0.0
+    token_s: float = 0.0
+    passes: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)  # scored, in all passes
+
+    def __post_init__(self) -> None:
+        assert self.vocab_size >= 2
+        assert self.order >= 1
+        assert 0 <= self.agreement <= 1
 
     def new_cache(self) -> ToyCache:
         return ToyCache()

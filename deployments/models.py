@@ -33,7 +33,11 @@ class Models:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP API, for Ray Serve's proxies."""
-        return self._answer
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:  # no method, which Uvicorn takes for ASGI 2
+            await self._answer(scope, receive, send)
+
+        return application
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the refusal of one, in the form that clients of its path know."""

@@ -56,6 +56,7 @@ SERVICE = {
     ".spec.serveService.spec": "clusterIP ports type",
     ".spec.serveService.spec.ports": "appProtocol name nodePort port protocol targetPort",
     ".spec.upgradeStrategy": "clusterUpgradeOptions type",
+    ".spec.upgradeStrategy.clusterUpgradeOptions": "gatewayClassName intervalSeconds maxSurgePercent stepSizePercent",
     **{f".spec.rayClusterConfig{path}": names for path, names in CLUSTER.items()},
 }
 LABELS = "matchExpressions matchLabels"

@@ -33,7 +33,7 @@ async def test_a_replica_heeds_what_it_is_told_and_hands_on(config: CascadeConfi
     class Serves:
         """Which replicas Serve routes to; it asks each of them, as Serve does."""
 
-        me = "me"
+        name = "me"
 
         async def ask(self, method: str) -> list[str]:
             answered = await getattr(replica, method)("me")

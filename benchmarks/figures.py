@@ -253,7 +253,7 @@ def filled(text: str) -> str:
     """The README with its tables as the documents have them."""
     tables: dict[str, Callable[[], str]] = {
         "one": lambda: one(load("peers")),
-        "loads": lambda: loads(load("never_slower")),
+        "served": lambda: served(load("peers")),
         "devices": lambda: devices(load("cluster")),
     }
     return MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)

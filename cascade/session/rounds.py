@@ -41,8 +41,7 @@ class Rounds:
         self.stops = stops_below(opening, opening.rules.below())  # tokens after which the tier below writes nothing
         self._prompt_len = opening.prompt_len
         self._text = text
-        after_prompt = signed(mix(mix(opening.params.seed) ^ (opening.rules.hop + 1) * GOLDEN))
-        self._keys = array("q", [after_prompt])  # of the noise at positions from the prompt's end on
+        self._keys = array("q", [first_key(opening.params.seed, opening.rules.hop)])  # at positions from the prompt's end on
         self._dists: dict[int, Dist] = {}  # by position
 
     def draw(self, work: Work) -> Draw | None:
@@ -51,10 +50,10 @@ class Rounds:
             return None
         known, text = self._keys, self._text
         for position in range(self._prompt_len + len(known) - 1, len(text)):
-            known.append(_next_key(known[-1], text[position]))
+            known.append(next_key(known[-1], text[position]))
         rules, keys = self._rules, [known[len(text) - self._prompt_len]]
         for token in work.draft.tokens:
-            keys.append(_next_key(keys[-1], token))
+            keys.append(next_key(keys[-1], token))
         return Draw(keys, rules.rule, rules.draft_top_k if rules.wants_q else None)
 
     def candidates(self, pool: Pool, depth: int, *, whole: bool) -> list[tuple[float, int]]:
@@ -94,6 +93,11 @@ class Rounds:
         self._dists = {place: dist for place, dist in self._dists.items() if start <= place < end}
 
 
-def _next_key(key: int, token: int) -> int:
+def first_key(seed: int, hop: int) -> int:
+    """Of the noise after the prompt."""
+    return signed(mix(mix(seed) ^ (hop + 1) * GOLDEN))
+
+
+def next_key(key: int, token: int) -> int:
     """The key after ``token``."""
     return signed(mix(key + (token + 1) * GOLDEN))

@@ -60,7 +60,7 @@ class Need:
         if self.cache_tokens >= wanted:
             return None
         return (
-            f"Tier {self.tier} takes {self.weight_bytes / GIB:.2f} GiB of weights and {self.device} has "
+            f"Tier {self.tier} takes {self.weight_bytes / GIB:.2f} GiB of weights and {self.device} offers "
             f"{self.device_bytes / GIB:.2f} GiB, which leaves no room for {wanted} tokens of "
             "cache: take a larger device, quantization, or tensor_parallel_size"
         )

@@ -272,7 +272,7 @@ def test_check_knows_accelerators(tmp_path: Path) -> None:
     )
     assert code == 1
     assert "Tier full takes" in output.splitlines()[-1]
-    assert "A100-80G has 80.00 GiB" in output.splitlines()[-1]
+    assert "A100-80G offers 72.00 GiB" in output.splitlines()[-1]
     assert json.loads((large / "config.json").read_text())["num_hidden_layers"] == 80
 
 

@@ -262,6 +262,7 @@ def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pyt
         return str(tmp_path)
 
     monkeypatch.setattr(mtp_heads, "snapshot_download", fetched)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody asks whether the hub answers
     checkpoint, _ = mtp_heads.read_mtp("some/model", LAYERS, revision="abc")
     assert asked == [("some/model", "abc", [name]) for name in ("model.safetensors.index.json", "b.safetensors")]
     assert "block.self_attn.o_proj.weight" in checkpoint.weights

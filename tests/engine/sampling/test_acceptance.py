@@ -155,7 +155,7 @@ class Sampler:
 
     def texts(self, name: str, number: int, *, own: int = 1, go_on: Next = behind) -> Tensor:
         """Outputs ``[number, 3]``; ``own`` is 0 if verifiers use their drafters' noise."""
-        keys = [torch.tensor([rounds._first(seed, hop) for seed in range(number)]) for hop in (0, own)]
+        keys = [torch.tensor([rounds.first_key(seed, hop) for seed in range(number)]) for hop in (0, own)]
         text = torch.zeros(number, self.size, dtype=torch.long)
         written = torch.zeros(number, dtype=torch.long)
         for begin in range(self.size):
@@ -227,8 +227,8 @@ def test_noise_of_positions_alone_would_break_the_law_of_blocks(toy: tuple[Sampl
 
 def test_keys_are_those_of_sessions() -> None:
     """Guards the tests above: their keys are the served ones."""
-    key, token = rounds._first(7, 1), 5
-    assert int(behind(torch.tensor([key]), torch.tensor([token]))) == rounds._next(key, token)
+    key, token = rounds.first_key(7, 1), 5
+    assert int(behind(torch.tensor([key]), torch.tensor([token]))) == rounds.next_key(key, token)
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_guess_that_a_grammar_cannot_follow_is_judged() -> None:
 def test_what_a_token_was_drawn_from_is_told(likeliest: int) -> None:
     """Guards the distributions: what is said is what was drawn from, after filters, and nothing else is ever drawn."""
     logits = torch.tensor([[0.0, 1.0, 0.5, 3.0], [2.0, 0.0, 0.0, 0.0]])
-    keys = [rounds._first(seed, 0) for seed in range(2)]
+    keys = [rounds.first_key(seed, 0) for seed in range(2)]
     row = Row(None, 0, [0, 0], 2, SamplingParams(temperature=0.5, top_k=3, seed=0))
     own, dists = own_tokens(logits, row, Draw(keys, "coupled", likeliest))
     for token, dist, scores in zip(own.tolist(), dists, logits, strict=True):

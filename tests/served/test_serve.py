@@ -228,7 +228,14 @@ def test_routers_keep_a_limit_together(server: Server, client: Client) -> None:
                 other.generate(PROMPT, SHORT)
         for call in calls:
             call.cancel()
-    assert client.generate(PROMPT, SHORT).token_ids
+    deadline = time.monotonic() + LONG_S  # routers hear of places a quarter of a second later
+    while True:
+        try:
+            assert client.generate(PROMPT, SHORT).token_ids
+            return
+        except Overloaded:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) -> None:

@@ -42,11 +42,19 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def replicas(tier: str) -> dict[int, dict[str, Any]]:
-    """Replicas of a tier by process id. Calls are under way together: one by one, all may go to the replica with less to do."""
+    """All running replicas of a tier by process id.
+
+    Serve chooses who answers a call, and sixteen may all go to one replica: ask until as many answered as run.
+    """
     handle = serve.get_deployment_handle(tier, APPLICATION)
-    calls = [handle.describe.remote() for _ in range(16)]
-    states: list[dict[str, Any]] = [call.result(timeout_s=LONG_S) for call in calls]
-    return {state["pid"]: state for state in states}
+    deadline = time.monotonic() + LONG_S
+    while True:
+        calls = [handle.describe.remote() for _ in range(16)]
+        states: list[dict[str, Any]] = [call.result(timeout_s=LONG_S) for call in calls]
+        found = {state["pid"]: state for state in states}
+        if len(found) >= serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0):
+            return found
+        assert time.monotonic() < deadline, f"not all replicas of {tier} answer"
 
 
 def busy(tiers: Sequence[str]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.http.test_http import PROMPT, ask
 
 
 @pytest.fixture(scope="module")

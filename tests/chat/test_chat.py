@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talking
 
 

@@ -14,7 +14,7 @@ from deployments.gateway.chat.formats import FORMATS
 from deployments.gateway.chat.tools import Toolbox
 from tests.cases import rare
 from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talker, talking
 
 CITY: dict[str, Any] = {

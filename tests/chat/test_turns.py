@@ -21,7 +21,7 @@ from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
 from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talking
 
 MOST = 300  # tokens that an answer may have

@@ -13,7 +13,7 @@ from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from cascade.v1 import serving_pb2, serving_pb2_grpc
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import CountingModel
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBo
 from deployments.links import replica_status
 from tests.doors import House, house
 from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 LONG = "x" * 20_000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}

@@ -10,7 +10,7 @@ from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 HALF = "\\ud800"  # as JSON spells it: no text has it
 TEXT = {"prompt": "ab", "max_tokens": 4}

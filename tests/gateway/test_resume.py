@@ -16,7 +16,7 @@ from cascade.v1 import serving_pb2_grpc
 from tests.chat.test_turns import CONVERSATIONS, params
 from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.http.test_http import PROMPT, ask
 from tests.talkers import talking
 
 TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other

@@ -21,7 +21,7 @@ from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 LONG = SamplingParams(max_tokens=4000, temperature=1.0, seed=1, ignore_eos=True)

@@ -20,7 +20,7 @@ from deployments.gateway.admission.access import Account
 from deployments.links.siblings import Siblings
 from tests.doors import House, house
 from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdefgh", "carol-0123456789abcdef"
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)

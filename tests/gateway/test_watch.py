@@ -20,7 +20,7 @@ from cascade.simulation.toy import ToyModel
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import Inbox, opening, settle
 
 PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)

@@ -20,7 +20,7 @@ from deployments.ops.auditor import Auditor
 from tests import small
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
 from tests.doors import House, house
-from tests.router.test_http import PROMPT
+from tests.http.test_http import PROMPT
 from tests.tier.test_tier import opening
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)

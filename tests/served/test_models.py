@@ -17,7 +17,7 @@ from cascade.settings.config import CascadeConfig
 from deployments.llm import build_openai_app, cascades
 from tests import small
 from tests.conftest import LONG_S, Cluster
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.served.test_serve import PROMPT
 
 Values = dict[str, Any]

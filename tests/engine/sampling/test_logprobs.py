@@ -22,7 +22,7 @@ from tests import small
 from tests.doors import House, house
 from tests.engine.sampling.test_logits_processors import PROMPT as TOY_PROMPT
 from tests.engine.sampling.test_logits_processors import VOCAB, _Mute, opening_of
-from tests.router.test_http import PROMPT, ask
+from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import CountingModel, Inbox, finish
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20

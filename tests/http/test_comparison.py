@@ -11,7 +11,7 @@ from cascade.cli.serve import serve
 from deployments.gateway.http.openai import ChatBody, CompletionBody
 from deployments.ops.metrics.series import SERIES
 from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "comparison.md").read_text(encoding="utf-8")
 FUNCTION = {"type": "function", "function": {"name": "f"}}

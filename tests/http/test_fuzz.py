@@ -20,7 +20,7 @@ from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, expected
+from tests.http.test_http import PROMPT, expected
 
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),

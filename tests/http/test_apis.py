@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from tests.chat.test_tools import SAID
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import parrots, thinker
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}

@@ -10,7 +10,7 @@ from openai import OpenAI
 from cascade.client import Client
 from cascade.params import SamplingParams
 from tests.doors import House, house
-from tests.router.test_http import MESSAGES, PROMPT, ask
+from tests.http.test_http import MESSAGES, PROMPT, ask
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},

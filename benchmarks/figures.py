@@ -120,8 +120,14 @@ def emulated(cluster: Document) -> str:
 
 
 def trees(document: Document) -> str:
-    """Tokens per second of guess trees and of lines."""
-    return by_temperature({key: found["tokens_per_second"] for key, found in document["served"].items()}, "{:.1f}")
+    """How often the verifier says what a drafter does, or one of its runner-ups."""
+    header = ("edge", *(f"temperature {TEMPERATURES[key]}" for key in document["acceptance"]))
+    edges = next(iter(document["acceptance"].values()))
+    lines = [
+        [name, *(", ".join(f"{share:.2f}" for share in found[name]) for found in document["acceptance"].values())]
+        for name in edges
+    ]
+    return rows(header, lines)
 
 
 def rules(document: Document) -> str:
@@ -236,7 +242,13 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "`alone, again` is from 1 says how well speeds are known.",
         drafters,
     ),
-    ("Trees", "trees", "make bench-trees", "Tokens per second of guess trees and of lines.", trees),
+    (
+        "Runner-ups",
+        "trees",
+        "make bench-trees",
+        "Share of positions at which the verifier's own token is the drafter's; with one runner-up; with two.",
+        trees,
+    ),
     ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )
 

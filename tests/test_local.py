@@ -5,7 +5,6 @@ import gc
 import random
 import re
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from cascade.tier.local_links import Mailbox
 from tests import small
 from tests.architectures import build
 from tests.cases import crossed, rare
+from tests.waiting import wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 PROMPTS = (PROMPT, "import os\n\nclass Shape:\n    def __init__(self", "# é日本\nx = [", "    return self._lock")
@@ -57,9 +57,7 @@ SCHEDULES = ("async", "lockstep")
 def cascade() -> Iterator[Cascade]:
     with small.cascade() as cascade:
         yield cascade
-        deadline = time.monotonic() + 30  # the last one's tiers hear of its end a moment later
-        while any(tier.num_sessions for tier in cascade.tiers) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not any(tier.num_sessions for tier in cascade.tiers))  # they hear of the last end a moment later
         assert [tier.num_sessions for tier in cascade.tiers] == [0, 0, 0]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tier-")]
 
@@ -238,10 +236,12 @@ def test_identical_models_accept_everything(identical: Cascade, temperature: flo
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True)
     speculation = Speculation(tiers=identical.names[:-1], schedule=schedule, window=7)
     edges: list[Edge] = []
-    deadline = time.monotonic() + 60
-    while not sum(edge.proposed for edge in edges):  # who runs beside its twin may come too late each time
-        assert time.monotonic() < deadline
-        edges += identical.generate(PROMPT, params, speculation).stats.edges
+
+    def drafted() -> int:  # who runs beside its twin may come too late each time
+        edges.extend(identical.generate(PROMPT, params, speculation).stats.edges)
+        return sum(edge.proposed for edge in edges)
+
+    wait_until(drafted)
     assert not any(edge.corrected for edge in edges)
     if schedule == "lockstep":  # whose drafts are lines: nothing else is offered
         assert all(edge.accepted == edge.proposed for edge in edges)

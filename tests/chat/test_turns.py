@@ -20,9 +20,9 @@ from deployments.gateway.chat.template import Style
 from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
-from tests.gateway.test_servers import wait_until
 from tests.http.test_http import ask
 from tests.talkers import talking
+from tests.waiting import wait_until
 
 MOST = 300  # tokens that an answer may have
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}

@@ -9,8 +9,7 @@ import grpc
 
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-
-PATIENCE_S = 20.0
+from tests.waiting import LONG_S
 
 FINISH = pb.Finish(
     reason="length",
@@ -63,14 +62,14 @@ class Canned(serving_pb2_grpc.CascadeServicer):
         gone = self._watch(context)  # before the first piece: after it, a client that is gone ends this generator
         if self.silent:
             yield PIECES[0]
-            gone.wait(PATIENCE_S)
+            gone.wait(LONG_S)
             return
         yield from PIECES[:1] if self.hasty else PIECES
 
     def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
         self._note(request, context)
         if self.silent:
-            self._watch(context).wait(PATIENCE_S)
+            self._watch(context).wait(LONG_S)
         return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:

@@ -22,8 +22,8 @@ from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
 from tests.doors import House, house
-from tests.gateway.test_servers import wait_until
 from tests.http.test_http import ask
+from tests.waiting import wait_until
 
 LONG = "x" * 20_000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}

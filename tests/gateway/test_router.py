@@ -22,7 +22,8 @@ from deployments.links import replica_status
 from deployments.ops import observer
 from deployments.router import Router
 from tests import small
-from tests.links.net import Net, Node, empty, tidy, until  # noqa: F401  # fixtures
+from tests.links.net import Net, Node, empty, tidy  # noqa: F401  # fixtures
+from tests.waiting import until
 
 PROMPT = [5, 6, 7, 8]
 

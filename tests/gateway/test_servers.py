@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,18 +22,12 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house
 from tests.http.test_http import ask
+from tests.waiting import wait_until
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 LONG = SamplingParams(max_tokens=4000, temperature=1.0, seed=1, ignore_eos=True)
 PROMPT = "a secret prompt"
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # so that unread answers soon fill it
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from deployments.gateway.admission import access
 from deployments.gateway.admission.access import Account
 from deployments.links.siblings import Siblings
 from tests.doors import House, house
-from tests.gateway.test_servers import wait_until
 from tests.http.test_http import ask
+from tests.waiting import wait_until
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdefgh", "carol-0123456789abcdef"
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)

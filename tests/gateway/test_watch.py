@@ -21,7 +21,8 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, ask
-from tests.tier.test_tier import Inbox, opening, settle
+from tests.tier.test_tier import Inbox, Silent, opening, settle
+from tests.waiting import LONG_S
 
 PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)
@@ -90,10 +91,10 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
     for tier in tiers:
         tier.start()
     request: Open = replace(opening(3, 0.5, 60, chain=("0",)), watch=watch)
-    inbox, answer, heard = Inbox(), Answer(request, Decoder()), []
+    inbox, answer, heard = Inbox(), Answer(request, Silent()), []
     tiers[-1].post([request], inbox)
     while not answer.finished:
-        said = inbox.messages.get(timeout=20)
+        said = inbox.messages.get(timeout=LONG_S)
         assert isinstance(said, Proposal)
         heard.append(said)
         _, commit = answer.receive(said)

@@ -13,11 +13,12 @@ from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, LeasePool
 from tests import small
-from tests.links.net import Net, opening, tidy, until
+from tests.links.net import Net, opening, tidy
+from tests.waiting import until
 
 __all__ = ["tidy"]  # a fixture
 
-LONG_S, SHORT_S = 60.0, 1.0  # for which a lease is held
+HELD_S, SHORT_S = 60.0, 1.0  # for which a lease is held
 
 
 class HoldingNet(Net):
@@ -46,7 +47,7 @@ class HoldingNet(Net):
 async def net(tidy: None) -> AsyncIterator[HoldingNet]:
     """One replica of the full tier, and a router that holds leases on it for long."""
     net = HoldingNet()
-    net.keep(LONG_S)
+    net.keep(HELD_S)
     await net.add("full", pass_s=0.001)
     yield net
     await net.close()

@@ -17,8 +17,9 @@ from cascade.scorer import BLOCK
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, LeasePool, PreferringRouter, Prefixes, overloaded
-from tests.links.net import Held, Net, Node, opening, tidy, until
+from tests.links.net import Held, Net, Node, opening, tidy
 from tests.tier.test_tier import CountingModel
+from tests.waiting import until
 
 __all__ = ["tidy"]  # a fixture
 

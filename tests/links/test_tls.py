@@ -34,7 +34,8 @@ from deployments.ops.launch import Server, free_port
 from tests import small
 from tests.doors import house
 from tests.links.certificates import NAME, Authority
-from tests.links.net import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
+from tests.links.net import Held, Net, Rogue, entry, opening, serve_raw, tidy
+from tests.waiting import LONG_S, until
 
 __all__ = ["tidy"]  # a fixture
 
@@ -72,7 +73,7 @@ async def test_links_over_tls_give_the_same_text(net: Net) -> None:
 async def refused(joined: grpc.aio.Channel, net: Net) -> None:
     """Somebody who has even the secret gets no stream over this channel."""
     async with joined:
-        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=PATIENCE_S)
+        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=LONG_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -161,7 +162,7 @@ async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monke
 
     async def welcome(authority: str) -> str:
         context = ssl.create_default_context(cafile=authority)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(LONG_S):
             while True:
                 with contextlib.suppress(ssl.SSLError, ConnectionError):
                     _, writer = await asyncio.open_connection("localhost", listen.http_port, ssl=context)

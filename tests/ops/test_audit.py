@@ -1,7 +1,6 @@
 """Audits of a whole server: no answer is doubted, a corrupted one is found, and what cannot be audited is counted."""
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED
 from tests.doors import House, house
 from tests.http.test_http import PROMPT
 from tests.tier.test_tier import opening
+from tests.waiting import wait_until
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)
 ALL = {"share": 1.0, "max_waiting": 1000}
@@ -36,10 +36,7 @@ def served() -> Iterator[House]:
 
 def audited(served: House) -> Scrape:
     """What the server counts when no audit is left to be made."""
-    deadline = time.monotonic() + 60
-    while served.router._auditor.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not served.router._auditor.busy)
     return scrape(served.url)
 
 

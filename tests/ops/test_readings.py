@@ -21,6 +21,7 @@ from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
 from tests.doors import House, house
+from tests.waiting import wait_until
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 
@@ -100,8 +101,7 @@ def test_lost_sessions_are_failovers(served: House) -> None:
     refused.add("full")
 
     def relent() -> None:
-        while failovers(served) == before:
-            time.sleep(0.05)
+        wait_until(lambda: failovers(served) > before)
         refused.discard("full")
 
     relenting = threading.Thread(target=relent)

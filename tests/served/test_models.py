@@ -1,6 +1,5 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from deployments.llm import build_openai_app, cascades
 from tests import small
-from tests.conftest import LONG_S, Cluster
+from tests.conftest import Cluster
 from tests.http.test_http import ask
 from tests.served.test_serve import PROMPT
+from tests.waiting import LONG_S, wait_until
 
 Values = dict[str, Any]
 PARAMS = SamplingParams(max_tokens=32, temperature=0.8, seed=11)
@@ -185,10 +185,12 @@ def url(cluster: Cluster) -> Iterator[str]:
 def settle() -> None:
     """Wait until no tier of either model has a session or a lease."""
     handles = [serve.get_deployment_handle(f"small--{name}", "models") for name in ("full:tier0", "full:full", "medium:full")]
-    deadline = time.monotonic() + LONG_S
-    while any((state := handle.describe.remote().result(timeout_s=LONG_S))["sessions"] + state["leases"] for handle in handles):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def left() -> list[int]:
+        states = [handle.describe.remote().result(timeout_s=LONG_S) for handle in handles]
+        return [state["sessions"] + state["leases"] for state in states]
+
+    wait_until(lambda: not any(left()), left, every_s=0.1)
 
 
 @pytest.mark.parametrize("number", [2, 1])

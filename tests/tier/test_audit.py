@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from tests.tier.test_tier import (  # noqa: F401  # fixtures
     text_of,
     tiers,
 )
+from tests.waiting import LONG_S, wait_until
 
 VOCAB = 32
 
@@ -34,7 +34,7 @@ def verdict(tier: Tier, audit: Audit) -> Failed | None:
     inbox, asked = Inbox(), audit.ask()
     tier.post([asked], inbox)
     while not audit.complete:
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         if isinstance(message, Failed):
             return message
         assert isinstance(message, Proposal)
@@ -107,14 +107,14 @@ def test_audits_make_way(tiers: list[Tier], models: list[CountingModel]) -> None
     asked = audit.ask()
     tier.post([asked], inbox)
     for _ in range(3):
-        said = inbox.messages.get(timeout=20)
+        said = inbox.messages.get(timeout=LONG_S)
         assert isinstance(said, Proposal)
         assert len(said.draft.trunk) == 1  # nothing ahead of what is judged
         commit = audit.hear(said)
         assert commit is not None
         tier.post([commit])
     tier.post([request], Inbox())
-    while not isinstance(failed := inbox.messages.get(timeout=20), Failed):
+    while not isinstance(failed := inbox.messages.get(timeout=LONG_S), Failed):
         pass
     assert (failed.reason, failed.fault) == (YIELDED, False)
     refused = verdict(tier, audit)
@@ -134,8 +134,7 @@ def test_audits_stand_beside_each_other(tiers: list[Tier]) -> None:  # noqa: F81
     audits = [Audit(request, tuple(full_text(ToyModel(), request))) for _ in range(2)]
     idle = audits[0].ask()
     tiers[-1].post([idle], inbox)
-    while not tiers[-1].num_sessions:
-        time.sleep(0.001)
+    wait_until(lambda: tiers[-1].num_sessions)
     assert verdict(tiers[-1], audits[1]) is None
     assert audits[1].divergences == []
     assert not inbox.failures

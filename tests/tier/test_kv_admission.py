@@ -23,6 +23,7 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
 from tests.tier.test_tier import PROMPT, CountingModel, Inbox, Silent, finish, opening, settle, text_of
+from tests.waiting import LONG_S
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 LONG = tuple(7 * i % 32 for i in range(100))
@@ -67,7 +68,7 @@ def test_impossible_session_is_refused_with_numbers() -> None:
     tier.start()
     inbox = Inbox()
     tier.post([prompted((1,) * 90)], inbox)
-    message = inbox.messages.get(timeout=10)
+    message = inbox.messages.get(timeout=LONG_S)
     assert isinstance(message, Failed)
     assert "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7" in message.reason
     assert text_of(tier, prompted((1,) * 86))[1].finished
@@ -92,7 +93,7 @@ def test_client_that_does_not_read_gives_its_place_away() -> None:
     tier.start()
     inbox, idler = Inbox(), replace(prompted(LONG), window=4)
     tier.post([idler], inbox)
-    said = inbox.messages.get(timeout=10)
+    said = inbox.messages.get(timeout=LONG_S)
     time.sleep(0.01)
     reader = prompted(LONG[::-1])
     assert written(tier, reader) == full_text(ToyModel(), reader)
@@ -108,7 +109,7 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
     tier.start()
     inbox, idler = Inbox(), replace(prompted(LONG), params=params, window=4)
     tier.post([idler], inbox)
-    said = inbox.messages.get(timeout=10)
+    said = inbox.messages.get(timeout=LONG_S)
     time.sleep(0.01)
     assert written(tier, prompted(LONG[::-1]))
     assert tier.kv_admission.preempted == 1
@@ -155,7 +156,7 @@ def test_reuse_from_a_session_that_is_still_writing() -> None:
     long = replace(prompted(LONG), params=SamplingParams(max_tokens=400, temperature=0, seed=3))
     answer = Answer(long, Silent())
     tier.post([long], inbox)
-    answer.receive(inbox.messages.get(timeout=10))  # type: ignore[arg-type]
+    answer.receive(inbox.messages.get(timeout=LONG_S))  # type: ignore[arg-type]
     other = prompted((*LONG[:80], 5, 6))
     assert written(tier, other) == full_text(ToyModel(), other)
     assert tier.kv_admission.block_manager.reused == 80
@@ -172,7 +173,7 @@ def test_spoilt_sessions_leave_nothing() -> None:
     tier.start()
     inbox, request = Inbox(), prompted(LONG)
     tier.post([request], inbox)
-    assert isinstance(inbox.messages.get(timeout=10), Failed)
+    assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
     model.poison = None
     assert written(tier, prompted(LONG)) == full_text(ToyModel(), request)
     assert tier.kv_admission.block_manager.reused == 0

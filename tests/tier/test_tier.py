@@ -3,7 +3,6 @@
 import queue
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.cases import crossed
+from tests.waiting import LONG_S, wait_until
 
 NAMES = ("tiny", "medium", "full")
 PROMPT = (1, 2, 3, 4, 5)
@@ -124,7 +124,7 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
 def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
     """Take proposals until all answers are complete, replaying those whose session fails."""
     while answers:
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         answer = answers.get(message.session)
         if answer is None:
             continue
@@ -152,10 +152,7 @@ def text_of(tier: Tier, request: Open) -> tuple[list[int], Answer]:
 
 def settle(tiers: Sequence[Tier]) -> None:
     """Wait until Closes have reached the bottom."""
-    deadline = time.monotonic() + 10
-    while any(tier.num_sessions for tier in tiers):
-        assert time.monotonic() < deadline, f"sessions left: {[tier.num_sessions for tier in tiers]}"
-        time.sleep(0.005)
+    wait_until(lambda: not any(tier.num_sessions for tier in tiers), lambda: [tier.num_sessions for tier in tiers])
 
 
 CHAINS: dict[str, tuple[str, ...]] = {"alone": (), "tiny": ("tiny",), "medium": ("medium",), "both": ("medium", "tiny")}
@@ -192,10 +189,10 @@ def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel])
 
 def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards against a hang or another text when a drafter dies in the middle of a request."""
-    request = opening(5, 0.5, 120)
+    request = opening(5, 0.5, 120, window=16)
     inbox, answer = Inbox(), Answer(request, Silent())
     tiers[-1].post([request], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[1].stats.own_tokens)
     tiers[1].close()
     finish(tiers[-1], inbox, {request.session: answer})
     assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), request)
@@ -205,12 +202,12 @@ def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[Co
 
 def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards the way back: a session that lost its drafter for a moment drafts with the full chain again."""
-    request = opening(6, 0.5, 400)
+    request = opening(6, 0.5, 400, window=16)
     inbox, answer = Inbox(), Answer(request, Silent())
     assert tiers[-1].below is not None
     tiers[-1].below = below = Overheard(tiers[-1].below)
     tiers[-1].post([request], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[1].stats.own_tokens)
     tiers[-1].post([Failed(below.opened[0], "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
     full_edges = {edge.drafter: edge for edge in answer.edges if edge.verifier == "full"}
@@ -223,7 +220,7 @@ def test_dropped_uplink_frees_every_tier(tiers: list[Tier]) -> None:
     """Guards against sessions that outlive the process that asked for them."""
     inbox = Inbox()
     tiers[-1].post([opening(7, 1.0, 2000), opening(8, 1.0, 2000)], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[0].num_sessions)
     tiers[-1].drop(inbox)
     settle(tiers)
 
@@ -232,7 +229,7 @@ def test_close_in_the_middle_frees_every_tier(tiers: list[Tier]) -> None:
     """Guards against work that goes on after a client has left."""
     request, inbox = opening(9, 1.0, 2000), Inbox()
     tiers[-1].post([request], inbox)
-    time.sleep(0.03)
+    wait_until(lambda: tiers[0].num_sessions)
     tiers[-1].post([Close(request.session)])
     settle(tiers)
 
@@ -248,7 +245,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
     tiers[-1].post([good, bad], inbox)
     failed, answer = None, Answer(good, Silent())
     while not (failed and answer.finished):
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         if isinstance(message, Failed):
             failed = message
         elif isinstance(message, Proposal) and message.session == good.session:
@@ -273,7 +270,7 @@ def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields
     request = replace(opening(), **{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
     inbox = Inbox()
     tiers[-1].post([request], inbox)
-    message = inbox.messages.get(timeout=10)
+    message = inbox.messages.get(timeout=LONG_S)
     assert isinstance(message, Failed)
     assert words in message.reason
     assert message.fault == ("params" in request_fields)  # parameters fail on every replica
@@ -286,7 +283,7 @@ def test_stopped_tier_answers(models: list[CountingModel]) -> None:
     tier.close()
     inbox = Inbox()
     tier.post([opening()], inbox)
-    assert isinstance(inbox.messages.get(timeout=10), Failed)
+    assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
     assert not tier.healthy
 
 
@@ -315,7 +312,7 @@ def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None
         inbox = Inbox()
         for _ in range(5):
             tier.post([replace(opening(), tokens=(1, token), prompt_len=2, chain=())], inbox)
-            assert isinstance(inbox.messages.get(timeout=10), Failed)
+            assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
         assert tier.healthy == healthy
     tier.close()
     assert model.leaks == 0

@@ -21,7 +21,7 @@ from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, ask
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -153,19 +153,19 @@ def test_answers_count_as_they_ended() -> None:
                     next(stream)
                     stream.close()
             else:
-                connection = http.client.HTTPConnection(address.netloc, timeout=30)
+                connection = http.client.HTTPConnection(address.netloc, timeout=LONG_S)
                 connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
                 connection.getresponse().read(10)
                 connection.close()
             built.settle()
-        with Client(built.grpc, timeout=30) as client, ThreadPoolExecutor() as pool:
+        with Client(built.grpc, timeout=LONG_S) as client, ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, built, "/v1/completions", body, X_Request_Id="to-end")
 
             async def abort() -> int:
                 return built.router.admission.abort(ANONYMOUS, "to-end")
 
             wait_until(lambda: built.call(abort()))
-            asked.result(30)
+            asked.result(LONG_S)
             client.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
         built.settle()
         lines = ask(built, "/metrics")[2].decode().splitlines()

@@ -22,7 +22,7 @@ from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
 from tests.http.test_http import ask
 from tests.talkers import talking
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 MOST = 300  # tokens that an answer may have
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}
@@ -274,7 +274,7 @@ def test_what_the_protocol_can_say_wrong_is_refused(served: House, name: str) ->
     """Guards fields that are JSON in a text, unions with nothing set, and clients that know more than the server."""
     asked, words = RAW[name]
     with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
-        serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked, timeout=30)
+        serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked, timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in caught.value.details()
 

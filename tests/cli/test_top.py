@@ -23,7 +23,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES
 from tests.doors import House, house
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
 COUNTERS = """# TYPE cascade_answers_total counter
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_it() -> None:
             wait_until(lambda: len(described) > 1 or process.poll() is not None)  # it is at work
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, errors
     assert b"Traceback" not in errors
     assert b"Tiers" in output

@@ -23,7 +23,7 @@ from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBo
 from deployments.links import replica_status
 from tests.doors import House, house
 from tests.http.test_http import ask
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 LONG = "x" * 20_000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -38,7 +38,7 @@ def served() -> Iterator[House]:
 
 def ends(connection: socket.socket) -> bool:
     """Whether the server closes the connection without a word."""
-    connection.settimeout(20)
+    connection.settimeout(LONG_S)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:

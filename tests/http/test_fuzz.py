@@ -21,6 +21,7 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, expected
+from tests.waiting import LONG_S
 
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
@@ -97,7 +98,7 @@ def served() -> Iterator[House]:
 
 
 def post(served: House, path: str, data: bytes, kind: str = "application/json") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=LONG_S)
     try:
         connection.request("POST", path, data, {"Content-Type": kind})
         response = connection.getresponse()
@@ -157,7 +158,7 @@ def test_schema_is_kept(served: House, mode: GenerationMode) -> None:
     assert {operation.path for operation in operations} >= set(ROUTES)
 
     def run(case: Any) -> None:
-        response = case.call(timeout=60)
+        response = case.call(timeout=LONG_S)
         assert response.status_code < 500 or response.status_code == 504, (response.status_code, response.text[:300])
         if response.status_code >= 400:
             assert set(response.json()) - {"type"} == {"error"}
@@ -179,11 +180,11 @@ def test_broken_connections_are_survived(served: House) -> None:
         data = bytearray(whole[: dice.randrange(1, len(whole) + 1)])
         for _ in range(dice.randrange(4)):
             data[dice.randrange(len(data))] = dice.randrange(256)
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
             connection.sendall(data)
             if dice.random() < 0.3:
                 connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(5)
+                connection.settimeout(LONG_S)
                 with_answer = connection.recv(100)
                 assert not with_answer or with_answer.startswith(b"HTTP/1.1 "), with_answer
     assert post(served, "/v1/completions", json.dumps(sound["/v1/completions"]).encode())[0] == 200
@@ -252,12 +253,12 @@ def test_wild_messages_are_refused(served: House) -> None:
         )
         def run(noise: bytes, method: str, prefixed: bool) -> None:
             data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
-            call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)
+            call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=LONG_S)
             error = call.exception()
             assert call.code() in allowed, error
             assert not {"Traceback", "class", "The server failed"} & set((call.details() or "").split())
 
         run()
-    with socket.create_connection(tuple(served.grpc.split(":")), timeout=10) as connection:  # type: ignore[arg-type]
+    with socket.create_connection(tuple(served.grpc.split(":")), timeout=LONG_S) as connection:  # type: ignore[arg-type]
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(200))
     assert expected(served, PARAMS, PROMPT)

@@ -16,6 +16,7 @@ from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Speculation
 from tests.doors import VOCAB, House, house
+from tests.waiting import LONG_S
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lease?"}]
@@ -37,7 +38,7 @@ def client(served: House) -> Iterator[OpenAI]:
 
 def ask(served: House, path: str, body: Any = None, method: str = "", **headers: str) -> tuple[int, dict[str, str], Any]:
     """Status, headers and content, by hand."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=LONG_S)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         head = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
@@ -286,7 +287,7 @@ def test_request_id_comes_back(served: House, client: OpenAI) -> None:
 def test_half_a_request_is_given_up(served: House) -> None:
     """Guards against connections that never send their body."""
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         time.sleep(0.1)
     served.settle()

@@ -221,7 +221,7 @@ def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
         address, url = f"localhost:{listen['grpc_port']}", f"https://localhost:{listen['http_port']}/v1/models"
         with Client(f"grpcs://{address}", authority=tls.authority) as client:
             assert len(client.generate([1, 2, 3], params).token_ids) == 16
-        with urllib.request.urlopen(url, timeout=30, context=ssl.create_default_context(cafile=tls.authority)) as answer:
+        with urllib.request.urlopen(url, timeout=LONG_S, context=ssl.create_default_context(cafile=tls.authority)) as answer:
             assert answer.status == 200
         for target, authority in ((address, None), (f"grpcs://{address}", theirs.sign("a").authority)):
             with Client(target, authority=authority) as client, pytest.raises(Unavailable):
@@ -233,13 +233,13 @@ def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
             env={**os.environ, **trust},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONG_S,
             check=True,
         )
         assert "medium" in shown.stdout
         assert "There are no counters" not in shown.stdout
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(url, timeout=30)
+            urllib.request.urlopen(url, timeout=LONG_S)
         built.settle()
 
 

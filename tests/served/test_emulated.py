@@ -22,7 +22,7 @@ from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
 from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES
 from tests.conftest import FAKE_GPUS, Cluster
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 APPLICATION = "emulated"  # of its own: what nodes counted of others stays
 SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
@@ -64,7 +64,7 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
     def now(cls) -> "Shown":
         [node] = ray.nodes()
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=LONG_S) as answer:
             text = answer.read().decode()
         shown = cls(list)
         for family in text_string_to_metric_families(text):

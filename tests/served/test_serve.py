@@ -184,7 +184,7 @@ def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
     info = client.describe()
     assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
     assert info.max_model_len == 1024
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=LONG_S) as answer:
         metrics = answer.read().decode()
     assert 'cascade_replicas{tier="full"} 2.0' in metrics
     for tier in info.tiers:

@@ -24,6 +24,7 @@ from tests.engine.sampling.test_logits_processors import PROMPT as TOY_PROMPT
 from tests.engine.sampling.test_logits_processors import VOCAB, _Mute, opening_of
 from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import CountingModel, Inbox, finish
+from tests.waiting import LONG_S
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 
@@ -162,7 +163,7 @@ def test_replay_keeps_logprobs() -> None:
     first, inbox, answer = started(), Inbox(), Answer(request, _Mute())
     first.post([request], inbox)
     while answer.num_tokens < 15:
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         assert isinstance(message, Proposal)
         answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
     first.close()

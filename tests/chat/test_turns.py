@@ -206,23 +206,50 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
         {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]},
         "half a character",
     ),
+    "no name for a result": ({"messages": [ASKED, CALLED, {"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
+    "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls is given without tools"),
+    "a wrong schema": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 5}}}]},
+        "tools.0.function.parameters: no JSON schema, properties: 5",
+    ),
+    "too large": (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": f"f{i}", "parameters": {"required": ["x" * 5000]}}} for i in range(14)
+            ],
+            "tool_choice": "required",
+        },
+        "tools need a grammar",
+    ),
+    "endless": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     "nothing to go on with": ({"continue_final_message": True}, "the last message must be the assistant's"),
     "both": ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
     "a variable": ({"chat_template_kwargs": {"mood": "calm"}}, "chat_template_kwargs has 'mood'"),
     "too long": ({"max_tokens": MOST + 1}, f"max_tokens is {MOST + 1}: this server writes at most {MOST}"),
 }
-SAMPLED = ("structured", "max_tokens")
+SAMPLED = ("structured", "max_tokens", "ignore_eos")
+OVER_HTTP: dict[str, tuple[dict[str, Any], str]] = {  # what cannot be said over gRPC
+    "no tools": ({"tools": []}, "tools"),
+    "another kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
+    "two forms": (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "leave one out",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD | OVER_HTTP)
 def test_both_protocols_refuse_alike(served: House, client: Client, name: str) -> None:
-    """Guards the sentences: what is wrong with a conversation is wrong in both protocols, for the same reason."""
-    changes, words = BAD[name]
+    """Guards the sentences, with field, value and what to do: what is wrong is wrong in both protocols, for the same reason."""
+    changes, words = (BAD | OVER_HTTP)[name]
     asked = {"messages": [ASKED], **changes}
     status, _, answer = ask(served, "/v1/chat/completions", {"seed": 3, **asked})
     assert status == 400, answer
     message = answer["error"]["message"]
     assert words in message
+    assert len(message) < 400
+    if name in OVER_HTTP:
+        return
     sampling = {key: asked.pop(key) for key in SAMPLED if key in asked}
     if "structured" in sampling:
         sampling["structured"] = Structured(**sampling["structured"])

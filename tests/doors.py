@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -109,6 +109,21 @@ def house(
         thread.join(LONG_S)
         patch.undo()
         loop.close()
+
+
+def serving(env: Mapping[str, str] | None = None, **options: Any) -> Any:
+    """A fixture: a `house` for all tests of a file, of whose requests nothing is left; ``env`` are variables that it reads."""
+
+    @pytest.fixture(scope="module")
+    def served() -> Iterator[House]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            with house(**options) as built:
+                yield built
+                built.settle()
+
+    return served
 
 
 async def _let_go(loop: Any) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import json
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,16 +18,11 @@ from cascade.params import SamplingParams, Speculation
 from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from tests.doors import House, house
+from tests.doors import House, house, serving
 from tests.http.test_http import PROMPT, ask
 from tests.waiting import LONG_S, wait_until
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
-        built.settle()
+served = serving()
 
 
 def test_grpc_reports_positions_and_reasons(served: House) -> None:

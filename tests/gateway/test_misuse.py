@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.http.test_http import ask
 from tests.waiting import LONG_S, wait_until
 
@@ -29,11 +29,7 @@ LONG = "x" * 20_000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.005, max_running=1, max_waiting=0, limits={"body_timeout_s": 0.5}) as built:
-        yield built
-        built.settle()
+served = serving(pass_s=0.005, max_running=1, max_waiting=0, limits={"body_timeout_s": 0.5})
 
 
 def ends(connection: socket.socket) -> bool:

@@ -19,7 +19,7 @@ from cascade.errors import DeadlineExceeded, Overloaded, Unauthenticated, Unavai
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from tests.doors import House, house
+from tests.doors import House, house, serving
 from tests.http.test_http import ask
 from tests.waiting import LONG_S, wait_until
 
@@ -29,20 +29,15 @@ PROMPT = "a secret prompt"
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # so that unread answers soon fill it
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[House]:
-    """Room for two answers, and two that wait; slow tiers; keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOOR_KEYS", f"alice={ALICE},bob={BOB}")
-        limits = {"max_body_bytes": 4096, "body_timeout_s": 0.5, "max_tokens": 4050}
-        with house(
-            pass_s=0.01,
-            max_running=2,
-            max_waiting=2,
-            limits=limits,
-            access={"keys_env": "DOOR_KEYS", "limits": {"bob": {"tokens_per_minute": 60}}},
-        ) as built:
-            yield built
+# room for two answers, and two that wait; slow tiers; keys
+small = serving(
+    env={"DOOR_KEYS": f"alice={ALICE},bob={BOB}"},
+    pass_s=0.01,
+    max_running=2,
+    max_waiting=2,
+    limits={"max_body_bytes": 4096, "body_timeout_s": 0.5, "max_tokens": 4050},
+    access={"keys_env": "DOOR_KEYS", "limits": {"bob": {"tokens_per_minute": 60}}},
+)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Watched requests: streams tell of guesses that nobody has judged yet; others pay nothing for it."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from cascade.session.session import Session
 from cascade.simulation.toy import ToyModel
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import Inbox, Silent, opening, settle
 from tests.waiting import LONG_S
@@ -29,11 +28,7 @@ WATCHED = Handling(watch=True)
 ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.002, pace=(1, 5, 25)) as built:
-        yield built
-        built.settle()
+served = serving(pass_s=0.002, pace=(1, 5, 25))
 
 
 def test_lanes_are_guesses(served: House) -> None:

@@ -1,16 +1,13 @@
 """The page of comparison says what is true: fields that work are taken, others are refused with a sentence, routes exist."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from cascade.cli.serve import serve
 from deployments.gateway.http.openai import ChatBody, CompletionBody
 from deployments.ops.metrics.series import SERIES
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.http.test_http import ask
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "comparison.md").read_text(encoding="utf-8")
@@ -67,10 +64,7 @@ def rows(section: str) -> dict[str, str]:
     return {name: cells[-1].strip() for cells in lines for name in re.findall(r"`([^`]+)`", cells[0])}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 def test_fields_are_taken_or_refused_as_the_page_says(served: House) -> None:

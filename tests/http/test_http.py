@@ -15,17 +15,14 @@ from openai import OpenAI
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Speculation
-from tests.doors import VOCAB, House, house
+from tests.doors import VOCAB, House, serving
 from tests.waiting import LONG_S
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lease?"}]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Parameters through the HTTP API: those of the library, by OpenAI's names, and log-probabilities in OpenAI's forms."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from openai import OpenAI
 
 from cascade.client import Client
 from cascade.params import SamplingParams
-from tests.doors import House, house
+from tests.doors import House, house, serving
 from tests.http.test_http import MESSAGES, PROMPT, ask
 
 CHOSEN: dict[str, dict[str, Any]] = {
@@ -19,11 +18,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
-        built.settle()
+served = serving()
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -1,7 +1,7 @@
 """Audits of a whole server: no answer is doubted, a corrupted one is found, and what cannot be audited is counted."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from deployments.gateway.admission.admission import Admission
 from deployments.ops.auditor import Auditor
 from tests import small
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
-from tests.doors import House, house
+from tests.doors import House, house, serving
 from tests.http.test_http import PROMPT
 from tests.tier.test_tier import opening
 from tests.waiting import wait_until
@@ -27,11 +27,7 @@ GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)
 ALL = {"share": 1.0, "max_waiting": 1000}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}, audit=ALL) as built:
-        yield built
-        built.settle()
+served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}, audit=ALL)
 
 
 def audited(served: House) -> Scrape:

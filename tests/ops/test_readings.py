@@ -4,7 +4,6 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,16 +19,13 @@ from deployments.ops.metrics.drift import BATCH_S, WARM
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.waiting import LONG_S, wait_until
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 def replica(served: House, name: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from cascade.session.session import MAX_PROMPT_SCORED
 from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from tests import small
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.engine.sampling.test_logits_processors import PROMPT as TOY_PROMPT
 from tests.engine.sampling.test_logits_processors import VOCAB, _Mute, opening_of
 from tests.http.test_http import PROMPT, ask
@@ -45,11 +45,7 @@ def cascade() -> Iterator[Cascade]:
         yield cascade
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Watched) as built:
-        yield built
-        built.settle()
+served = serving(model=Watched)
 
 
 @pytest.mark.parametrize(

@@ -259,20 +259,6 @@ def test_chunks_join_to_the_completion(cascade: Cascade) -> None:
     assert all(chunk.completion is None for chunk in chunks[:-1])
 
 
-def test_stop_strings_and_ends(cascade: Cascade) -> None:
-    """Guards cuts inside windows on a real tokenizer: the text ends before the stop string, and ids stay with it."""
-    greedy = SamplingParams(max_tokens=60, temperature=0)
-    whole = cascade.generate(PROMPT, greedy)
-    stop = whole.text[20:24]
-    cut = cascade.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,)))
-    assert cut.text == whole.text[: whole.text.find(stop)]
-    assert cut.finish_reason == "stop"
-    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
-    end = whole.token_ids[10]
-    ended = cascade.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop_token_ids=(end,)))
-    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
-
-
 def test_left_streams_free_everything(cascade: Cascade) -> None:
     """Guards against sessions of readers that left: the fixture counts the sessions at the end."""
     params = SamplingParams(max_tokens=500, temperature=1.0, seed=1)

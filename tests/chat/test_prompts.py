@@ -153,15 +153,6 @@ def test_tools_that_are_not_shown_are_refused() -> None:
         ChatTemplate(FAMILIES["chatml"].tokenizer).encode([ASKED], TOOLS)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_forms_are_found_out(name: str) -> None:
-    """Guards templates that print lists and objects as Python does: arguments and contents come in the form that they take."""
-    family = FAMILIES[name]
-    template = ChatTemplate(family.tokenizer)
-    assert template._roles_in_parts == family.parts
-    assert template._takes_objects == family.objects
-
-
 def test_models_without_a_template_hold_no_conversations() -> None:
     """Guards base models: contents were joined, which is a template that nobody chose."""
     template = ChatTemplate(Family(None).tokenizer)

@@ -183,14 +183,6 @@ def test_library_quantises_each_model_or_all() -> None:
         Cascade.from_pretrained([source] * 2, quantization=["int8"])
 
 
-def test_unknown_quantisation_is_refused_in_the_configuration() -> None:
-    """Guards the start: nothing is downloaded for a word that means nothing."""
-    values = small.config().model_dump(mode="json")
-    values["tiers"][1]["engine_kwargs"]["quantization"] = "int3"
-    with pytest.raises(ConfigError, match=r"engine_kwargs: quantization is 'int3': it must be int8, int4, fp8, nf4"):
-        CascadeConfig.parse(values)
-
-
 def test_rows_of_an_adapter_are_scored_as_alone(folder: Path) -> None:
     """Guards a pass of mixed rows at the logits' level, and plain rows against the adapters' layers around them."""
     model, plain = adapted(folder), Model(build("llama"))

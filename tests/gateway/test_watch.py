@@ -133,13 +133,3 @@ def test_lanes_are_trees_behind_the_text() -> None:
     session.advance(session.work(100, [0, 1]), Scored((1, 2, 5)))
     assert session.lanes == (Lane("medium", end + 3, ()), Lane("tiny", end + 3, (6, 7), (-1, -1)))
     assert tiny.after([*session.text[: end + 2], 9]).tokens == ()
-
-
-class Decoder:
-    """Every token is a character."""
-
-    def step(self, token: int) -> str:
-        return "x"
-
-    def flush(self) -> str:
-        return ""

@@ -19,6 +19,9 @@ from schemathesis import GenerationMode
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from deployments.gateway.http.messages import MessagesBody
+from deployments.gateway.http.openai import ChatBody, CompletionBody, TokenizeBody
+from deployments.gateway.http.responses import ResponsesBody
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, expected
 from tests.waiting import LONG_S
@@ -27,34 +30,8 @@ ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize"),
 )
-FIELDS = (
-    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
-    *("seed", "stop", "stream", "stream_options", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "logprobs", "top_logprobs", "min_tokens", "stop_token_ids", "ignore_eos", "structured"),
-    *(
-        "response_format",
-        "speculation",
-        "history",
-        "echo",
-        "user",
-        "tokens",
-        "suffix",
-        "best_of",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "text",
-        "reasoning",
-        "include",
-        "system",
-        "thinking",
-        "output_config",
-        "stop_sequences",
-    ),
-)
+BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody)
+FIELDS = sorted({name for body in BODIES for name in body.model_fields})
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
 MANY = settings.default.max_examples  # of the profile
 QUIET: dict[str, Any] = {

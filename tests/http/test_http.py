@@ -183,17 +183,9 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "id out of range": ("/v1/completions", {"prompt": [VOCAB]}, 400, f"Token id {VOCAB}"),
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
     "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
-    "string for number": ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens is '5'"),
-    "max_tokens 0": ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
     "max_tokens absurd": ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "1000000000"),
-    "temperature": ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1"),
-    "top_p": ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p is 0"),
-    "seed": ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed is -1"),
     "n": ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n is 17"),
     "prompts": ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
-    "stop": ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
-    "tier": ("/v1/completions", {"prompt": "x", "speculation": {"tiers": ["huge"]}}, 400, "huge"),
-    "branches": ("/v1/completions", {"prompt": "x", "speculation": {"branches": 33}}, 400, "speculation.branches is 33"),
     "model": ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "gpt-4"),
     "stream_options": ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages"),
@@ -227,14 +219,6 @@ def test_long_prompts_are_refused_with_numbers(served: House) -> None:
     status, _, answer = ask(served, "/v1/completions", {"prompt": "x y " * 5000, "max_tokens": 5})
     assert status == 400
     assert "4096" in answer["error"]["message"]
-
-
-def test_openai_errors_are_raised(served: House, client: OpenAI) -> None:
-    """Guards the kinds of errors that OpenAI's client knows."""
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model=served.model, prompt="x", temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="gpt-4"):
-        client.completions.create(model="gpt-4", prompt="x")
 
 
 def test_client_that_leaves_frees_every_tier(served: House, client: OpenAI) -> None:

@@ -3,11 +3,14 @@
 import json
 from typing import Any
 
+import grpc
 import pytest
 from openai import OpenAI
 
 from cascade.client import Client
 from cascade.params import SamplingParams
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house, serving
 from tests.http.test_http import MESSAGES, PROMPT, ask
 
@@ -50,25 +53,59 @@ def test_logprobs_in_both_forms(served: House) -> None:
         assert [len(entry.top_logprobs) for entry in chat.logprobs.content or ()] == [3] * 10
 
 
-def test_wrong_parameters_are_refused(served: House) -> None:
-    """Guards the sentences: the library's own, as 400."""
-    for body, words in (
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"logit_bias": {"x": 1}}, "'x'"),
-        ({"logit_bias": {"9999": 1}}, "9999"),
-        ({"structured": {"regex": "("}}, ""),
-        ({"structured": {}}, "structured"),
-        ({"logprobs": 21}, "logprobs is 21"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is False"),
-        ({"best_of": 2}, "best_of is 2"),
-        ({"top_k": -2}, "top_k is -2"),
-        ({"structured": {"regex": "a"}, "guided_regex": "a"}, "give one"),
-        ({"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs is not a known field"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not a known field"),
-    ):
-        status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4, **body})
-        assert (status, words in answer["error"]["message"]) == (400, True), answer
+WRONG: list[tuple[dict[str, Any], str]] = [  # over both protocols, whose fields have the same names
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": 2**31}, "2147483648"),
+    ({"temperature": -1}, "temperature is -1"),
+    ({"top_k": -2}, "top_k is -2"),
+    ({"top_p": 0}, "top_p is 0"),
+    ({"min_p": 2}, "min_p is 2"),
+    ({"seed": 2**64 - 1}, "seed is"),
+    ({"stop": [""]}, "stop"),
+    ({"min_tokens": 7, "max_tokens": 6}, "min_tokens is 7"),
+    ({"presence_penalty": 3}, "presence_penalty is 3"),
+    ({"logprobs": 21}, "logprobs is 21"),
+    ({"logit_bias": {9999: 1.0}}, "9999"),
+    ({"stop_token_ids": [9999]}, "stop_token_ids is 9999"),
+    ({"structured": {"regex": "("}}, "structured.regex cannot be compiled"),
+    ({"structured": {"json_schema": "{"}}, "structured.json_schema cannot be compiled"),
+    ({"structured": {}}, "structured is"),
+    ({"speculation": {"tiers": ["huge"]}}, "huge"),
+    ({"speculation": {"mode": "fast"}}, "fast"),
+    ({"speculation": {"schedule": "later"}}, "later"),
+    ({"speculation": {"branches": 33}}, "branches is 33"),
+    ({"speculation": {"window": 0}}, "window is 0"),
+    ({"priority": 5000}, "priority is 5000: it must be"),
+]
+OVER_HTTP: list[tuple[dict[str, Any], str]] = [  # what only JSON can say
+    ({"max_tokens": "5"}, "max_tokens is '5'"),
+    ({"logit_bias": {"x": 1}}, "'x'"),
+    ({"skip_special_tokens": False}, "skip_special_tokens is False"),
+    ({"best_of": 2}, "best_of is 2"),
+    ({"structured": {"regex": "a"}, "guided_regex": "a"}, "give one"),
+    ({"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs is not a known field"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not a known field"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), WRONG + OVER_HTTP, ids=str)
+def test_wrong_parameters_are_refused(served: House, body: dict[str, Any], words: str) -> None:
+    """Guards clients against parameters that are ignored: 400 or INVALID_ARGUMENT, and a sentence that names the value."""
+    status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4, **body})
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
+    if (body, words) in OVER_HTTP or body.get("top_k"):
+        return
+    whole = {name: body[name] for name in ("speculation", "priority") if name in body}
+    asked = pb.GenerateRequest(
+        prompt="x", sampling={"max_tokens": 4} | {k: v for k, v in body.items() if k not in whole}, **whole
+    )
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        for call in (lambda: stub.Complete(asked), lambda: list(stub.Generate(asked))):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert (caught.value.code(), words in caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 IGNORED: dict[str, Any] = {

@@ -16,7 +16,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, LeasePool, PreferringRouter, Prefixes, overloaded
+from deployments.links.leases import LEAST_SHARE, Lease, LeasePool, PreferringRouter, Prefixes
 from tests.links.net import Held, Net, Node, opening, tidy
 from tests.tier.test_tier import CountingModel
 from tests.waiting import until
@@ -117,12 +117,6 @@ async def test_preferred_replicas_come_first_unless_they_are_busier() -> None:
         assert [sorted(rank) for rank in await Router({"a": 3, "b": 0}).ranks(*args)] == [["a", "b"]]
     assert await Router({}).ranks("s", ("a",)) == []
     assert await Router({"a": 1}).ranks("s", ("a",)) == [["a"], ["a"]]
-
-
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_overload_is_relative(leases: int, others: int) -> None:
-    """Guards replicas that are all busy against being strangers to all texts, and idle ones against small differences."""
-    assert overloaded(leases, others) == (leases - others > SLACK and leases > RATIO * others)
 
 
 class Twins(Net):

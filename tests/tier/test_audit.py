@@ -21,8 +21,8 @@ from tests.tier.test_tier import (  # noqa: F401  # fixtures
     models,
     opening,
     settle,
-    text_of,
     tiers,
+    written,
 )
 from tests.waiting import LONG_S, wait_until
 
@@ -62,8 +62,7 @@ def test_texts_of_the_tier_pass(tiers: list[Tier], temperature: float) -> None: 
         request = opening(seed, temperature, length)
         whole = full_text(ToyModel(), request)
         request = replace(request, tokens=tuple(whole[: len(PROMPT) + known]))
-        text, _ = text_of(tiers[-1], replace(request, session=mint()))
-        assert [*whole[: len(PROMPT)], *text[len(PROMPT) :]] == whole
+        written(tiers[-1], replace(request, session=mint()))
         audit = Audit(request, tuple(whole))
         assert verdict(tiers[-1], audit) is None
         assert (audit.num_judged, audit.divergences) == (length - known, [])
@@ -90,11 +89,11 @@ def test_corrupted_tokens_are_found(tiers: list[Tier]) -> None:  # noqa: F811
 def test_audits_use_and_leave_nothing(tiers: list[Tier]) -> None:  # noqa: F811
     """Guards the audit against keys and values of the session that it judges, and memory against texts that nobody needs."""
     tier, request = tiers[-1], opening(4, 0.7, 100)
-    text, _ = text_of(tier, request)
+    [answer], _ = written(tier, request)
     settle(tiers)
     blocks = tier.kv_admission.block_manager
     before = blocks.free, blocks.reused, set(blocks._kept)
-    assert verdict(tier, Audit(request, tuple(text))) is None
+    assert verdict(tier, Audit(request, (*PROMPT, *answer.tokens))) is None
     settle(tiers)
     assert (blocks.free, blocks.reused, set(blocks._kept)) == before
 

@@ -1,7 +1,6 @@
 """The noise is sound and the own token is an exact sample of the model's distribution."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -269,16 +268,3 @@ def test_bounds_change_no_bit(
     found = own_tokens_and_next(logits, rows, number)
     assert torch.equal(found, of_the_whole_vocabulary(logits, rows, number))
     assert torch.equal(found[0], own_tokens(logits, rows))
-
-
-@pytest.mark.parametrize("function", [torch.log, torch.log1p], ids=["log", "log1p"])
-def test_numbers_one_by_one_do_not_depend_on_their_place(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Guards what own tokens by bounds rest on: a logarithm has its bits wherever it stands and however many there are."""
-    numbers = noise_bits(3, torch.arange(1), 4099)[0].to(torch.float32) * -(2.0**-53)
-    numbers = numbers if function is torch.log1p else -numbers
-    together = function(numbers)
-    for begin in range(17):
-        assert torch.equal(function(numbers[begin:]), together[begin:])
-    for wide in (1, 3, 16, 31, 64):
-        parts = [function(part.clone()) for part in numbers.split(wide)]
-        assert torch.equal(torch.cat(parts), together)

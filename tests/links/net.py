@@ -216,6 +216,7 @@ class Relay:
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
         self._dead = False
+        self._connecting: set[Any] = set()
         self._pumps: list[asyncio.Task[None]] = []
         self._ends: list[asyncio.StreamWriter] = []
 
@@ -226,6 +227,9 @@ class Relay:
 
     async def __aexit__(self, *error: object) -> None:
         self.die()
+        for _ in range(3):  # what the kernel has taken reaches `_connect`
+            await asyncio.sleep(0)
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         for end in self._ends:
             end.transport.abort()
         await asyncio.gather(*self._pumps, *(end.wait_closed() for end in self._ends), return_exceptions=True)
@@ -238,7 +242,15 @@ class Relay:
             pump.cancel()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self._host, int(self._port))
+        task = asyncio.current_task()
+        self._connecting.add(task)
+        try:
+            there, back = await asyncio.open_connection(self._host, int(self._port))
+        except OSError:
+            writer.transport.abort()
+            return
+        finally:
+            self._connecting.discard(task)
         if self._dead:  # a caller that connected again just then: nobody else would close this
             writer.transport.abort()
             back.transport.abort()

@@ -16,6 +16,7 @@ from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
 from cascade.params import DRAFT_TOP_K, MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
+from tests.cases import examples
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -72,7 +73,7 @@ def reference(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str |
     return text, None
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=examples(4))
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=20),
     stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),
@@ -103,7 +104,7 @@ def pieces(answer: Answer, tokens: Sequence[int]) -> list[Chunk]:
     return [piece for piece in said if piece is not None]
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=examples(4))
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=14),
     stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),

@@ -74,7 +74,7 @@ def test_prompts_are_the_templates_own(name: str) -> None:
     tokenizer = family.tokenizer
     template = ChatTemplate(tokenizer)
 
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(suppress_health_check=[HealthCheck.too_slow])
     @example(["developer"], False, "ends")  # of which nothing may be left, not even a word of the template's
     @given(st.lists(KINDS, min_size=1, max_size=5), st.booleans(), st.sampled_from(["prompts", "ends", "goes on"]))
     def run(kinds: list[str], shown: bool, ending: str) -> None:

@@ -20,7 +20,7 @@ from cascade.engine.network.products import keeps_bits
 from cascade.scorer import TILE, Row
 from tests import small
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
-from tests.cases import rare
+from tests.cases import examples, rare
 from tests.forks import Piece, check_forks, tokens
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -157,7 +157,7 @@ def embedded(dtype: str) -> Model:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@settings(max_examples=1 + settings().max_examples // 20, deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(0.05), phases=[Phase.generate])
 @given(rng=st.randoms(use_true_random=False))
 def test_any_pieces_give_the_same_bits(dtype: str, rng: random.Random) -> None:
     """Guards the embedded full model, over the ends of tiles, against cuts, drafts and companions."""

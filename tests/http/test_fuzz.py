@@ -22,6 +22,7 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.http.messages import MessagesBody
 from deployments.gateway.http.openai import ChatBody, CompletionBody, TokenizeBody
 from deployments.gateway.http.responses import ResponsesBody
+from tests.cases import examples
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, expected
 from tests.waiting import LONG_S
@@ -33,7 +34,7 @@ ROUTES = (
 BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody)
 FIELDS = sorted({name for body in BODIES for name in body.model_fields})
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
-MANY = settings.default.max_examples  # of the profile
+MANY = examples(1)
 QUIET: dict[str, Any] = {
     "deadline": None,
     "database": None,

@@ -4,7 +4,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.draft import Dist, Draft
@@ -90,7 +90,6 @@ proposals = st.integers(0, 8).flatmap(
 messages = st.one_of(opens, some(Commit), some(Close), proposals, some(Failed))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(messages, max_size=5))
 def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""

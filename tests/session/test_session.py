@@ -20,6 +20,7 @@ from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session
 from cascade.session.work import Work
 from cascade.simulation.toy import ToyCache, ToyFork, ToyModel, full_text
+from tests.cases import examples
 
 VOCAB = 12
 AGREEMENTS = (0.5, 0.6, 0.7, 0.85)  # of the tiers below the full one, bottom to top
@@ -336,7 +337,7 @@ class Wires(RuleBasedStateMachine):
 class TestWires(Wires.TestCase):  # type: ignore[misc,name-defined]
     """Guards losslessness: text, cache, limits and totals, for any order of passes and messages."""
 
-    settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)  # four times the profile's
+    settings = settings(max_examples=examples(4), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3, 5])

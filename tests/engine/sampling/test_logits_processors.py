@@ -32,6 +32,7 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import build, each
+from tests.cases import examples
 from tests.engine.sampling.test_sampling import ALPHA, p_value
 from tests.tier.test_tier import answered
 
@@ -82,7 +83,7 @@ def opening_of(params: SamplingParams, **options: Any) -> Open:
     return Open(mint(), fields.pop("tokens", PROMPT), len(PROMPT), params, **fields)
 
 
-@settings(deadline=None, max_examples=75, derandomize=True)
+@settings(max_examples=examples(2))
 @given(params=shaped_params, seed=st.integers(0, 10**6))
 def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed: int) -> None:
     """Guards counts that are kept from pass to pass against guesses, cuts and failed passes: each position is as if alone."""
@@ -159,7 +160,6 @@ def cascades() -> Iterator[list[list[Tier]]]:
             tier.close()
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     params=shaped_params,
     which=st.integers(0, 2),

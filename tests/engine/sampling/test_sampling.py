@@ -20,6 +20,7 @@ from cascade.engine.sampling.own_tokens import (
     with_runner_ups,
 )
 from cascade.params import SamplingParams
+from tests.cases import examples
 
 ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
 SAMPLES = 200_000
@@ -166,7 +167,7 @@ RUNNER_PARAMS = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=examples(2))
 @given(
     params=st.lists(RUNNER_PARAMS, min_size=1, max_size=4),
     seed=st.integers(0, 999),
@@ -241,7 +242,7 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     assert own_tokens(logits, rows).tolist() == KNOWN
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(2))
 @given(
     rows=st.lists(st.tuples(ANY_PARAMS, st.integers(0, 2**40), st.integers(1, 3)), min_size=1, max_size=3)
     | st.lists(st.tuples(WARM_PARAMS, st.integers(0, 999), st.integers(1, 3)), min_size=1, max_size=3),

@@ -195,12 +195,7 @@ CAPABLE = Capabilities(
         ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
         ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
         ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
-        (
-            [1],
-            {},
-            {"tiers": ("full",)},
-            "'full': it must be one of the tiers and drafters below full: tiny",
-        ),
+        ([1], {}, {"tiers": ("full",)}, "'full': it must be one of the tiers and drafters below full: tiny"),
     ],
 )
 def test_what_cannot_be_served_is_not_admitted(

@@ -204,10 +204,7 @@ def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model:
     assert agreement(model, prompts, answers) == 1.0
     answers[0][-1] = (answers[0][-1] + 1) % 64
     assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
-    edges = [
-        Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)),
-        Edge("eagle3", "full"),
-    ]
+    edges = [Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)), Edge("eagle3", "full")]
     assert first_guesses(edges) == 0.75
     assert first_guesses([]) is None
 

@@ -213,11 +213,7 @@ def test_base_models_call_only_when_told() -> None:
         message = answer["choices"][0]["message"]
         [call] = message["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("stop", {})
-        said = [
-            *sound["messages"],
-            message,
-            {"role": "tool", "content": "Done.", "tool_call_id": call["id"]},
-        ]
+        said = [*sound["messages"], message, {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}]
         ids = ask(built, "/tokenize", {"messages": said})[2]["tokens"]
         assert built.router.tokenizer.decode(ids) == 'x\n\n{"name": "stop", "arguments": {}}\n\nDone.'
         built.settle()

@@ -177,10 +177,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
     "too many": ({"messages": [ASKED] * 5000}, "messages: list should have at most 4096 items"),
     "nothing to choose from": ({"tool_choice": "required"}, "tool_choice is given without tools"),
     "no such choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice is 'maybe'"),
-    "a choice that is not there": (
-        {"tools": [STOP], "tool_choice": NAMED},
-        "tool_choice names 'get_weather': tools have stop",
-    ),
+    "a choice that is not there": ({"tools": [STOP], "tool_choice": NAMED}, "tool_choice names 'get_weather': tools have stop"),
     "twice": ({"tools": [STOP, STOP]}, "tools have two functions named 'stop'"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
     "no schema": (
@@ -231,10 +228,7 @@ SAMPLED = ("structured", "max_tokens", "ignore_eos")
 OVER_HTTP: dict[str, tuple[dict[str, Any], str]] = {  # what cannot be said over gRPC
     "no tools": ({"tools": []}, "tools"),
     "another kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
-    "two forms": (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "leave one out",
-    ),
+    "two forms": ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one out"),
 }
 
 

@@ -37,10 +37,7 @@ TOKENS = [
     pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
     pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
 ]
-PIECES = [
-    pb.GenerateResponse(text="a", tokens=TOKENS[:1]),
-    pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH),
-]
+PIECES = [pb.GenerateResponse(text="a", tokens=TOKENS[:1]), pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH)]
 TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
 
 

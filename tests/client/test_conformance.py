@@ -48,10 +48,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "schedule": {"schedule": "lockstep"},
     "branches": {"branches": 0},
 }
-RULED: dict[str, dict[str, Any]] = {
-    "rule": {"rule": "ratio"},
-    "draft_top_k": {"rule": "block", "draft_top_k": 3},
-}
+RULED: dict[str, dict[str, Any]] = {"rule": {"rule": "ratio"}, "draft_top_k": {"rule": "block", "draft_top_k": 3}}
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 
 

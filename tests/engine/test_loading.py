@@ -84,11 +84,7 @@ def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, proble
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"dtype": "int3"}, "int3"),
-        ({"device": "warp"}, "warp"),
-    ],
+    [({"source": "/nowhere/at/all"}, "/nowhere/at/all"), ({"dtype": "int3"}, "int3"), ({"device": "warp"}, "warp")],
 )
 def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
     """Guards the message: what the user wrote, and no traceback of another library."""

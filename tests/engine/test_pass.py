@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft

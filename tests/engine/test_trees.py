@@ -38,10 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @cache
 def model_of(name: str, attention: str, seed: int = 0) -> Model:
     """A small model: "native", which is chosen on a CPU, or "contiguous"."""
-    ways: dict[str, Attention | None] = {
-        "native": None,
-        "contiguous": Contiguous(),
-    }
+    ways: dict[str, Attention | None] = {"native": None, "contiguous": Contiguous()}
     # sizes of which PyTorch's functions leave no rests, which they round otherwise
     sizes = {"head_dim": 32, "intermediate_size": 64} if name == "llama" else {}
     return Model(build(name, seed, **sizes), attention=ways[attention], cache_tokens=4096)

@@ -233,13 +233,7 @@ class Wires(RuleBasedStateMachine):
         branches=st.sampled_from([0, 1, 3, 8]),
     )
     def begin(
-        self,
-        num_tiers: int,
-        windows: tuple[int, int],
-        temperature: float,
-        max_tokens: int,
-        ends: frozenset[int],
-        branches: int,
+        self, num_tiers: int, windows: tuple[int, int], temperature: float, max_tokens: int, ends: frozenset[int], branches: int
     ) -> None:
         draft_window, window = windows
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=7)

@@ -254,13 +254,7 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     number=st.sampled_from([0, 2, 5]),
 )
 def test_bounds_change_no_bit(
-    rows: list[Asked],
-    size: int,
-    shape: str,
-    spread: float,
-    seed: int,
-    dtype: torch.dtype,
-    number: int,
+    rows: list[Asked], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int
 ) -> None:
     """Guards own tokens, runner-ups and gaps on a CPU: they are those of the whole vocabulary, computed by PyTorch."""
     number = min(number, size - 1)

@@ -22,7 +22,7 @@ from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
 from tests.http.test_http import ask
 from tests.talkers import talking
-from tests.waiting import LONG_S, wait_until
+from tests.waiting import LONG_S
 
 MOST = 300  # tokens that an answer may have
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}
@@ -309,18 +309,6 @@ def test_what_cannot_be_sent_is_said(client: Client, messages: Any) -> None:
     """Guards callers against protobuf's own errors."""
     with pytest.raises(InvalidRequest, match="The request cannot be sent"):
         client.chat(messages)
-
-
-def test_a_client_that_leaves_frees_everything(served: House, client: Client) -> None:
-    """Guards sessions: a conversation that is given up is over on every tier."""
-    stream = client.stream_chat([ASKED], params({"ignore_eos": True}), tools=TOOLS)
-    next(stream)
-    places = served.router.admission.places
-    assert places.num_admitted == 1
-    stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: places.num_admitted == 0)
-    served.settle()
-    assert client.chat([ASKED], params({})).content == ASKED["content"]
 
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:

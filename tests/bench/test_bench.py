@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -265,8 +264,3 @@ def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
     assert code != 0
     assert words in output
     assert "Traceback" not in output
-
-
-async def _begun() -> None:
-    """Have the thread of gRPC's own, which stays, whoever comes first."""
-    grpc.aio.init_grpc_aio()

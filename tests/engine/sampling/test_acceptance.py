@@ -194,7 +194,7 @@ def surprise(texts: Tensor, p: Table) -> float:
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_law_of_many_texts(name: str) -> None:
-    """Guards noise and keys, over several rounds: a verifier with its drafter's noise, or keys of positions alone, breaks it."""
+    """Guards noise and keys, over several rounds: a verifier with its drafter's noise, or short keys, breaks it."""
     p, q = table(6, 2, 3), table(6, 2, 4)
     assert surprise(Sampler(p, q).texts(name, 100_000), p) < UNLIKELY_Z
 

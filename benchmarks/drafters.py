@@ -4,8 +4,8 @@
 
 Modes take turns on every prompt, at three temperatures, one request at a time, in the library of this process. No request knows
 another's text. The full model alone is there twice: how far ``alone, again`` is from 1 says how well all figures are known.
-Loads of many requests are `benchmarks.never_slower`'s. All modes must give the same text, else the run fails. A full run draws
-`docs/drafters.svg`. The last line is one JSON document.
+Loads of many requests are `benchmarks.never_slower`'s. All modes must give the same text, else the run fails. The last line is
+one JSON document.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,19 +27,17 @@ from cascade import family
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
-from cascade.drafters import EXIT, TEXT, DrafterSpec, make
+from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
 
-PICTURE = Path(__file__).parents[1] / "docs" / "drafters.svg"
 QUICK = Size(tokens=8, temperatures=(0.0,))
 LOWER = family.NAMES[:-1]
 INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
-HEADS = (family.HEAD, EXIT)  # which read the full model
 CHAINS = (
-    *((kind,) for kind in (*INSIDE, *HEADS, *LOWER)),
+    *((kind,) for kind in (*INSIDE, family.HEAD, *LOWER)),
     LOWER,
     ("suffix", LOWER[0]),
     ("suffix", family.HEAD),
@@ -53,18 +50,17 @@ CONTEXT, GUESSED, VOCAB = 8192, 2000, 500  # of a text whose guesses are timed; 
 
 @contextmanager
 def family_in_process() -> Iterator[Stream]:
-    """A cascade with what is on if nobody says anything, one with all that needs no model, and one for each head beside that.
+    """A cascade with what is on if nobody says anything, one with all that needs no model, and one with the head beside that.
 
     None has a head where that is not asked for: the full model alone is to be at its best.
     """
     inside = [DrafterSpec(kind) for kind in INSIDE]
-    heads = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
     with ExitStack() as stack:
         default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=inside)))
-        by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in heads}
+        headed = stack.enter_context(Cascade.demo(drafter=[*inside, DrafterSpec(family.HEAD, family.head())]))
 
         def stream(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Any:
-            named = next((by_head[kind] for kind in speculation.tiers or () if kind in by_head), plain)
+            named = headed if family.HEAD in (speculation.tiers or ()) else plain
             chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else named
             return chosen.astream(ids, params, speculation, handling)
 
@@ -123,38 +119,10 @@ def guess_cost(kind: str) -> dict[str, Any]:
     return {"us_a_token": round(median(times) * 1e6, 1), "bytes_a_position": held}
 
 
-def draw(drafters: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
-    """Write `head`'s ``drafters`` as SVG, a row of bars for each mode; raises `OSError`."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from cascade.bench.picture import BARS, COLOURS
-
-    names, temperatures = list(drafters), list(next(iter(drafters.values())))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "drafters", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(8, 1.2 + 0.32 * len(names)), layout="constrained")
-        axes: Any = figure.subplots()
-        thick = BARS / len(temperatures)
-        for number, (temperature, colour) in enumerate(zip(temperatures, COLOURS, strict=False)):
-            places = [row + (number + 0.5) * thick - BARS / 2 for row in range(len(names))]
-            speeds = [drafters[name][temperature]["speedup"] for name in names]
-            label = f"temperature {temperature.removeprefix('t')}"
-            axes.barh(places, speeds, 0.92 * thick, label=label, color=colour)
-        axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.set_xlabel("tokens per second over those of the full model alone")
-        figure.legend(loc="outside upper center", ncols=len(temperatures), frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser("drafters", "Every drafter beside every other.")
     made.add_argument("--prompts", type=int, metavar="N", help=f"of each kind ({Size().prompts})")
     made.add_argument("--tokens", type=int, metavar="N", help=f"of an answer ({Size().tokens})")
-    made.add_argument("--picture", type=Path, help="where it is drawn, if not docs")
     chosen = parsed(made, arguments)
     size = QUICK if chosen.quick else Size()
     size = replace(size, prompts=chosen.prompts or size.prompts, tokens=chosen.tokens or size.tokens)
@@ -166,8 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = entries(found)
     costs = {kind: guess_cost(kind) for kind in INSIDE}
     console.print("Guesses without a model:", costs)
-    if picture := chosen.picture or (None if chosen.quick else PICTURE):
-        draw(head(kept)["drafters"], picture)
     same = all(map(same_text, found.values()))
     finish({"head": head(kept), "cost": costs, "same_text": same} | stamp() | {"cells": kept}, head(kept), chosen.results)
 

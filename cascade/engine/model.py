@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cascade.engine import devices
 from cascade.engine.checkpoint import context_len, unlike_attention
-from cascade.engine.heads.exit import REFUSALS, Exit, select
+from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
@@ -98,7 +98,6 @@ class Model:
         drafter: str | None = None,
         drafter_kind: str = "auto",
         drafter_layers: int | None = None,
-        drafter_skip: Collection[int] = (),
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
@@ -106,7 +105,7 @@ class Model:
         `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
         head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of the
         model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
-        ``drafter_layers`` or all but ``drafter_skip``, see `select`. The rest is for the model itself.
+        ``drafter_layers``. The rest is for the model itself.
         """
         if drafter == "" and drafter_kind == Mtp.kind:
             check_mtp(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -119,7 +118,7 @@ class Model:
             quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
-        chosen = (drafter, drafter_kind, drafter_layers, drafter_skip)
+        chosen = (drafter, drafter_kind, drafter_layers)
         return cls.drafting(network, *chosen, num_threads=num_threads, owned=True, **memory)
 
     @classmethod
@@ -129,20 +128,21 @@ class Model:
         drafter: str | None,
         drafter_kind: str = "auto",
         layers: int | None = None,
-        skip: Collection[int] = (),
         **options: Any,
     ) -> Self:
         """Take over a loaded network and its head, see `from_pretrained`, if there is one; raises `ModelError`."""
-        if drafter_kind == Exit.kind:
-            model = cls(network, head=Exit(network), **options)
-            select(model, layers, skip)
-            return model
-        if layers is not None or skip:
-            raise ModelError(f"drafter_kind is {drafter_kind!r}, but layers are named: those are for 'exit'")
-        if drafter is None:
-            return cls(network, **options)
-        model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
-        probe(model, drafter or drafter_kind)
+        head: Head | None = None
+        if drafter_kind == Exit.kind and layers is not None:
+            head = Exit(network, layers)
+        elif layers is not None or drafter_kind == Exit.kind:
+            raise ModelError(
+                f"drafter_kind is {drafter_kind!r} and drafter_layers {layers}: 'exit' needs layers, others do not"
+            )
+        elif drafter is not None:
+            head = load_head(drafter, network, kind=drafter_kind)
+        model = cls(network, head=head, **options)
+        if head is not None:
+            probe(model, drafter or drafter_kind)
         return model
 
     @property
@@ -265,7 +265,7 @@ class Model:
             found = self._replay(texts)
             promised = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
             self.same_bits &= promised and self._repeats(texts)
-        except REFUSALS as error:
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")

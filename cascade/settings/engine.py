@@ -49,21 +49,20 @@ class DrafterConfig(Section):
     kind: str = AUTO  # `auto`: drafters that read text; or one kind, or `head` to find out which head `source` is
     # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`; for `mtp` the model's own checkpoint by default
     source: Annotated[str, Field(min_length=1)] | None = None
-    layers: int | None = None  # for `exit`: draft with the first so many layers of the model; chosen at load by default
-    skip: tuple[int, ...] = ()  # for `exit`: draft with all layers of the model but these
+    layers: int | None = None  # for `exit`: draft with the first so many layers of the model
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
             self.spec  # noqa: B018  # finds out
-        elif self.source or self.layers is not None or self.skip:
-            raise ValueError("source, layers and skip need their kind beside them; 'head' finds out which head a source is")
+        elif self.source or self.layers is not None:
+            raise ValueError("source and layers need their kind beside them; 'head' finds out which head a source is")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
         """The drafter, if it is not "auto"; raises `ConfigError`."""
-        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip)
+        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers)
 
 
 def _listed(chosen: Any) -> Any:

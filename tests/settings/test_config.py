@@ -111,19 +111,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "layers without a kind": (
         one(engine_kwargs={"drafter": {"layers": 4}}),
-        r"source, layers and skip need their kind beside them",
+        r"source and layers need their kind beside them",
     ),
     "layers of a lookup": (
         one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
         r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
     ),
-    "some layers and others": (
-        one(engine_kwargs={"drafter": {"kind": "exit", "layers": 4, "skip": [7]}}),
-        r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
-    ),
-    "a layer twice": (
-        one(engine_kwargs={"drafter": {"kind": "exit", "skip": [7, 7]}}),
-        r"drafter.skip is \[7, 7\]: it must name layers from 0 on, each once",
+    "an exit without layers": (
+        one(engine_kwargs={"drafter": "exit"}),
+        r"drafter.layers is None: name how many of the first layers 'exit' runs, 1 or more",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
@@ -586,12 +582,11 @@ def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    assert named(["lookup", head]) == (DrafterSpec("lookup"), DrafterSpec("eagle3", family.head()))
     assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
-    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None, ())
-    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None, ())
-    assert named("exit") == (DrafterSpec("exit"),)
-    assert named({"kind": "exit", "skip": [3, 5]}) == (DrafterSpec("exit", skip=(3, 5)),)
+    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None)
+    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None)
+    assert named({"kind": "exit", "layers": 5}) == (DrafterSpec("exit", layers=5),)
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
     assert config.drafters == ("suffix", "eagle3")
     assert config.chain_names == ("suffix", "eagle3", "a", "b")

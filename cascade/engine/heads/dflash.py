@@ -23,9 +23,8 @@ them, those that ``layer_types`` names see no later place of their block, unless
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -268,16 +267,6 @@ class DFlash(Head):
         guesses, most = Guesses(texts), max(text.guesses for text in texts)
         guesses.choose_all(self.whole(self.logits(hidden[:, :most].flatten(0, 1))).unflatten(0, (len(texts), most)))
         return guesses.drafts()
-
-    @contextmanager
-    def otherwise(self) -> Iterator[str]:
-        """A guess is of its place or of the token after it."""
-        layout = self.layout
-        self.layout = replace(layout, shifted=not layout.shifted)
-        try:
-            yield f'"sample_from_anchor": {str(self.layout.shifted).lower()}'
-        finally:
-            self.layout = layout
 
 
 def folded(query: Tensor, size: int) -> Tensor:

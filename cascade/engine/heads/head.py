@@ -1,7 +1,6 @@
 """What a drafter that reads a model's hidden states is; knows nothing of files, and of sessions only their texts."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -101,10 +100,6 @@ class Head(nn.Module):
     def draft(self, texts: Sequence[Text], reader: "Reader") -> list[Draft]:
         """Guesses after each text, as many as are wanted or fewer."""
         raise NotImplementedError
-
-    def otherwise(self) -> AbstractContextManager[str] | None:
-        """While it guesses as its files may have been meant, too: what they should say then."""
-        return None
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits ``[n, vocab_size]``; tokens that it does not know are impossible."""

@@ -35,28 +35,15 @@ class Reader:
         self.head = head
         self._network = network
         self._hidden: dict[int, Tensor] = {}  # of the last pass, `[1, n, hidden_size]`
-        self._hooks: list[Any] = []
         self._kept = 0  # layer of the states
         self._dtype = network.dtype  # of the states
         self.written_out: Llama | None = None  # the model, where it is ours
         self._attention: Attention | None = None
         self._windows: dict[int, int | None] = {}
-        self.set_reads(head.reads)
+        for layer in sorted(set(head.reads)):
+            self._hook(layer)
 
-    def set_reads(self, layers: Sequence[int]) -> None:
-        """Read these hidden states from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self.head.reads = tuple(layers)
-        self._hidden.clear()
-        self._hooks = [self._hook(layer) for layer in sorted(set(layers))]
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return len(decoder(self._network)[1])
-
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int) -> None:
         """Note a hidden state: what a layer is given, or after the last one what the layers' owner returns."""
         owner, layers = decoder(self._network)
         if not 0 <= layer <= len(layers):
@@ -69,8 +56,9 @@ class Reader:
             self._hidden[layer] = out[0]
 
         if layer == len(layers):
-            return owner.register_forward_hook(note_returned)
-        return layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
+            owner.register_forward_hook(note_returned)
+        else:
+            layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
 
     # as a part of the model
 

@@ -214,7 +214,6 @@ def _load(config: TierConfig) -> Model | VllmModel:
         device=engine.device if engine.emulated is None else "cpu",
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
-        quantization=engine.quantization,
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,

@@ -13,7 +13,6 @@ from cascade.engine.devices import wider_dtype
 from cascade.engine.gguf import described
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey
-from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, reason
 
@@ -22,6 +21,7 @@ NO_LIMIT = 2**20  # positions of a model that names none
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear layers that vLLM quantises as it loads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,6 @@ def anatomy(
             raise
         cache_size = _nominal_size(text)
     heads = int(text.num_attention_heads)
-    exact = device is not None and device.type == "cpu" and quantization is None
     return Anatomy(
         architecture=type(network).__name__,
         parameters=parameters,
@@ -94,7 +93,7 @@ def anatomy(
         context_len=context_len(config),
         vocab_size=int(text.vocab_size),
         heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
-        same_bits=exact and keeps_bits(network, chosen),
+        same_bits=device is not None and device.type == "cpu" and keeps_bits(network, chosen),
     )
 
 
@@ -181,13 +180,10 @@ def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) ->
 
 
 def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: str | None) -> int:
-    total = int(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize)
-    if quantization is None:
-        return total
     kept = network.get_output_embeddings()
-    linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m is not kept]
-    packed = sum(module.weight.numel() for module in linear)
-    return total - round(packed * (dtype.itemsize - METHODS[quantization].bytes_per_weight))
+    linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not kept)
+    less = dtype.itemsize - PACKED.get(quantization or "", dtype.itemsize)
+    return round(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize - linear * less)
 
 
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:

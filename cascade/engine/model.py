@@ -24,7 +24,6 @@ from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
-from cascade.engine.quantization import nbytes
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Threads
@@ -91,7 +90,6 @@ class Model:
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        quantization: str | None = None,
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = devices.UTILIZATION,
         num_threads: int | None = None,
@@ -101,10 +99,9 @@ class Model:
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
-        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
-        `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of the
-        model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
+        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`; ``drafter`` is the path or hub id
+        of a head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of
+        the model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
         ``drafter_layers``. The rest is for the model itself.
         """
         if drafter == "" and drafter_kind == Mtp.kind:
@@ -115,7 +112,6 @@ class Model:
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
         chosen = (drafter, drafter_kind, drafter_layers)
@@ -309,3 +305,11 @@ class Model:
         for cache in caches:
             cache.free()
         return torch.equal(together[n], alone[0])
+
+
+def nbytes(weight: Tensor) -> int:
+    """Memory of a weight, of what it is packed into if its checkpoint is quantised."""
+    if hasattr(weight, "__tensor_flatten__"):  # torchao's tensors consist of others
+        return sum(nbytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    state = getattr(weight, "quant_state", None)  # bitsandbytes keeps scales beside
+    return weight.nbytes + (state.absmax.nbytes if state is not None else 0)

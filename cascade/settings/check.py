@@ -185,7 +185,7 @@ def _need(tier: TierConfig) -> Need:
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
-            quantization=engine.quantization if ours else None,  # vLLM knows its own methods
+            quantization=engine.quantization,
             sizes_only=not ours,
             **_hub(tier),
         )

@@ -14,7 +14,6 @@ from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 
 EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
-QUANTIZATION = ("int8", "int4", "fp8", "nf4")  # of our own engine, see `cascade.engine.quantization`
 OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
 
@@ -82,7 +81,7 @@ class EngineKwargs(Section):
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
-    quantization: str | None = None  # of weights: int8, int4, fp8 or nf4; on vLLM its own methods
+    quantization: str | None = None  # of weights, by a method of vLLM's; what a checkpoint is quantised by needs none
     # LoRA adapters of the full tier by the name that requests use: paths or hub ids
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
@@ -119,14 +118,9 @@ class EngineKwargs(Section):
             return
         if extra:
             yield f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'"
-        ranked = self.tensor_parallel_size > 1
-        if self.quantization not in (None, *QUANTIZATION) and not ranked:
-            known = ", ".join(QUANTIZATION)
-            yield f"quantization is {self.quantization!r}: it must be {known}, or one of vLLM's with engine 'vllm'"
-        if ranked and (self.engine is not None or self._prefers_ours()):
+        if self._only_vllms and (self.engine is not None or self._prefers_ours()):
             yield (
-                f"tensor_parallel_size is {self.tensor_parallel_size}, and only vLLM shares a model among GPUs: "
-                "set engine to 'vllm', and remove what only our own engine takes"
+                f"{self._only_vllms}, which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes"
             )
         if self.emulated is not None and self.device not in (None, "cpu"):
             yield f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two"
@@ -140,9 +134,16 @@ class EngineKwargs(Section):
         given = {"emulated": self.emulated, "device": self.device}
         return [name for name, value in given.items() if value] + ([f"drafter {head.kind!r}"] if head else [])
 
+    @property
+    def _only_vllms(self) -> str:
+        """What is given that our own engine cannot do, in words; "" if nothing is."""
+        if self.tensor_parallel_size > 1:
+            return f"tensor_parallel_size is {self.tensor_parallel_size}"
+        return f"quantization is {self.quantization!r}" if self.quantization else ""
+
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours(), self.lora_modules, self.quantization, self.num_threads))
+        return any((self._only_ours(), self.lora_modules, self.num_threads))
 
     def runs_on(self, *, gpu: bool) -> Literal["cascade", "vllm"]:
         """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
@@ -151,7 +152,7 @@ class EngineKwargs(Section):
         """
         if self.engine is not None:
             return self.engine
-        if self.tensor_parallel_size > 1:
+        if self._only_vllms:
             return "vllm"
         return "vllm" if gpu and not self._prefers_ours() and vllm.installed() else "cascade"
 

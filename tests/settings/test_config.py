@@ -105,9 +105,9 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"enforce_eager": True}),
         r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
     ),
-    "a method of vLLM without it": (
-        one(engine_kwargs={"quantization": "awq"}),
-        r"quantization is 'awq': it must be int8, int4, fp8, nf4, or one of vLLM's with engine 'vllm'",
+    "a method of vLLM beside what is ours": (
+        one(engine_kwargs={"quantization": "awq", "num_threads": 2}),
+        r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
     ),
     "layers without a kind": (
         one(engine_kwargs={"drafter": {"layers": 4}}),

@@ -138,7 +138,6 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of the full tier so far."""
         return len(self.tokens)
 
     @property
@@ -189,7 +188,6 @@ class Answer:
         return replace(opening, session=session, tokens=tokens)
 
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
-        """Add output, as far as the text goes."""
         params = self.opening.params
         for token, origin in zip(tokens, origins, strict=True):
             if self.finished:

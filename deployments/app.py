@@ -131,7 +131,6 @@ def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str,
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
-    """The configuration that `build` was given."""
     if isinstance(args, CascadeConfig):
         return args
     if args is None or args == {}:

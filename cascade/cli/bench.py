@@ -118,7 +118,6 @@ def _of_categories(prompts: tuple[Prompt, ...], only: tuple[str, ...]) -> tuple[
 
 
 def _about(workload: Workload, prompts: Path | None) -> dict[str, Any]:
-    """What the document says of the workload."""
     return {
         "version": version("cascade-serve"),
         "date": datetime.now(UTC).date().isoformat(),
@@ -141,7 +140,6 @@ def modes(names: tuple[str, ...], pairs: bool, branches: int | None = None) -> t
 
 
 def show(cells: list[Cell]) -> None:
-    """Print the tables, and what went wrong."""
     _print(joined(cells))
     console.print()
     console.print(report.waits(cells))

@@ -27,7 +27,6 @@ class Frame:
 
     @property
     def router(self) -> str:
-        """The name of the router whose counts these are."""
         return "" if self.scrape is None else self.scrape.router
 
 
@@ -59,7 +58,6 @@ def top(address: str, url: str, every: float, once: bool) -> None:
 
 
 def look(client: Any, url: str) -> Frame:
-    """Ask a server through both of its doors."""
     frame = Frame(time.monotonic())
     try:
         frame.info = client.describe()

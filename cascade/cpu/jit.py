@@ -150,7 +150,6 @@ def run(worker: Worker, given: bytes, work: int) -> None:
 
 
 def run_step(step: Step, work: int) -> None:
-    """`run` a worker with its arguments."""
     run(step.worker, arguments(*step.numbers), work)
 
 

@@ -39,7 +39,6 @@ class DrafterSpec:
 
     @property
     def within(self) -> bool:
-        """Whether it lies in its model's own checkpoint."""
         return KINDS[self.kind].within and not self.source
 
 

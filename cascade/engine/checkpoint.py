@@ -26,8 +26,6 @@ PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear laye
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A model without its weights."""
-
     architecture: str
     parameters: int
     weight_bytes: int  # in this dtype and the quantisation asked for

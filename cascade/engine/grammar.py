@@ -100,7 +100,6 @@ class Grammars:
         return compiled
 
     def _build(self, end_ids: list[int]) -> LLTokenizer:
-        """The vocabulary as bytes, once."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = from_tokenizer(self._tokenizer.backend, eos_token=end_ids)
@@ -223,7 +222,6 @@ def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
 
 
 def _source(structured: Structured) -> str:
-    """The grammar in llguidance's own words."""
     if structured.json_object:
         return UNFORCED + _json({"type": "object"})
     if structured.json_schema is not None:

@@ -153,7 +153,6 @@ class Model:
 
     @property
     def drafter(self) -> str:
-        """The kind of its head, "" without one."""
         return self.reader.head.kind if self.reader is not None else ""
 
     @property
@@ -163,7 +162,6 @@ class Model:
 
     @property
     def summary(self) -> str:
-        """One line about it, for a log."""
         place = devices.processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         return f"{str(self.dtype).removeprefix('torch.')} on {place}; logits {bits}"
@@ -198,13 +196,11 @@ class Model:
             return found if self.reader is None else self.reader.draft(rows, found)
 
     def _counted(self, num_threads: int | None) -> Threads:
-        """How many threads passes get."""
         if num_threads is not None or self.device.type != "cpu":
             return Threads(num_threads or torch.get_num_threads())
         return Threads.find(self._try, torch.get_num_threads())
 
     def _try(self, num_tokens: int) -> None:
-        """A pass, to time it."""
         tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
         cache = self.new_cache()
         self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])

@@ -57,7 +57,6 @@ class Tokenizer:
         return text
 
     def decoder(self, prompt: Sequence[int]) -> "Decoder":
-        """A decoder for the text after ``prompt``."""
         return Decoder(self.backend.backend_tokenizer, prompt)
 
     def begins(self, ids: Sequence[int]) -> list[int]:

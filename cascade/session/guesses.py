@@ -100,7 +100,6 @@ class Guesses:
 
     @property
     def pool(self) -> Pool:
-        """All guesses as one tree."""
         known = self._pool
         if known is None or known[0] is not self.draft or known[1] is not self.hints:
             known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)

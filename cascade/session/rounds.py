@@ -99,5 +99,4 @@ def first_key(seed: int, hop: int) -> int:
 
 
 def next_key(key: int, token: int) -> int:
-    """The key after ``token``."""
     return signed(mix(key + (token + 1) * GOLDEN))

@@ -140,7 +140,6 @@ class Session:
 
     @property
     def runner_ups(self) -> int:
-        """Runner-ups wanted with each own token."""
         return RUNNER_UPS if self.branches is not None else 0
 
     @property
@@ -239,7 +238,6 @@ class Session:
         self.kv_len = len(self.text) - 1
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
-        """A branch has one more own token."""
         assert self.branches is not None
         [token] = scored.own
         branch.kv_len = work.start + len(work.tokens)

@@ -108,7 +108,6 @@ class CascadeConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tiers, bottom to top."""
         return tuple(tier.name for tier in self.tiers)
 
     @property

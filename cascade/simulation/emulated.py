@@ -46,12 +46,10 @@ class Emulated:
 
     @property
     def summary(self) -> str:
-        """One line about it, for a log."""
         return f"a FAKE: {self.dtype} on a device that is not there, whose shortest pass takes {self._cost.predict(1):.4f} s"
 
     @property
     def profile(self) -> Profile:
-        """What timing its passes would find."""
         return Profile(self._cost.points, self._cost.context_s)
 
     def new_cache(self) -> Store:

@@ -96,7 +96,6 @@ class RecordedTier(ToyTier):
         self._known = recording.known(len(recording.texts[0].said) - 1 - len(agreement))
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
-        """See `ToyTier.ranked`."""
         if params.temperature == 0 and (said := self._known.get((position, context))) is not None:
             return list(said[:count])
         return super().ranked(context, position, params, count)

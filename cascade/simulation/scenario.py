@@ -15,8 +15,6 @@ DEFAULT_POLICY = Policy()
 
 @dataclass(frozen=True, slots=True)
 class SimTier:
-    """One tier with one replica."""
-
     name: str
     model: Scorer
     cost: Callable[[int], float]  # seconds of a pass that scores so many tokens, where it is served: caches are colder there

@@ -48,7 +48,6 @@ class ToyTier(ToyModel):
         return list(_said(key, self.vocab_size, self._agreement)[:count])
 
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
-        """There are none."""
         raise NotImplementedError("a toy tier has no logits: it honours a request's seed alone")
 
 

@@ -26,7 +26,6 @@ class Allocation:
 
     @property
     def capacity(self) -> int:
-        """Positions."""
         return self.blocks * BLOCK
 
 
@@ -110,7 +109,6 @@ class BlockManager:
         return blocks
 
     def give_back(self, blocks: int) -> None:
-        """A fork is gone."""
         self.free += blocks
         self.lent -= blocks
 
@@ -133,7 +131,6 @@ class BlockManager:
         self._let_go(allocation)
 
     def clear(self) -> None:
-        """Free what is kept for reuse."""
         for allocation in list(self._kept):
             self._remove(allocation)
 
@@ -249,7 +246,6 @@ class BlockManager:
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of what both begin with."""
     if tuple(one[: len(other)]) == tuple(other[: len(one)]):
         return min(len(one), len(other))
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -13,7 +13,6 @@ class _TopCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-        """See `top_cross_entropy`."""
         matrix = weight.to(torch.bfloat16)
         count, total = len(states), states.new_zeros(())
         grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)

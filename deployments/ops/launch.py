@@ -224,7 +224,6 @@ def _cause(error: Exception, application: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """What it says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -40,8 +40,6 @@ Names = Sequence[tuple[str, str]]  # patterns of tensors' names, and what heads 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A drafter's files."""
-
     source: str
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
@@ -122,7 +120,6 @@ class Checkpoint:
         return tuple(layers)
 
     def check_mask(self, mask: Any, verifier: Verifier) -> int:
-        """The token that masks are."""
         if not isinstance(mask, int):
             raise self.wrong("its config.json does not name mask_token_id")
         if not 0 <= mask < verifier.vocab_size:

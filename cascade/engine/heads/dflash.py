@@ -55,8 +55,6 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How blocks are laid out."""
-
     size: int  # places, of which the first has the last token of the text
     mask: int  # token id of the others
     shifted: bool  # a place guesses the token after it, and not its own
@@ -64,7 +62,6 @@ class Layout:
 
     @property
     def guesses(self) -> int:
-        """Of a block."""
         return self.size if self.shifted else self.size - 1
 
 

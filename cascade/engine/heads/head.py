@@ -37,8 +37,6 @@ class Verifier(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Positions ``start`` to ``end`` of a store."""
-
     store: Any
     start: int
     end: int
@@ -75,7 +73,6 @@ class Head(nn.Module):
 
     @property
     def known(self) -> list[int]:
-        """Tokens that it can guess."""
         return list(range(self.vocab_size)) if self._ids is None else list(self._ids.tolist())
 
     @property

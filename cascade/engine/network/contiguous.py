@@ -88,11 +88,9 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def free(self) -> None:
-        """Give the memory back."""
         self._layers.clear()
         self.capacity = 0
 
@@ -123,7 +121,6 @@ class Fork:
         values.narrow(2, at, length).copy_(value)
 
     def put(self, layer: int, start: int, states: Tensor) -> None:
-        """As a cache does."""
         self.write(layer, start, states[None], states[None, :, :0])
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
@@ -134,12 +131,10 @@ class Fork:
         return torch.cat([self._base.get(layer, start, min(end, self.position)), own])
 
     def writable(self, position: int) -> bool:
-        """Its own positions are."""
         return position >= self.position
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those that were written."""
         return tuple(self._layers)
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -165,11 +160,9 @@ class Fork:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def free(self) -> None:
-        """Give the memory back."""
         self._layers.clear()
 
 

@@ -101,7 +101,6 @@ class Layer:
 
     @property
     def numbers(self) -> int:
-        """Of its matrices."""
         return sum(part.numbers for part in (self.qkv, self.o, self.gate_up, self.down))
 
 

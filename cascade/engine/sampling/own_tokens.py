@@ -128,7 +128,6 @@ def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[Runne
 
 
 def _float(bits: int) -> float:
-    """The float32 that has these bits."""
     number: float = struct.unpack("f", struct.pack("i", bits))[0]
     return number
 

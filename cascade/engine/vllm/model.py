@@ -135,7 +135,6 @@ class VllmModel:
 
     @property
     def summary(self) -> str:
-        """One line about it, for a log."""
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         shared = f", {self._ranks} ranks" if self._ranks > 1 else ""
         place = f"{str(self.dtype).removeprefix('torch.')} on {self.device}, vLLM's {self._facts.backend}{shared}"

@@ -119,7 +119,6 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the model reads which tools there are."""
         return PROBE_NAME in self._probe([QUESTION])
 
     @cached_property

@@ -42,7 +42,6 @@ class ThoughtSplitter:
         return self._begin <= place < self._end
 
     def _pass(self, tag: str) -> None:
-        """The tag that the rest begins with."""
         if tag == OPEN:
             self._begin = self._num_told
         self._advance(len(tag))

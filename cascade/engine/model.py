@@ -19,7 +19,7 @@ from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
-from cascade.engine.network.attention import Attention, Native
+from cascade.engine.network.attention import ATTENTION, Attention, Native
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
@@ -274,7 +274,7 @@ class Model:
             self._chosen = True
             if self._written_out and is_written_out(network):
                 self._llama = Llama(network, owned=self._owned)
-        network.set_attn_implementation(self._attention.name)
+        network.set_attn_implementation(ATTENTION)
         if self._llama is None:
             multiply_row_by_row(network)
         if self.reader is not None:

@@ -10,8 +10,7 @@ import pytest
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.in_pass import TRY, InPass
-from cascade.drafters.matching import Corpus, Lookup, Suffix, kind
-from cascade.drafters.tenants import MAX_TENANTS
+from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.planner.choice import MOST_STEPS, paying_steps, speedup

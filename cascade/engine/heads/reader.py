@@ -7,20 +7,20 @@ fork, the entry before it belongs to another text, whose next token is another o
 A head guesses a little worse then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cascade.cpu.cache import BlockedFork
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
-from cascade.engine.network.attention import Attention, Span
+from cascade.engine.network.attention import Attention, Scoring, Span
 from cascade.engine.network.contiguous import Fork
 from cascade.engine.network.llama import Llama
 from cascade.engine.network.survey import Survey
@@ -130,14 +130,18 @@ class Reader:
 
     def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
         """Store ``[1, kv_heads, n, head_dim]`` in the layer ``module.layer_idx``, for later queries."""
-        assert self._attention is not None
-        self._attention.write(int(module.layer_idx), key, value, planned)  # type: ignore[arg-type]
+        planned.write(int(module.layer_idx), key, value)  # type: ignore[arg-type]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
-        assert self._attention is not None
-        function: Callable[..., tuple[Tensor, None]] = AttentionInterface()[self._attention.name]
-        return function(module, query, key, value, None, scaling=query.shape[3] ** -0.5, cascade_pass=planned)[0]
+        out: Tensor = planned.attend(
+            int(module.layer_idx),
+            query,
+            key,
+            value,
+            Scoring(query.shape[3] ** -0.5),  # type: ignore[arg-type]
+        )
+        return out
 
     @contextmanager
     def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:

@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable
 
+from cascade.answer import overlap
 from deployments.gateway.chat.delta import Delta
 from deployments.gateway.chat.formats import CALL_ID, ToolFormat
-from deployments.gateway.chat.thoughts import overlap
 
 MAX_NAME_CHARS = 128  # of a function's bare name, with what may stand between it and its arguments
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')

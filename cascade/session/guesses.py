@@ -73,19 +73,6 @@ class Guesses:
     newer.
     """
 
-    __slots__ = (
-        "_pool",
-        "_totals",
-        "_unprepared",
-        "_vocab_size",
-        "_window",
-        "calibration",
-        "draft",
-        "hints",
-        "lanes_below",
-        "stats",
-    )
-
     def __init__(self, vocab_size: int, window: int, totals: EdgeTotals) -> None:
         self._vocab_size = vocab_size
         self._window = window

@@ -38,29 +38,6 @@ class Session:
     committed: so both sides agree again after any loss.
     """
 
-    __slots__ = (
-        "_limit",
-        "_origins",
-        "_sent_len",
-        "accepted_branch",
-        "branches",
-        "cached",
-        "changed_from",
-        "committed",
-        "drafter",
-        "drafter_session",
-        "guesses",
-        "kv_len",
-        "level",
-        "opening",
-        "rounds",
-        "run_ahead",
-        "skip_reason",
-        "text",
-        "tier",
-        "totals",
-    )
-
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
         """``verdicts`` are those that the tier above has passed on this one."""
         self.opening = opening

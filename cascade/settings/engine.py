@@ -10,11 +10,9 @@ from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
 from cascade.params import MAX_WINDOW
 from cascade.planner.choice import Policy
-from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 
 EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
-OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
 
 class ModelLoadingConfig(Section):
@@ -75,7 +73,8 @@ class EngineKwargs(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    engine: Literal["cascade", "vllm"] | None = None  # by default `vllm` if it is installed and the tier has a GPU
+    # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` if it is installed and the tier has a GPU
+    engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = None
     # of weights; by default the checkpoint's, or float32 on processors that are slow with 16 bits
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
@@ -99,7 +98,6 @@ class EngineKwargs(Section):
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass; 1 by default
     # guesses of a session that one pass scores at most; 16 by default
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None
-    emulated: EmulatedConfig | None = None  # fake device, for benchmarks alone
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
@@ -116,23 +114,19 @@ class EngineKwargs(Section):
             if only_ours:
                 yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"
             return
+        if self.plugin:  # which knows what it takes
+            return
         if extra:
             yield f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'"
         if self._only_vllms and (self.engine is not None or self._prefers_ours()):
             yield (
                 f"{self._only_vllms}, which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes"
             )
-        if self.emulated is not None and self.device not in (None, "cpu"):
-            yield f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two"
-        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head)
-        if self.is_toy and given:
-            yield f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two"
 
     def _only_ours(self) -> list[str]:
         """What is given that vLLM cannot do."""
         head = head_of(self.drafters)
-        given = {"emulated": self.emulated, "device": self.device}
-        return [name for name, value in given.items() if value] + ([f"drafter {head.kind!r}"] if head else [])
+        return ["device"] * bool(self.device) + ([f"drafter {head.kind!r}"] if head else [])
 
     @property
     def _only_vllms(self) -> str:
@@ -145,7 +139,12 @@ class EngineKwargs(Section):
         """Whether anything is given that means our own engine where none is named."""
         return any((self._only_ours(), self.lora_modules, self.num_threads))
 
-    def runs_on(self, *, gpu: bool) -> Literal["cascade", "vllm"]:
+    @property
+    def plugin(self) -> bool:
+        """Whether its engine is neither ours nor vLLM."""
+        return ":" in (self.engine or "")
+
+    def runs_on(self, *, gpu: bool) -> str:
         """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
 
         What only one of them takes decides before that.
@@ -163,11 +162,6 @@ class EngineKwargs(Section):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}
         return {**given, **shared, **(self.model_extra or {})}
-
-    @property
-    def is_toy(self) -> bool:
-        """Whether the tier runs no model, see `EmulatedConfig`."""
-        return self.emulated is not None and self.emulated.agreement is not None
 
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:

@@ -134,26 +134,6 @@ class BlockManager:
         for allocation in list(self._kept):
             self._remove(allocation)
 
-    def check(self) -> None:
-        """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
-        kept = sum(allocation.blocks for allocation in self._kept)
-        held = sum(allocation.blocks for allocation in self._allocations if allocation.in_use)
-        found = self.free + kept + held + self.lent
-        sum_ = f"{self.free} free + {kept} kept + {held} held + {self.lent} lent blocks are {found} of {self.total}"
-        assert min(self.free, self.lent) >= 0, sum_
-        assert found == self.total, sum_
-        assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.in_use}, (
-            "kept allocations are those not in use"
-        )
-        for key, allocations in self._index.items():
-            assert allocations, f"the index has an empty entry {key}"
-            for allocation in allocations:
-                assert allocation in self._allocations, f"the index leads from {key} to an allocation that is gone"
-                assert key in allocation.keys, f"the index leads from {key} to an allocation that has it no more"
-                assert len(allocation.tokens) <= allocation.capacity, (
-                    f"{len(allocation.tokens)} positions in {allocation.blocks} blocks"
-                )
-
     # blocks
 
     def _find(self, tokens: Sequence[int], salt: str) -> tuple[Allocation | None, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.cluster.recording import RecordedText, RecordedTier, Recording, fake
 from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.toy import full_text
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
@@ -15,7 +16,6 @@ from cascade.planner.cost import PassCost
 from cascade.scorer import RunnerUp
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import full_text
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=60, temperature=0, seed=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.in_pass import TRY, InPass
@@ -16,7 +17,6 @@ from cascade.params import SamplingParams
 from cascade.planner.choice import MOST_STEPS, paying_steps, speedup
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.tier.test_tier import opening, settle, text_of

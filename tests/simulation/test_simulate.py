@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.cost import PassCost
 from cascade.simulation.forecast import Bench, TierCost, prediction_rows
 from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.simulation.trace import Acceptance, Trace
 from cascade.simulation.virtual import Agenda, Device
 from tests.cases import rare

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.answer import Answer
 from cascade.engine import devices
 from cascade.engine.model import Model
@@ -17,11 +18,11 @@ from cascade.errors import ModelError
 from cascade.messages import Failed, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
+from tests.books import check_memory
 from tests.tier.test_tier import PROMPT, CountingModel, Inbox, Silent, finish, opening, settle, text_of
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -55,7 +56,7 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
         assert [*PROMPT, *done[request.session].tokens] == full_text(ToyModel(), request)
     settle(tiers)
     for tier in tiers:
-        tier.kv_admission.check()
+        check_memory(tier.kv_admission)
         tier.close()
         assert tier.kv_admission.block_manager.free == blocks
     assert (tiers[-1].kv_admission.preempted > 0) == (blocks < 60)
@@ -118,7 +119,7 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
     assert [token.id for token in again.prompt] == list(LONG)
     assert len({token.logprob for token in again.prompt}) > 5
     settle([tier])
-    tier.kv_admission.check()
+    check_memory(tier.kv_admission)
     tier.close()
 
 
@@ -142,7 +143,7 @@ def test_second_session_begins_where_the_first_has_been() -> None:
     assert written(tier, longer) == full_text(ToyModel(), longer)
     assert model.tokens - before <= 3 + 9
     settle([tier])
-    tier.kv_admission.check()
+    check_memory(tier.kv_admission)
     tier.close()
 
 
@@ -262,7 +263,7 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     tier.post(asked, inbox)
     finish(tier, inbox, answers)
     settle([tier])
-    tier.kv_admission.check()
+    check_memory(tier.kv_admission)
     assert tier.kv_admission.preempted
     assert tier.kv_admission.block_manager.reused
     tier.close()

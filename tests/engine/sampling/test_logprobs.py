@@ -8,6 +8,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from benchmarks.toy import ToyModel
 from cascade import Cascade, Completion, SamplingParams, Structured
 from cascade.answer import Answer, PromptToken
 from cascade.client import Client
@@ -16,7 +17,6 @@ from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Close, Open, Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import MAX_PROMPT_SCORED
-from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from tests import small
 from tests.doors import House, house

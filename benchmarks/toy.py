@@ -1,4 +1,4 @@
-"""Models that need no weights, for tests and simulations: the idea of httpx's ``MockTransport``, shipped with the package.
+"""Models that need no weights, for tests and benchmarks: the idea of httpx's ``MockTransport``.
 
     >>> full, tiny = ToyModel(32), ToyModel(32, agreement=0.7)
     >>> Cascade([tiny, full], tokenizer)

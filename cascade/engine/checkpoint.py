@@ -68,10 +68,12 @@ def anatomy(
     if folder.is_dir():
         check_files(folder)
     text = config.get_text_config()
-    saved = _saved_dtype(text)
+    saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
     network = _skeleton(config, source, trust_remote_code)
     parameters = sum(weight.numel() for weight in network.parameters())
-    chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device, parameters)
+    chosen = DTYPES[dtype] if dtype else saved
+    if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
+        chosen = wider_dtype(saved, device, parameters) or saved
     if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
     try:
@@ -153,17 +155,6 @@ def _damage(file: Path) -> str | None:
             return "its header cannot be read"
     expected = 8 + length + max(ends, default=0)
     return f"it has {size} bytes and should have {expected}" if size != expected else None
-
-
-def _saved_dtype(text: PreTrainedConfig) -> torch.dtype:
-    saved = getattr(text, "dtype", None)
-    return saved if isinstance(saved, torch.dtype) else torch.float32
-
-
-def _held_dtype(config: PreTrainedConfig, saved: torch.dtype, device: torch.device | None, parameters: int) -> torch.dtype:
-    if device is None or getattr(config, "quantization_config", None) is not None:  # which needs the dtype it was made with
-        return saved
-    return wider_dtype(saved, device, parameters) or saved
 
 
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -154,7 +154,7 @@ class Matcher:
         """Masks after the output and after each guess, and how many of these positions are known."""
         masks, scout = [mask], self._machine.deep_copy()
         for guess in guesses:
-            if scout.is_stopped() or not _has(masks[-1], guess):
+            if scout.is_stopped() or not (guess < 8 * len(masks[-1]) and masks[-1][guess >> 3] >> (guess & 7) & 1):
                 return masks, 1 + len(guesses)
             if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
                 break
@@ -205,10 +205,6 @@ class Matcher:
             if num_consumed < len(step):
                 break
         return mask
-
-
-def _has(mask: bytes, token: int) -> bool:
-    return token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:

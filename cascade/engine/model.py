@@ -233,8 +233,7 @@ class Model:
         inputs = {"input_ids": ids[None], "position_ids": positions[None]}
         call = partial(self._network, **inputs, use_cache=False, cascade_pass=cascade_pass)
         if self._keeps_logits:
-            out: Tensor = call(logits_to_keep=keep).logits[0]
-            return out
+            return call(logits_to_keep=keep).logits[0]
         head = self._network.get_output_embeddings()
         with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
             out = call().logits[0]

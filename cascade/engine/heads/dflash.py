@@ -164,8 +164,7 @@ class DFlash(Head):
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         """What keys and values are made of, ``[n, hidden_size]``; it is not kept."""
-        out: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
-        return out
+        return self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
 
     def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: Reader) -> None:
         positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
@@ -191,8 +190,7 @@ class DFlash(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
-        out: Tensor = self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
-        return out
+        return self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         found = [Draft()] * len(texts)

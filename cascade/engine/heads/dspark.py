@@ -64,8 +64,7 @@ class Confidence(nn.Module):
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
         """``[n]`` of ``[n, hidden_size]`` and ``[n, rank]``, which not every head looks at."""
         inputs = torch.cat([hidden, before], -1)[:, : self.proj.in_features]
-        out: Tensor = self.proj(inputs)[:, 0]
-        return out
+        return self.proj(inputs)[:, 0]
 
 
 class DSpark(DFlash):

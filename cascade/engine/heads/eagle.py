@@ -49,8 +49,7 @@ class Attention(nn.Module):
         """``[n, inputs]`` to ``[n, hidden_size]``."""
         query, key = (self.heads_of(x, *part) for part in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)))
         query, key = apply_rotary_pos_emb(query, key, *angles)
-        out: Tensor = self.o_proj(self.attend(query, key, self.heads_of(x, self.v_proj), reader, planned).reshape(len(x), -1))
-        return out
+        return self.o_proj(self.attend(query, key, self.heads_of(x, self.v_proj), reader, planned).reshape(len(x), -1))
 
     def heads_of(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
         """``[1, heads, n, head_dim]`` of ``[n, inputs]``."""
@@ -78,8 +77,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, *attention: Any) -> Tensor:
         residual = residual + self.self_attn(x, *attention)
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class Eagle(Chain):
@@ -135,8 +133,7 @@ class Eagle(Chain):
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = self._verifier.lm_head(out)
-        return found
+        return self._verifier.lm_head(out)
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         """``[n, width]`` of the last layer."""
@@ -217,8 +214,7 @@ class Eagle3(Eagle):
         if self._norms == "each":
             hidden = [norm(part) for norm, part in zip(self.fc_norm, hidden, strict=True)]
         whole = torch.cat(list(hidden), dim=-1)
-        out: Tensor = self.fc(self.input_norm(whole) if self._norms == "whole" else whole)
-        return out
+        return self.fc(self.input_norm(whole) if self._norms == "whole" else whole)
 
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.own_layers[0]
@@ -227,12 +223,10 @@ class Eagle3(Eagle):
         return x, normed if self._norm_before_residual else state
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = self.lm_head(self.norm(out))
-        return found
+        return self.lm_head(self.norm(out))
 
     def next_state(self, out: Tensor) -> Tensor:
-        normed: Tensor = self.norm(out) if self._norm_output else out
-        return normed
+        return self.norm(out) if self._norm_output else out
 
 
 def reads_of(checkpoint: Checkpoint, number: int, verifier: Verifier) -> tuple[int, ...]:

@@ -122,14 +122,9 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
 def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
     """The first ``number`` of those in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
     k = len(packed) // 2
-    gaps = [[_float(bits) for bits in row] for row in packed[1 + k : 1 + k + number]]
+    gaps = [[struct.unpack("f", struct.pack("i", bits))[0] for bits in row] for row in packed[1 + k : 1 + k + number]]
     pairs_of = (zip(*both, strict=True) for both in zip(packed[1 : 1 + number], gaps, strict=True))
     return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*pairs_of, strict=True)]
-
-
-def _float(bits: int) -> float:
-    number: float = struct.unpack("f", struct.pack("i", bits))[0]
-    return number
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:

@@ -161,8 +161,7 @@ class VllmModel:
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
-        found: Tensor = self._run(rows, 0, simple=False)
-        return found
+        return self._run(rows, 0, simple=False)
 
     def _run(self, rows: Sequence[Row], number: int, *, simple: bool) -> Any:
         packed = Packed.of(rows)

@@ -27,7 +27,7 @@ from cascade import family
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
-from cascade.drafters import EXIT, TEXT, DrafterSpec, make
+from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
@@ -36,9 +36,8 @@ from cascade.scorer import Scored
 QUICK = Size(tokens=8, temperatures=(0.0,))
 LOWER = family.NAMES[:-1]
 INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
-HEADS = (family.HEAD, EXIT)  # which read the full model
 CHAINS = (
-    *((kind,) for kind in (*INSIDE, *HEADS, *LOWER)),
+    *((kind,) for kind in (*INSIDE, family.HEAD, *LOWER)),
     LOWER,
     ("suffix", LOWER[0]),
     ("suffix", family.HEAD),
@@ -51,18 +50,17 @@ CONTEXT, GUESSED, VOCAB = 8192, 2000, 500  # of a text whose guesses are timed; 
 
 @contextmanager
 def family_in_process() -> Iterator[Stream]:
-    """A cascade with what is on if nobody says anything, one with all that needs no model, and one for each head beside that.
+    """A cascade with what is on if nobody says anything, one with all that needs no model, and one with the head beside that.
 
     None has a head where that is not asked for: the full model alone is to be at its best.
     """
     inside = [DrafterSpec(kind) for kind in INSIDE]
-    heads = (DrafterSpec(family.HEAD, family.head()), DrafterSpec(EXIT))
     with ExitStack() as stack:
         default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=inside)))
-        by_head = {head.kind: stack.enter_context(Cascade.demo(drafter=[*inside, head])) for head in heads}
+        headed = stack.enter_context(Cascade.demo(drafter=[*inside, DrafterSpec(family.HEAD, family.head())]))
 
         def stream(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Any:
-            named = next((by_head[kind] for kind in speculation.tiers or () if kind in by_head), plain)
+            named = headed if family.HEAD in (speculation.tiers or ()) else plain
             chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else named
             return chosen.astream(ids, params, speculation, handling)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.baseline import load
 from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.toy import ToyModel
 from cascade import family
 from cascade.cpu.linear import Linear
 from cascade.engine.devices import has_bfloat16
@@ -27,7 +28,6 @@ from cascade.engine.threads import apart
 from cascade.messages import Close, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
-from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 
 DTYPES = ("float32", "bfloat16") if has_bfloat16() else ("float32",)  # where it is slow nobody would serve it

@@ -138,7 +138,6 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of the full tier so far."""
         return len(self.tokens)
 
     @property
@@ -189,7 +188,6 @@ class Answer:
         return replace(opening, session=session, tokens=tokens)
 
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
-        """Add output, as far as the text goes."""
         params = self.opening.params
         for token, origin in zip(tokens, origins, strict=True):
             if self.finished:
@@ -222,7 +220,7 @@ class Answer:
         """Everything that is certain and was not handed out yet."""
         certain = len(self._text)
         if not self.finished:  # what may begin a stop string may be taken back
-            certain -= max((_overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
+            certain -= max((overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
         num_tokens = self._num_sent_tokens
         while num_tokens < len(self._ends) and self._ends[num_tokens] <= certain:
             num_tokens += 1
@@ -302,6 +300,6 @@ def undrafted(opening: Open, edges: Sequence[Edge], skip_reason: str = "") -> Un
     return "short" if all_ <= SHORT_PASSES else "late"
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -51,7 +51,6 @@ class Draft:
         assert not (self.dists and self.parents), "what nodes were drawn from is known of lines alone"
 
     def __len__(self) -> int:
-        """Nodes."""
         return len(self.tokens)
 
     @property
@@ -139,7 +138,6 @@ class Draft:
         return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
 
     def first(self, size: int) -> "Draft":
-        """The first ``size`` nodes."""
         if size >= len(self.tokens):
             return self
         if not size:

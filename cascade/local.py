@@ -127,26 +127,22 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
         trust_remote_code: bool = False,
-        quantization: str | Sequence[str | None] | None = None,
         drafter: Drafters = AUTO,
         engine: Literal["cascade", "vllm"] = "cascade",
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
-        there is one. ``quantization`` holds weights in fewer bits, see `quantization.METHODS`: one for all models, or a
-        list with one for each, bottom to top. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s.
-        With ``engine`` "vllm" all run on vLLM, whose quantization methods it takes then; for other engine arguments load each
-        as a `cascade.engine.vllm.model.VllmModel`.
+        there is one. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s. With ``engine`` "vllm" all run on vLLM;
+        for other engine arguments load each as a `cascade.engine.vllm.model.VllmModel`.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
         names, inner = tier_names(models, names), specs(drafter)
         check_drafters([one.kind for one in inner], names)
-        methods = _each(quantization, len(models))
         tokenizer = _common_tokenizer(models, trust_remote_code)
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, methods, inner, options)
+        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, inner, options)
         cascade = cls(loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner)
         cascade._loaded = loaded
         return cascade
@@ -295,17 +291,6 @@ def tier_names(models: Sequence[object], names: Sequence[str] | None) -> tuple[s
     return tuple(names or TIER_NAMES[len(models)])
 
 
-def _each(quantization: str | Sequence[str | None] | None, num_models: int) -> Sequence[str | None]:
-    """One method for every model."""
-    if quantization is None or isinstance(quantization, str):
-        return [quantization] * num_models
-    if len(quantization) != num_models:
-        raise ConfigError(
-            f"quantization has {len(quantization)} entries for {num_models} models: give one for each, or one name for all"
-        )
-    return quantization
-
-
 def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokenizer:
     """The one that all models have; raises `ConfigError` if there are several."""
     tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in sources]
@@ -315,25 +300,19 @@ def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokeni
     return tokenizers[-1]
 
 
-def _load(
-    sources: Sequence[str], methods: Sequence[str | None], drafters: Sequence[DrafterSpec], options: dict[str, Any]
-) -> list[Model]:
+def _load(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[Model]:
     """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
     known = {"trust_remote_code": options["trust_remote_code"]}
     if any(one.within for one in drafters):
         check_mtp(sources[-1], **known)
     device = find_device(sources[-1], options["device"])
-    networks = [
-        apart(partial(load, source, quantization=method, **options)) for source, method in zip(sources, methods, strict=True)
-    ]
+    networks = [apart(partial(load, source, **options)) for source in sources]
     room = common_room(sources, device, dtype=options["dtype"], **known)
     lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
     return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), owned=True, cache_tokens=room))]
 
 
-def _load_on_vllm(
-    sources: Sequence[str], methods: Sequence[str | None], drafters: Sequence[DrafterSpec], options: dict[str, Any]
-) -> list[VllmModel]:
+def _load_on_vllm(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[VllmModel]:
     """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
     refused = [f"drafter {one.kind!r} reads a model of our own engine" for one in drafters if one.reads]
     if options["device"]:
@@ -345,8 +324,8 @@ def _load_on_vllm(
         given["gpu_memory_utilization"] = UTILIZATION / len(sources)
     loaded: list[VllmModel] = []
     try:
-        for source, method in zip(sources, methods, strict=True):
-            loaded.append(VllmModel(source, options=given | ({"quantization": method} if method else {})))
+        for source in sources:
+            loaded.append(VllmModel(source, options=given))
     except BaseException:
         for model in loaded:
             model.close()

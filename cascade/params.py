@@ -107,12 +107,10 @@ class Structured:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is set."""
         return next(name for name in STRUCTURED_KINDS if getattr(self, name))
 
     @property
     def schema(self) -> str:
-        """``json_schema`` as JSON text."""
         return cast(str, self.json_schema)
 
 

@@ -4,7 +4,6 @@ serve run deployments.app:build config=my.yaml
 serve deploy cluster/serve/demo.yaml
 """
 
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -131,7 +130,6 @@ def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str,
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
-    """The configuration that `build` was given."""
     if isinstance(args, CascadeConfig):
         return args
     if args is None or args == {}:
@@ -224,23 +222,8 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
 
 
 def shares_processors(tier: TierConfig, other: TierConfig) -> bool:
-    """Whether replicas of both may compute on the same processors: emulated devices and whole GPUs are a replica's own."""
-    return not any(
-        one.engine_kwargs.emulated is not None or of_replica(tier_options(one)).get("GPU", 0.0) >= 1 for one in (tier, other)
-    )
-
-
-def emulated_gpus(config: CascadeConfig) -> int:
-    """GPUs that a Ray has to be told of though they are not there: those of emulated devices, of all replicas there may be."""
-    if config.autoscaling is not None and config.tiers[-1].engine_kwargs.emulated is not None:
-        return math.ceil(config.autoscaling.max_devices)
-    total = 0.0
-    for tier in config.tiers:
-        if tier.engine_kwargs.emulated is not None:
-            deployment = tier.deployment_config
-            most = (deployment.autoscaling_config or {}).get("max_replicas") or _num_replicas(deployment)
-            total += most * of_replica(tier_options(tier)).get("GPU", 0.0)
-    return math.ceil(total)
+    """Whether replicas of both may compute on the same processors: whole GPUs and others' engines are their own."""
+    return not any(one.engine_kwargs.plugin or of_replica(tier_options(one)).get("GPU", 0.0) >= 1 for one in (tier, other))
 
 
 def replica_devices(config: CascadeConfig) -> dict[str, float]:

@@ -178,7 +178,6 @@ class Router:
             return pb.AbortResponse(aborted=here + sum(elsewhere))
 
     async def abort_for(self, router: str, key: str, request_id: str) -> int | None:
-        """Another router asks to end requests of a key."""
         return None if router == self._siblings.name else self.admission.abort(key, request_id)
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
@@ -247,7 +246,6 @@ class Router:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the full tier's adapters."""
         return tuple(self._config.tiers[-1].engine_kwargs.lora_modules)
 
     @property
@@ -257,7 +255,6 @@ class Router:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tiers, bottom to top."""
         return self._config.names
 
     # requests

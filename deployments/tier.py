@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from ray.serve.handle import DeploymentHandle
 
 from cascade.drafters import make, source_and_kind
 from cascade.engine.adapters import AdaptedModel
-from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
 from cascade.engine.model import Model
@@ -31,8 +31,6 @@ from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.live import OF_TIERS, tier_of
-from cascade.simulation.emulated import Emulated
-from cascade.simulation.recording import fake
 from cascade.tier.tier import Tier
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool, lessor
@@ -80,11 +78,13 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config))
+        self._model = await _apart(partial(load_model, self._config))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
+        known = getattr(self._model, "profile", None)  # of an engine that need not be timed
+        self._profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
+        new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)
         self._tier = Tier(
             self._config.name,
             level,
@@ -93,7 +93,7 @@ class TierReplica:
             planner=Planner(shared),
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
-            new_state=None if engine.is_toy else state_maker(None if tokenizer is None else Grammars(tokenizer).matcher),
+            new_state=new_state if getattr(self._model, "shapes", True) else None,
             drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
         )
         self._report = LoadReport(self._tier, self._profile)
@@ -201,8 +201,15 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(threads)
 
 
-def _load(config: TierConfig) -> Model | VllmModel:
+def load_model(config: TierConfig) -> Any:
+    """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`."""
     engine = config.engine_kwargs
+    if engine.engine is not None and engine.plugin:
+        module, _, name = engine.engine.partition(":")
+        try:
+            return getattr(import_module(module), name)(config)
+        except (ImportError, AttributeError) as error:
+            raise ModelError(f"engine is {engine.engine!r}, which cannot be imported: {error}") from error
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
         source = config.model_loading_config.source
@@ -211,10 +218,9 @@ def _load(config: TierConfig) -> Model | VllmModel:
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
-        device=engine.device if engine.emulated is None else "cpu",
+        device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
-        quantization=engine.quantization,
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,
@@ -224,30 +230,6 @@ def _load(config: TierConfig) -> Model | VllmModel:
     if engine.lora_modules:
         return AdaptedModel(network, engine.lora_modules, **options)
     return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
-
-
-def _emulate(config: TierConfig) -> Emulated:
-    """A fake of the tier's device, with its model or a toy in it."""
-    engine = config.engine_kwargs
-    device = engine.emulated
-    assert device is not None
-    cost = Profile(device.points, device.context_s)
-    if device.agreement is None:
-        model = _load(config)
-        assert isinstance(model, Model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
-    source = config.model_loading_config.source
-    read = read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
-    limits: dict[str, int] = {"context_len": context_len(read)}
-    if engine.cache_tokens is not None:
-        limits["cache_tokens"] = engine.cache_tokens
-    return Emulated(fake(read.get_text_config().vocab_size, device.agreement, device.recording, **limits), cost)
-
-
-def _profile(model: Model | VllmModel | Emulated, max_tokens: int) -> Profile:
-    """What passes cost: those of an emulated device are known, and too long to be timed."""
-    return model.profile if isinstance(model, Emulated) else measure(model, max_tokens=max_tokens)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

@@ -4,16 +4,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from cascade.engine.heads.reader import decoder
 from cascade.engine.sampling.own_tokens import own_tokens
 from cascade.params import SamplingParams
 from tests import block_heads
@@ -282,26 +280,3 @@ def _turned(x: Tensor) -> Tensor:
     angles = torch.arange(len(x))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-
-
-@dataclass
-class WithoutLayers:
-    """Guesses of a network that has read the text with all layers, and goes on without some: over Transformers' cache."""
-
-    network: PreTrainedModel
-    skipped: frozenset[int]
-    made: ClassVar[Any] = SimpleNamespace(kind="exit", most=99)
-
-    @torch.no_grad()
-    def guesses(self, text: Sequence[int], number: int, params: SamplingParams) -> list[int]:
-        owner, layers = decoder(self.network)
-        held, text = DynamicCache(config=self.network.config), list(text)  # given by place: its name depends on Transformers
-        self.network(torch.tensor([text[:-1]]), None, None, held)
-        name = next(name for name, module in owner.named_children() if module is layers)
-        setattr(owner, name, nn.ModuleList(layer for at, layer in enumerate(layers) if at not in self.skipped))
-        for _ in range(number):
-            ids, where = torch.tensor([text[-1:]]), torch.tensor([[len(text) - 1]])
-            logits = self.network(ids, None, where, held).logits[0, -1:]
-            text.append(int(own_tokens(logits, [(params, len(text), 1)])[0]))
-        setattr(owner, name, layers)
-        return text[len(text) - number :]

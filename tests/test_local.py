@@ -343,10 +343,10 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
     (tmp_path / "corpus.txt").write_text("def f(self):\n        return self._lock\n" * 3)
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5)
     expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
-    kinds = ["suffix", "recycling", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
+    kinds = ["suffix", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
     with small.cascade(drafter=kinds) as looking:
-        assert looking.names == ("suffix", "recycling", "lookup", "corpus", "tiny", "medium", "full")
-        for tiers in (("suffix",), ("recycling", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
+        assert looking.names == ("suffix", "lookup", "corpus", "tiny", "medium", "full")
+        for tiers in (("suffix",), ("suffix", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
             for schedule in SCHEDULES:
                 completion = looking.generate(PROMPT, params, Speculation(tiers=tiers, schedule=schedule))  # type: ignore[arg-type]
                 assert completion.token_ids == expected
@@ -409,7 +409,7 @@ def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperatu
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, recycling, lookahead, corpus, head"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, corpus, head"),
         (["lookup", "lookup"], "names 'lookup' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
     ],

@@ -6,7 +6,7 @@ First the family is recorded (`recorded`): its answers to built-in prompts, and 
 what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model alone,
 pairs in lockstep and not, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas)
 and ``autoscale`` (a load that rises and falls). Texts must be those that the full model wrote alone, else the run fails.
-Devices are fakes (`cascade.simulation.emulated`): what is measured is all around them. The last line is one JSON document.
+Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
 
 from collections.abc import Callable, Sequence

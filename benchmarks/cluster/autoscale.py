@@ -16,9 +16,9 @@ from rich.table import Table
 
 from benchmarks.cluster.crowd import crowd
 from benchmarks.cluster.devices import Setup
+from benchmarks.cluster.recording import Recording
 from benchmarks.turns import AUTO
 from cascade.client import AsyncClient
-from cascade.simulation.recording import Recording
 from deployments.ops.launch import Server
 
 FULL_MS = {1: 22.0, 8: 26.0, 16: 36.0, 32: 58.0, 64: 104.0}
@@ -41,7 +41,7 @@ def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[
     """One phase after the other, with the same clients; ``tell`` is called with a line for each."""
     scaling = {"max_devices": size.max_devices, **PACE}
     setup = Setup(size.stretch, recording=recording, autoscaling=scaling, full_ms=FULL_MS)
-    with Server.start(setup.values, port=0) as server:
+    with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server:
         return asyncio.run(_measure(server.address, setup, size, tell))
 
 

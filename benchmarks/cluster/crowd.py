@@ -15,6 +15,9 @@ from typing import Any, cast
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
+from benchmarks.cluster.recording import Recording
+from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.toy import full_text
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.answer import Chunk
@@ -22,9 +25,6 @@ from cascade.bench.load import Mode, isolated
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
-from cascade.simulation.recording import Recording
-from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
 from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full
@@ -115,7 +115,7 @@ def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[
     found = {}
     for replicas in size.replicas:
         setup = Setup(size.stretch, replicas, recording)
-        with Server.start(setup.values, port=0) as server:
+        with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server:
             found[named(replicas)] = asyncio.run(_measure(server.address, setup, size, tell))
     return found
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import yaml
 
+from benchmarks.cluster.emulated import Device, num_gpus
+from benchmarks.cluster.recording import Recording, fake
+from benchmarks.cluster.toy_tier import ToyTier
 from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.planner.cost import PassCost
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.simulation.recording import Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy_tier import ToyTier
 
 FILE = Path(__file__).parent / "emulated.yaml"
 PAUSE_S = 1e4  # of virtual time, from one request to the next
@@ -66,9 +67,12 @@ class Setup:
     @property
     def full_pass_s(self) -> float:
         """Seconds of a pass of one token of the full tier."""
-        device = self.config.tiers[-1].engine_kwargs.emulated
-        assert device is not None
-        return PassCost(points=device.points)(1)
+        return Device.of(self.config.tiers[-1]).cost.predict(1)
+
+    @property
+    def num_gpus(self) -> int:
+        """That a Ray of its own is told of."""
+        return num_gpus(self.config)
 
     def models(self) -> list[ToyTier]:
         """Of the tiers, as they are served."""
@@ -78,15 +82,13 @@ class Setup:
         """The same tiers in the simulator, with a replica each."""
         found = []
         for tier, model in zip(self.config.tiers, self.models(), strict=True):
-            device = tier.engine_kwargs.emulated
-            assert device is not None
-            found.append(SimTier(tier.name, model, PassCost(points=device.points), HOP_S, tier.engine_kwargs.policy))
+            cost = PassCost(points=Device.of(tier).cost.points)
+            found.append(SimTier(tier.name, model, cost, HOP_S, tier.engine_kwargs.policy))
         return found
 
 
 def _model(tier: TierConfig) -> ToyTier:
-    device, config = tier.engine_kwargs.emulated, read_config(tier.model_loading_config.source)
-    assert device is not None
+    device, config = Device.of(tier), read_config(tier.model_loading_config.source)
     assert device.agreement is not None
     vocab = config.get_text_config().vocab_size
     return fake(vocab, device.agreement, device.recording, context_len=context_len(config))

@@ -14,12 +14,13 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
+from benchmarks.cluster.emulated import Device
+from benchmarks.cluster.recording import RecordedText, Recording
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.bench.load import EdgeTotals, Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
-from cascade.simulation.recording import RecordedText, Recording
 from cascade.simulation.scenario import SimTier
 from deployments.ops.launch import Server
 
@@ -76,7 +77,7 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
     asked, tiers = Asked(prompts, params, setup.ends), setup.tiers()
     locked = [best_lockstep(tiers, asked, name, size) for name in LOWER]
     runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
-    with Server.start(setup.values, port=0) as server, Client(server.address) as client:
+    with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
         for number, prompt in enumerate(prompts):
@@ -163,8 +164,7 @@ def agreement(recording: Recording) -> dict[str, float]:
 
 def pass_over_device(setup: Setup, seconds: Mapping[str, float]) -> dict[str, float]:
     """By how much passes of one token were longer, as each tier has seen them last, than those of its device."""
-    devices = {tier.name: tier.engine_kwargs.emulated for tier in setup.config.tiers}
-    return {name: round(seconds[name] / device.points[0][1], 3) for name, device in devices.items() if device is not None}
+    return {tier.name: round(seconds[tier.name] / Device.of(tier).cost.points[0][1], 3) for tier in setup.config.tiers}
 
 
 def ratios(speeds: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
+from benchmarks.cluster.recording import RecordedText, Recording, Said
 from benchmarks.prompts import by_category, chat_ids
 from cascade import family
 from cascade.answer import Completion
@@ -15,7 +16,6 @@ from cascade.local import Cascade
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.scorer import Row, RunnerUp
-from cascade.simulation.recording import RecordedText, Recording, Said
 
 PROMPTS, TOKENS = 2, 96  # of each category; of a text
 DTYPE = "float32"  # in which texts do not depend on who shares a pass

@@ -90,7 +90,6 @@ class Cell:
         return self.tokens / passes if passes else 0.0
 
     def add(self, prompt: Prompt, timed: Timed) -> None:
-        """Count one finished request."""
         self.tokens += timed.completion.stats.completion_tokens
         self.first_token_s.append(timed.first_token_s)
         self.gaps_s += timed.gaps_s
@@ -98,7 +97,6 @@ class Cell:
         self.edges.add(timed.completion.stats.edges)
 
     def merge(self, other: "Cell") -> None:
-        """Count what another cell has counted."""
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.requests += other.requests

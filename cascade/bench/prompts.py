@@ -3,10 +3,8 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from cascade.errors import ConfigError
 
@@ -50,53 +48,23 @@ def _prompt(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise ConfigError(f"{where} begins like JSON and is none ({error}): mend it, or write the text as a string") from None
     fields = {"prompt": value} if isinstance(value, str) else value
-    read = next((read for field, read in PUBLISHED.items() if field in fields), _own)
-    return read(fields, where)
-
-
-def _own(fields: Mapping[str, Any], where: str) -> Prompt:
-    if unknown := set(fields) - {"prompt", "category"}:
+    name, text, category = "prompt", fields.get("prompt"), fields.get("category", UNSORTED)
+    if "turns" in fields:  # of Spec-Bench
+        name, turns, category = "turns", fields["turns"], fields.get("category")
+        text = turns[0] if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns) else None
+        category = "mt_bench" if category in MT_BENCH else category
+    elif "task_id" in fields:
+        category = "humaneval"
+    elif "question" in fields:
+        name, text, category = "question", fields["question"], "gsm8k"
+    elif unknown := set(fields) - {"prompt", "category"}:
         raise ConfigError(f"{where} has the field {min(unknown)!r}: it takes prompt and category")
-    text, category = fields.get("prompt"), fields.get("category", UNSORTED)
-    if not (_is_text(text) and _is_text(category)):
-        raise ConfigError(f'{where} has no prompt or no category that is a text: write {{"prompt": "...", "category": "..."}}')
+    if not (isinstance(text, str) and text and isinstance(category, str) and category):
+        raise ConfigError(
+            f'{where} has no {name} or no category that is a text: write {{"prompt": "...", "category": "..."}}, '
+            "or as Spec-Bench, HumanEval and GSM8K do"
+        )
     return Prompt(text, category)
-
-
-def _spec_bench(fields: Mapping[str, Any], where: str) -> Prompt:
-    turns, category = fields["turns"], fields.get("category")
-    if not (isinstance(turns, list) and turns and all(map(_is_text, turns))):
-        raise ConfigError(f"{where} has turns {turns!s:.60}: they must be a list of texts, as in Spec-Bench")
-    if not _is_text(category):
-        raise ConfigError(f"{where} has turns and the category {category!s:.60}: it must be a text, as in Spec-Bench")
-    return Prompt(turns[0], "mt_bench" if category in MT_BENCH else category)
-
-
-def _human_eval(fields: Mapping[str, Any], where: str) -> Prompt:
-    return Prompt(_text_of(fields, "prompt", where, "HumanEval"), "humaneval")
-
-
-def _gsm8k(fields: Mapping[str, Any], where: str) -> Prompt:
-    return Prompt(_text_of(fields, "question", where, "GSM8K"), "gsm8k")
-
-
-# how lines of published sets are read, by the field that tells them
-PUBLISHED: dict[str, Callable[[Mapping[str, Any], str], Prompt]] = {
-    "turns": _spec_bench,
-    "task_id": _human_eval,
-    "question": _gsm8k,
-}
-
-
-def _text_of(fields: Mapping[str, Any], name: str, where: str, published: str) -> str:
-    text = fields.get(name)
-    if not _is_text(text):
-        raise ConfigError(f"{where} has the {name} {text!s:.60}: it must be a text, as in {published}")
-    return text
-
-
-def _is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and bool(value)
 
 
 BUILT_IN = read_prompts(Path(__file__).parent / "prompts.jsonl")

@@ -8,7 +8,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from cascade.bench.load import Cell, joined, quantile, same_text
-from cascade.messages import Edge
 
 
 def speed_up(cell: Cell, cells: Sequence[Cell]) -> float:
@@ -92,15 +91,12 @@ def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
         "tokens_per_full_pass": cell.tokens_per_full_pass if cell.edges else None,
         "first_token_ms": _quantiles(cell.first_token_s),
         "gap_ms": _quantiles(cell.gaps_s),
-        "edges": [_edge_entry(edge) for edge in cell.edges.values()],
-    }
-
-
-def _edge_entry(edge: Edge) -> dict[str, Any]:
-    return asdict(edge) | {
-        "drafter": edge.drafter or None,
-        "acceptance": edge.accepted / edge.proposed if edge.proposed else None,
-        "mean_accepted_len": edge.mean_accepted_len,
+        "edges": [
+            asdict(edge)
+            | {"drafter": edge.drafter or None, "mean_accepted_len": edge.mean_accepted_len}
+            | {"acceptance": edge.accepted / edge.proposed if edge.proposed else None}
+            for edge in cell.edges.values()
+        ],
     }
 
 

@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +25,6 @@ from cascade.params import MAX_BRANCHES, Handling, SamplingParams, Speculation
 if TYPE_CHECKING:  # it needs gRPC, which starts slowly
     from cascade.client.chat import TurnPiece
 
-PICTURES = (".svg", ".png")
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -43,15 +41,6 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
     if value is not None and not value.parent.is_dir():
         raise click.BadParameter(f"{value.parent} is no folder: make it first")
     return value
-
-
-def _drawable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuses a picture that cannot be drawn now, not after minutes of measuring."""
-    if value is not None and value.suffix not in PICTURES:
-        raise click.BadParameter(f"{value} must end with {' or '.join(PICTURES)}")
-    if value is not None and find_spec("matplotlib") is None:
-        raise click.BadParameter("pictures need matplotlib: pip install 'cascade-serve[bench]'")
-    return _writable(context, parameter, value)
 
 
 @click.command()
@@ -78,7 +67,6 @@ def _drawable(context: click.Context, parameter: click.Parameter, value: Path | 
     "--branches", type=click.IntRange(0, MAX_BRANCHES), help="Branches beside its text that a tier may write; 0: none."
 )
 @click.option("--json", "json_path", type=NEW_FILE, callback=_writable, help="Write all figures to this file.")
-@click.option("--picture", type=NEW_FILE, callback=_drawable, help="Draw them into this .svg or .png file.")
 def bench(
     address: str | None,
     models: tuple[str, ...],
@@ -92,7 +80,6 @@ def bench(
     pairs: bool,
     branches: int | None,
     json_path: Path | None,
-    picture: Path | None,
 ) -> None:
     """Load a server with the cascade and the full model alone in alternation, and compare them.
 
@@ -100,8 +87,8 @@ def bench(
     if it has one; of prompts with several turns the first is sent. Ends with status 1 if a request failed.
 
     \b
-    cascade bench --address 127.0.0.1:9000 --concurrency 1,4,16 --picture bench.svg
-    cascade bench --prompts question.jsonl --temperature 0.7 --json bench.json
+    cascade bench --address 127.0.0.1:9000 --concurrency 1,4,16 --json bench.json
+    cascade bench --prompts question.jsonl --temperature 0.7
     """
     if address and models:
         raise click.UsageError("--address names a server and --model models that run here: give one of them")
@@ -117,10 +104,6 @@ def bench(
     if json_path is not None:
         whole = report.document(cells, **about, **_about(workload, prompts))
         json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    if picture is not None:
-        from cascade.bench.picture import draw  # needs matplotlib, which is optional
-
-        draw(cells, picture)
     if any(cell.errors for cell in cells):
         raise click.exceptions.Exit(1)
 
@@ -135,7 +118,6 @@ def _of_categories(prompts: tuple[Prompt, ...], only: tuple[str, ...]) -> tuple[
 
 
 def _about(workload: Workload, prompts: Path | None) -> dict[str, Any]:
-    """What the document says of the workload."""
     return {
         "version": version("cascade-serve"),
         "date": datetime.now(UTC).date().isoformat(),
@@ -158,7 +140,6 @@ def modes(names: tuple[str, ...], pairs: bool, branches: int | None = None) -> t
 
 
 def show(cells: list[Cell]) -> None:
-    """Print the tables, and what went wrong."""
     _print(joined(cells))
     console.print()
     console.print(report.waits(cells))

@@ -54,8 +54,6 @@ def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool,
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation at the terminal."""
-
     asked: Asked
     params: SamplingParams
     speculation: Speculation
@@ -66,7 +64,6 @@ class Talk:
     seconds: float = 0.0  # that it took
 
     def run(self) -> None:
-        """Until Ctrl-D or /quit."""
         with contextlib.suppress(ImportError):  # not everywhere
             import readline  # noqa: F401  # gives `input` its history and keys
         while True:
@@ -86,7 +83,6 @@ class Talk:
                 self.answer(line.strip())
 
     def obey(self, line: str) -> None:
-        """Do what a line says that begins with /."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:

@@ -95,7 +95,6 @@ Asked: TypeAlias = Here | Served
 
 
 def asking(text: str) -> Messages:
-    """A conversation that begins."""
     return ({"role": "user", "content": text},)
 
 

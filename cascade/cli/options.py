@@ -64,7 +64,6 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
 
 
 def _read(path: str) -> str:
-    """The text of a file that was named as ``@FILE``."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -72,7 +71,6 @@ def _read(path: str) -> str:
 
 
 def _bias(pair: str) -> tuple[int, float]:
-    """Token id and bias of ``ID=BIAS``."""
     token, _, bias = pair.partition("=")
     try:
         return int(token), float(bias)

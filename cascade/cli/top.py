@@ -13,7 +13,6 @@ from rich.text import Text
 from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
-from cascade.messages import MAX_RANKS
 
 
 @dataclass(slots=True)
@@ -27,7 +26,6 @@ class Frame:
 
     @property
     def router(self) -> str:
-        """The name of the router whose counts these are."""
         return "" if self.scrape is None else self.scrape.router
 
 
@@ -59,7 +57,6 @@ def top(address: str, url: str, every: float, once: bool) -> None:
 
 
 def look(client: Any, url: str) -> Frame:
-    """Ask a server through both of its doors."""
     frame = Frame(time.monotonic())
     try:
         frame.info = client.describe()
@@ -81,8 +78,6 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
         earlier = before.scrape if before is not None else None
         seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
         parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
-        if frame.scrape.total("audited_answers_total") or frame.scrape.total("audits_skipped_total"):
-            parts.append(_audits(frame.scrape))
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
 
@@ -125,7 +120,7 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     suffix = "" if seconds is None else "/s"
     rates = (f"{name}{suffix}" for name in ("passes", "proposed", "accepted"))
     name = Column("drafter → verifier", no_wrap=True)
-    table = Table(name, *rates, "acceptance", "runner-ups", "prepared", title="Edges")
+    table = Table(name, *rates, "acceptance", title="Edges")
     change = now.since(earlier)
     for drafter, verifier in now.edges:
         counts = [change.of_edge(name, drafter, verifier) for name in ("passes_total", "proposed_tokens_total")]
@@ -134,50 +129,8 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
             f"{'(alone)' if drafter == 'none' else drafter} → {verifier}",
             *(_rate(count, seconds) for count in (*counts, accepted)),
             f"{accepted / counts[1]:.0%}" if counts[1] else "-",
-            _runner_ups(change, drafter, verifier),
-            _prepared(change, drafter, verifier),
         )
     return table
-
-
-def _audits(now: Scrape) -> Table:
-    """What audits have found since the server's start: divergences are rare, so there are no rates."""
-    table = Table("answers", "tokens", "differ", "places", "second choice", "margin, nats", "skipped", title="Audits")
-    names = ("audited_answers_total", "audited_tokens_total", "audit_differing_answers_total", "audit_divergences_total")
-    second = now.samples.get(("audit_divergences_total", (("second", "true"),)), 0.0)
-    skipped = now.total("audits_skipped_total")
-    counts = [*map(now.total, names), second]
-    table.add_row(*(f"{count:,.0f}" for count in counts), _margins(now), f"{skipped:,.0f}")
-    return table
-
-
-def _margins(now: Scrape) -> str:
-    """How many margins lie up to each bound, and how many beyond the last."""
-    bounds = {dict(labels)["le"]: n for (name, labels), n in now.samples.items() if name == "audit_margin_nats_bucket"}
-    shown, below, last = [], 0.0, "0"
-    for label, count in sorted(bounds.items(), key=lambda pair: float(pair[0])):
-        if count > below:
-            shown.append(f"{f'≤ {label}' if label != '+Inf' else f'> {last}'}: {count - below:,.0f}")
-        below, last = count, label
-    return "  ".join(shown) or "-"
-
-
-def _runner_ups(change: Scrape, drafter: str, verifier: str) -> str:
-    """How many of the runner-ups that were scored were right."""
-    ranks = map(str, range(1, MAX_RANKS))
-    counts = [
-        (change.of_edge("accepted_by_rank_total", drafter, verifier, rank=rank), scored)
-        for rank in ranks
-        if (scored := change.of_edge("proposed_by_rank_total", drafter, verifier, rank=rank))
-    ]
-    return f"{sum(right for right, _ in counts):,.0f}/{sum(scored for _, scored in counts):,.0f}" if counts else "-"
-
-
-def _prepared(change: Scrape, drafter: str, verifier: str) -> str:
-    """After how many of the corrections the drafter had written already."""
-    names = ("prefetched_corrections_total", "corrections_total")
-    prepared, corrected = (change.of_edge(name, drafter, verifier) for name in names)
-    return f"{prepared:,.0f}/{corrected:,.0f}" if corrected else "-"
 
 
 def _rate(count: float, seconds: float | None) -> str:

@@ -91,7 +91,6 @@ class TurnBuilder:
 
     @property
     def complete(self) -> bool:
-        """The turn has come."""
         return self._completion.complete
 
     def resume(self, request: pb.ChatRequest) -> bool:
@@ -99,7 +98,6 @@ class TurnBuilder:
         return self._completion.resume(request)
 
     def add(self, response: pb.ChatResponse) -> TurnPiece:
-        """What the next response brings."""
         chunk = self._completion.add(response, response.text if response.HasField("text") else response.content)
         calls = _tool_calls(response.tool_calls)
         self._content.append(response.content)

@@ -105,7 +105,6 @@ class Client(Connection):
         return exchange.read(self._ask(exchange.unary, exchange.encode()))
 
     def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
-        """The response to a request that has one."""
         attempts = self._attempts(timeout_s)
         while True:
             door = self._door()
@@ -208,7 +207,6 @@ class AsyncClient(Connection):
         return exchange.read(await self._ask(exchange.unary, exchange.encode()))
 
     async def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
-        """The response to a request that has one."""
         attempts = self._attempts(timeout_s)
         while True:
             door = self._door()

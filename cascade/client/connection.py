@@ -131,7 +131,6 @@ class Connection:
         return getattr(door.stub, rpc)(request, timeout=attempts.left_s, metadata=self._metadata)
 
     def _heard(self, door: Door, attempts: Attempts) -> None:
-        """A message came."""
         self._answered, door.shut_until = True, 0.0
         attempts.heard()
 
@@ -148,7 +147,6 @@ class Connection:
 
 
 def _error_of(error: grpc.RpcError) -> CascadeError:
-    """The library's error in place of gRPC's."""
     code = error.code()
     kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
     if kind is Overloaded:

@@ -102,12 +102,10 @@ class CompletionBuilder:
 
 
 def read_completion(response: pb.CompleteResponse) -> Completion:
-    """The completion that a response brings whole."""
     return build_completion(response.text, response.tokens, response.finish, response.prompt)
 
 
 def build_completion(text: str, tokens: Sequence[pb.Token], finish: pb.Finish, prompt: Sequence[pb.PromptToken]) -> Completion:
-    """The completion whose parts these are."""
     edges = tuple(map(decode_edge, finish.edges))
     reason: FinishReason = "length" if finish.reason == "length" else "stop"
     first_token_s = finish.first_token_s if finish.HasField("first_token_s") else None
@@ -140,7 +138,6 @@ def _likeliest(tokens: Sequence[pb.TopToken]) -> tuple[tuple[int, float], ...]:
 
 
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
-    """What a server says of itself."""
     tiers = tuple(map(_tier_info, response.tiers))
     drafters = tuple(response.drafters)
     window, branches, key = response.window, response.branches, _key_info(response)

@@ -38,7 +38,6 @@ class Attempts:
         return None if self.timeout_s is None else max(0.0, self._begin + self.timeout_s - time.monotonic())
 
     def heard(self) -> None:
-        """A message came."""
         self._heard, self._num_in_vain, self.unproven, self._reason = time.monotonic(), 0, False, None
 
     def failed(self, error: CascadeError) -> float:

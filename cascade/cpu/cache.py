@@ -106,11 +106,9 @@ class BlockedCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
     def free(self) -> None:
-        """Give the memory back."""
         self._keys, self._values, self.capacity = [], [], 0
 
 
@@ -150,7 +148,6 @@ class BlockedFork:
             yield heads * self.capacity * blocks_of(value_size) * LANES
 
     def put(self, layer: int, start: int, states: Tensor) -> None:
-        """As a cache does."""
         _put(self.layers()[list(self.base.shapes).index(layer)][1], start - self.origin, states)
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
@@ -160,7 +157,6 @@ class BlockedFork:
         return own if start >= self.position else torch.cat([self.base.get(layer, start, min(end, self.position)), own])
 
     def writable(self, position: int) -> bool:
-        """Its own positions are."""
         return position >= self.position
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -183,11 +179,9 @@ class BlockedFork:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return self._memory.nbytes
 
     def free(self) -> None:
-        """Give the memory back."""
         self._memory, self.capacity = torch.zeros(0), 0
 
 

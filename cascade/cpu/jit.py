@@ -45,11 +45,9 @@ BRIEF = 2**15  # numbers: some microseconds
 WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
 
 
-def _limit() -> None:
-    """Compile for no more than PyTorch uses: it can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY``)."""
-    host = llvm.get_host_cpu_features()
-    if host.get("avx512f") and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        numba.config.CPU_NAME, numba.config.CPU_FEATURES = WITHOUT_AVX512, ""
+# compile for no more than PyTorch uses: it can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY``)
+if llvm.get_host_cpu_features().get("avx512f") and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    numba.config.CPU_NAME, numba.config.CPU_FEATURES = WITHOUT_AVX512, ""
 
 
 @lru_cache
@@ -77,16 +75,9 @@ _alone = [  # without OpenMP
 ]
 
 
-def _name_symbols() -> None:
-    """Tell the compiler where OpenMP is."""
-    library = _openmp()
-    functions = _alone if library is None else [getattr(library, name) for name in _ASKED]
-    for name, function in zip(_ASKED, functions, strict=True):
-        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-
-
-_limit()
-_name_symbols()
+for _name, _function in zip(_ASKED, _alone, strict=True):  # tell the compiler where OpenMP is
+    _found = _function if _openmp() is None else getattr(_openmp(), _name)
+    llvm.add_symbol(_name, ctypes.cast(_found, ctypes.c_void_p).value)
 thread_num = types.ExternalFunction(_ASKED[0], types.int32())
 num_threads = types.ExternalFunction(_ASKED[1], types.int32())
 barrier = types.ExternalFunction(_ASKED[2], types.void())
@@ -150,7 +141,6 @@ def run(worker: Worker, given: bytes, work: int) -> None:
 
 
 def run_step(step: Step, work: int) -> None:
-    """`run` a worker with its arguments."""
     run(step.worker, arguments(*step.numbers), work)
 
 

@@ -99,7 +99,6 @@ class Matches:
 
     @property
     def tokens(self) -> Ints:
-        """All of them."""
         return self._tokens[: self._size]
 
     def cut(self, start: int) -> None:

@@ -31,7 +31,6 @@ _NO_BITS = (127 + 31) * math.log(2) + _MARGIN  # what `_bound` is where they are
 
 @inlined
 def _mix(z: int) -> Any:
-    """SplitMix64's finaliser."""
     z = (z ^ (z >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> uint64(27))) * uint64(0x94D049BB133111EB)
     return z ^ (z >> uint64(31))

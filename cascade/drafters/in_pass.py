@@ -51,7 +51,6 @@ class Asker(Guesser):
 
     @property
     def wants(self) -> int:
-        """Guesses that the next pass shall make."""
         drafter = self._drafter
         most = min(drafter.most, 1 + round(self._right))
         return UNREAD if self._gave_up else max(1, paying_steps(self._rate, drafter.cost, most))

@@ -5,14 +5,15 @@ drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it 
 (SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that is given (REST, arXiv 2311.08252).
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from cascade.cpu.matches import GRAM, Matches
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters.tenants import Tenants
 from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
+MAX_TENANTS = 16  # of whom texts are kept: those who came last
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 BESIDE = 4  # tokens of the second branch, at most
 
@@ -36,10 +37,15 @@ class Suffix:
 
     def __init__(self, level: int = 0) -> None:
         self.level = level
-        self.tenants = Tenants(lambda: Matches(MAX_HELD))
+        self.tenants: OrderedDict[str, Matches] = OrderedDict()
 
     def begin(self, tenant: str) -> "Matcher":
-        return Matcher(self.level, self.tenants.of(tenant), keeps=True)
+        if tenant not in self.tenants:
+            self.tenants[tenant] = Matches(MAX_HELD)
+        self.tenants.move_to_end(tenant)
+        if len(self.tenants) > MAX_TENANTS:
+            self.tenants.popitem(last=False)
+        return Matcher(self.level, self.tenants[tenant], keeps=True)
 
 
 class Corpus:

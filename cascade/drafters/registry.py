@@ -23,8 +23,6 @@ WEIGHTS = "the path or hub id of its weights"
 TEXT = {
     "lookup": Kind("cascade.drafters.matching", "Lookup", reads=False),
     "suffix": Kind("cascade.drafters.matching", "Suffix", reads=False),
-    "recycling": Kind("cascade.drafters.recycling", "Recycling", reads=False),
-    "lookahead": Kind("cascade.drafters.lookahead", "Lookahead", reads=False),
     "corpus": Kind("cascade.drafters.matching", "Corpus", "the path of a text file", reads=False),
 }
 HEADS = {

@@ -17,8 +17,7 @@ class DrafterSpec:
 
     kind: str
     source: str = ""  # of a corpus a file of plain text, of a head a path or hub id
-    layers: int | None = None  # of "exit", which runs the first so many of its model,
-    skip: tuple[int, ...] = ()  # or all but these; those that pay best if neither is named
+    layers: int | None = None  # of "exit", which runs the first so many of its model
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -28,18 +27,10 @@ class DrafterSpec:
             raise ConfigError(f"drafter of kind {self.kind!r} needs a source: {kind.source}")
         if self.source and not kind.source:
             raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
-        self._check_layers()
-
-    def _check_layers(self) -> None:
-        for name, value in (("layers", self.layers), ("skip", list(self.skip))):
-            if value and self.kind != EXIT:
-                raise ConfigError(f"drafter.{name} is {value!r}, but {self.kind!r} runs no layers of its model: remove it")
-        if self.layers is not None and self.skip:
-            raise ConfigError(f"drafter.layers is {self.layers} and drafter.skip is {list(self.skip)}: name one of the two")
-        if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"drafter.layers is {self.layers}: it must be 1 at least")
-        if min(self.skip, default=0) < 0 or len({*self.skip}) < len(self.skip):
-            raise ConfigError(f"drafter.skip is {list(self.skip)}: it must name layers from 0 on, each once")
+        if self.layers is not None and self.kind != EXIT:
+            raise ConfigError(f"drafter.layers is {self.layers}, but {self.kind!r} runs no layers of its model: remove it")
+        if self.kind == EXIT and (self.layers or 0) < 1:
+            raise ConfigError(f"drafter.layers is {self.layers}: name how many of the first layers 'exit' runs, 1 or more")
 
     @property
     def reads(self) -> bool:
@@ -48,7 +39,6 @@ class DrafterSpec:
 
     @property
     def within(self) -> bool:
-        """Whether it lies in its model's own checkpoint."""
         return KINDS[self.kind].within and not self.source
 
 
@@ -72,15 +62,12 @@ def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> t
     return tuple(found)
 
 
-def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str, int | None, tuple[int, ...]]:
-    """Of the one that reads the model, for `cascade.engine.model.Model.drafting`: "auto" where its files say the kind.
-
-    Then the layers that it runs and those that it skips.
-    """
+def source_and_kind(chosen: Iterable[DrafterSpec]) -> tuple[str | None, str, int | None]:
+    """Of the one that reads the model, and the layers that it runs; "auto" where its files say the kind."""
     head = head_of(chosen)
     if head is None:
-        return None, AUTO, None, ()
-    return head.source, AUTO if head.kind == ANY_HEAD else head.kind, head.layers, head.skip
+        return None, AUTO, None
+    return head.source, AUTO if head.kind == ANY_HEAD else head.kind, head.layers
 
 
 def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:

@@ -13,7 +13,6 @@ from cascade.engine.devices import wider_dtype
 from cascade.engine.gguf import described
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey
-from cascade.engine.quantization import METHODS
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, reason
 
@@ -22,12 +21,11 @@ NO_LIMIT = 2**20  # positions of a model that names none
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear layers that vLLM quantises as it loads them
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A model without its weights."""
-
     architecture: str
     parameters: int
     weight_bytes: int  # in this dtype and the quantisation asked for
@@ -70,10 +68,12 @@ def anatomy(
     if folder.is_dir():
         check_files(folder)
     text = config.get_text_config()
-    saved = _saved_dtype(text)
+    saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
     network = _skeleton(config, source, trust_remote_code)
     parameters = sum(weight.numel() for weight in network.parameters())
-    chosen = DTYPES[dtype] if dtype else _held_dtype(config, saved, device, parameters)
+    chosen = DTYPES[dtype] if dtype else saved
+    if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
+        chosen = wider_dtype(saved, device, parameters) or saved
     if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
     try:
@@ -83,7 +83,6 @@ def anatomy(
             raise
         cache_size = _nominal_size(text)
     heads = int(text.num_attention_heads)
-    exact = device is not None and device.type == "cpu" and quantization is None
     return Anatomy(
         architecture=type(network).__name__,
         parameters=parameters,
@@ -94,7 +93,7 @@ def anatomy(
         context_len=context_len(config),
         vocab_size=int(text.vocab_size),
         heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
-        same_bits=exact and keeps_bits(network, chosen),
+        same_bits=device is not None and device.type == "cpu" and keeps_bits(network, chosen),
     )
 
 
@@ -158,17 +157,6 @@ def _damage(file: Path) -> str | None:
     return f"it has {size} bytes and should have {expected}" if size != expected else None
 
 
-def _saved_dtype(text: PreTrainedConfig) -> torch.dtype:
-    saved = getattr(text, "dtype", None)
-    return saved if isinstance(saved, torch.dtype) else torch.float32
-
-
-def _held_dtype(config: PreTrainedConfig, saved: torch.dtype, device: torch.device | None, parameters: int) -> torch.dtype:
-    if device is None or getattr(config, "quantization_config", None) is not None:  # which needs the dtype it was made with
-        return saved
-    return wider_dtype(saved, device, parameters) or saved
-
-
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
     """The network without memory for weights; in bfloat16, which all kernels take that ask what they are given."""
     try:
@@ -181,13 +169,10 @@ def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) ->
 
 
 def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: str | None) -> int:
-    total = int(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize)
-    if quantization is None:
-        return total
     kept = network.get_output_embeddings()
-    linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m is not kept]
-    packed = sum(module.weight.numel() for module in linear)
-    return total - round(packed * (dtype.itemsize - METHODS[quantization].bytes_per_weight))
+    linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not kept)
+    less = dtype.itemsize - PACKED.get(quantization or "", dtype.itemsize)
+    return round(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize - linear * less)
 
 
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:

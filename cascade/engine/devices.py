@@ -34,7 +34,6 @@ SMALL = 400_000_000
 
 
 def default_device() -> str:
-    """The GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -156,7 +156,6 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
 
 
 def _describe(source: str, folder: Path) -> None:
-    """Write configuration, tokenizer and end tokens."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     reader, given = _read(source), _given(source)

@@ -100,7 +100,6 @@ class Grammars:
         return compiled
 
     def _build(self, end_ids: list[int]) -> LLTokenizer:
-        """The vocabulary as bytes, once."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = from_tokenizer(self._tokenizer.backend, eos_token=end_ids)
@@ -155,7 +154,7 @@ class Matcher:
         """Masks after the output and after each guess, and how many of these positions are known."""
         masks, scout = [mask], self._machine.deep_copy()
         for guess in guesses:
-            if scout.is_stopped() or not _has(masks[-1], guess):
+            if scout.is_stopped() or not (guess < 8 * len(masks[-1]) and masks[-1][guess >> 3] >> (guess & 7) & 1):
                 return masks, 1 + len(guesses)
             if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
                 break
@@ -208,10 +207,6 @@ class Matcher:
         return mask
 
 
-def _has(mask: bytes, token: int) -> bool:
-    return token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
-
-
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
     """Bits to booleans; rows and ids beyond the masks are allowed and forbidden."""
     bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
@@ -223,7 +218,6 @@ def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
 
 
 def _source(structured: Structured) -> str:
-    """The grammar in llguidance's own words."""
     if structured.json_object:
         return UNFORCED + _json({"type": "object"})
     if structured.json_schema is not None:

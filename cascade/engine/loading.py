@@ -11,7 +11,6 @@ from cascade.engine.checkpoint import DTYPES, anatomy
 from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
-from cascade.engine.quantization import quantizer
 from cascade.errors import ModelError, reason
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,6 @@ def load(
     device: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
 
@@ -35,9 +33,8 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     place, chosen = find_device(source, device), DTYPES[dtype] if dtype else None
-    config = quantizer(quantization, place, chosen) if quantization else None
     known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model = anatomy(source, dtype=dtype, device=place, quantization=quantization, **known)
+    model = anatomy(source, dtype=dtype, device=place, **known)
     need, free = model.weight_bytes, free_bytes(place)
     if need > free:
         raise ModelError(
@@ -46,8 +43,7 @@ def load(
     if model.widened is not None:
         chosen = model.dtype
         log.info(_WIDENED, source, model.widened, processor(), chosen)
-    options: dict[str, Any] = known | ({"quantization_config": config} if config else {})
-    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **options)
+    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known)
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
@@ -76,7 +72,7 @@ def common_room(sources: Sequence[str], device: torch.device, **options: Any) ->
 _WIDENED = (  # checkpoint, its dtype, processor, dtype
     "%s was saved in %s, which is slow on this processor (%s): it is held in %s, in twice the memory; set dtype to choose"
 )
-_ADVICE = "take a larger device, a smaller dtype, quantization, or tensor_parallel_size"
+_ADVICE = "take a larger device, a smaller dtype, or vLLM with quantization or tensor_parallel_size"
 
 
 def find_device(source: str, device: str | None) -> torch.device:

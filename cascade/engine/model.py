@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,19 +12,18 @@ from transformers import PreTrainedModel
 
 from cascade.engine import devices
 from cascade.engine.checkpoint import context_len, unlike_attention
-from cascade.engine.heads.exit import REFUSALS, Exit, select
+from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
-from cascade.engine.network.attention import Attention, Native
+from cascade.engine.network.attention import ATTENTION, Attention, Native
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
-from cascade.engine.quantization import nbytes
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Threads
@@ -91,22 +90,19 @@ class Model:
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        quantization: str | None = None,
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = devices.UTILIZATION,
         num_threads: int | None = None,
         drafter: str | None = None,
         drafter_kind: str = "auto",
         drafter_layers: int | None = None,
-        drafter_skip: Collection[int] = (),
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
-        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, and ``quantization`` one of
-        `cascade.engine.quantization.METHODS`, see `load`; ``drafter`` is the path or hub id of a
-        head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of the
-        model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
-        ``drafter_layers`` or all but ``drafter_skip``, see `select`. The rest is for the model itself.
+        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`; ``drafter`` is the path or hub id
+        of a head that guesses for it, ``drafter_kind`` its kind, such as "eagle3", where it shall be no other; MTP layers of
+        the model's own checkpoint are the drafter "" of kind "mtp". A head of kind "exit" has no files, but runs the first
+        ``drafter_layers``. The rest is for the model itself.
         """
         if drafter == "" and drafter_kind == Mtp.kind:
             check_mtp(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -116,10 +112,9 @@ class Model:
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            quantization=quantization,
         )
         memory: dict[str, Any] = {"cache_tokens": cache_tokens, "gpu_memory_utilization": gpu_memory_utilization}
-        chosen = (drafter, drafter_kind, drafter_layers, drafter_skip)
+        chosen = (drafter, drafter_kind, drafter_layers)
         return cls.drafting(network, *chosen, num_threads=num_threads, owned=True, **memory)
 
     @classmethod
@@ -129,20 +124,21 @@ class Model:
         drafter: str | None,
         drafter_kind: str = "auto",
         layers: int | None = None,
-        skip: Collection[int] = (),
         **options: Any,
     ) -> Self:
         """Take over a loaded network and its head, see `from_pretrained`, if there is one; raises `ModelError`."""
-        if drafter_kind == Exit.kind:
-            model = cls(network, head=Exit(network), **options)
-            select(model, layers, skip)
-            return model
-        if layers is not None or skip:
-            raise ModelError(f"drafter_kind is {drafter_kind!r}, but layers are named: those are for 'exit'")
-        if drafter is None:
-            return cls(network, **options)
-        model = cls(network, head=load_head(drafter, network, kind=drafter_kind), **options)
-        probe(model, drafter or drafter_kind)
+        head: Head | None = None
+        if drafter_kind == Exit.kind and layers is not None:
+            head = Exit(network, layers)
+        elif layers is not None or drafter_kind == Exit.kind:
+            raise ModelError(
+                f"drafter_kind is {drafter_kind!r} and drafter_layers {layers}: 'exit' needs layers, others do not"
+            )
+        elif drafter is not None:
+            head = load_head(drafter, network, kind=drafter_kind)
+        model = cls(network, head=head, **options)
+        if head is not None:
+            probe(model, drafter or drafter_kind)
         return model
 
     @property
@@ -157,7 +153,6 @@ class Model:
 
     @property
     def drafter(self) -> str:
-        """The kind of its head, "" without one."""
         return self.reader.head.kind if self.reader is not None else ""
 
     @property
@@ -167,7 +162,6 @@ class Model:
 
     @property
     def summary(self) -> str:
-        """One line about it, for a log."""
         place = devices.processor() if self.device.type == "cpu" else str(self.device)
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         return f"{str(self.dtype).removeprefix('torch.')} on {place}; logits {bits}"
@@ -202,13 +196,11 @@ class Model:
             return found if self.reader is None else self.reader.draft(rows, found)
 
     def _counted(self, num_threads: int | None) -> Threads:
-        """How many threads passes get."""
         if num_threads is not None or self.device.type != "cpu":
             return Threads(num_threads or torch.get_num_threads())
         return Threads.find(self._try, torch.get_num_threads())
 
     def _try(self, num_tokens: int) -> None:
-        """A pass, to time it."""
         tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
         cache = self.new_cache()
         self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
@@ -241,8 +233,7 @@ class Model:
         inputs = {"input_ids": ids[None], "position_ids": positions[None]}
         call = partial(self._network, **inputs, use_cache=False, cascade_pass=cascade_pass)
         if self._keeps_logits:
-            out: Tensor = call(logits_to_keep=keep).logits[0]
-            return out
+            return call(logits_to_keep=keep).logits[0]
         head = self._network.get_output_embeddings()
         with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
             out = call().logits[0]
@@ -265,7 +256,7 @@ class Model:
             found = self._replay(texts)
             promised = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
             self.same_bits &= promised and self._repeats(texts)
-        except REFUSALS as error:
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(network, found, expected):
             raise ModelError("its logits change when rows are packed into one input")
@@ -282,7 +273,7 @@ class Model:
             self._chosen = True
             if self._written_out and is_written_out(network):
                 self._llama = Llama(network, owned=self._owned)
-        network.set_attn_implementation(self._attention.name)
+        network.set_attn_implementation(ATTENTION)
         if self._llama is None:
             multiply_row_by_row(network)
         if self.reader is not None:
@@ -309,3 +300,11 @@ class Model:
         for cache in caches:
             cache.free()
         return torch.equal(together[n], alone[0])
+
+
+def nbytes(weight: Tensor) -> int:
+    """Memory of a weight, of what it is packed into if its checkpoint is quantised."""
+    if hasattr(weight, "__tensor_flatten__"):  # torchao's tensors consist of others
+        return sum(nbytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    state = getattr(weight, "quant_state", None)  # bitsandbytes keeps scales beside
+    return weight.nbytes + (state.absmax.nbytes if state is not None else 0)

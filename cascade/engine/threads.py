@@ -78,7 +78,6 @@ class Threads:
         return cls(limit, steps)
 
     def count(self, num_tokens: int) -> int:
-        """Threads of a pass."""
         place = bisect_left(self.steps, (num_tokens, 0))
         return self.steps[place][1] if place < len(self.steps) else self.limit
 

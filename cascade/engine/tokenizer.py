@@ -42,13 +42,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
-        ids: list[int] = self.backend.encode(text)
-        return ids
+        return self.backend.encode(text)
 
     def encode_part(self, text: str) -> list[int]:
         """Token ids of a text that is no prompt, however long: no special tokens around it, and no warning."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
-        return ids
+        return self.backend.encode(text, add_special_tokens=False, verbose=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
@@ -57,7 +55,6 @@ class Tokenizer:
         return text
 
     def decoder(self, prompt: Sequence[int]) -> "Decoder":
-        """A decoder for the text after ``prompt``."""
         return Decoder(self.backend.backend_tokenizer, prompt)
 
     def begins(self, ids: Sequence[int]) -> list[int]:

@@ -45,7 +45,6 @@ class Branch:
 
     @property
     def end(self) -> int:
-        """Position after it."""
         return self.start + len(self.tokens)
 
     @property
@@ -67,7 +66,6 @@ class Branches:
     unsent: bool = False  # the tier above has not been sent all of it
 
     def append(self, margin: Margin) -> None:
-        """The text has one more own token."""
         self.chances.append(self.chances[-1] * self.verdicts.chance(0, margin.gap, first=not self.margins))
         self.margins.append(margin)
 

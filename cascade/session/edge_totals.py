@@ -25,7 +25,6 @@ class EdgeTotals:
 
     @property
     def edge(self) -> Edge:
-        """That of the current drafter."""
         if self._undrafted or self._waited_s or self.agreed:
             self._edge += Edge(
                 self._edge.drafter,
@@ -86,7 +85,6 @@ class EdgeTotals:
         self._edge += Edge(self._edge.drafter, self.tier, prefetched=1, prefetched_tokens=num_tokens)
 
     def waited(self, seconds: float) -> None:
-        """The verifier waited for guesses."""
         self._waited_s += seconds
 
     def heard(self, edges: tuple[Edge, ...]) -> None:

@@ -73,19 +73,6 @@ class Guesses:
     newer.
     """
 
-    __slots__ = (
-        "_pool",
-        "_totals",
-        "_unprepared",
-        "_vocab_size",
-        "_window",
-        "calibration",
-        "draft",
-        "hints",
-        "lanes_below",
-        "stats",
-    )
-
     def __init__(self, vocab_size: int, window: int, totals: EdgeTotals) -> None:
         self._vocab_size = vocab_size
         self._window = window
@@ -100,7 +87,6 @@ class Guesses:
 
     @property
     def pool(self) -> Pool:
-        """All guesses as one tree."""
         known = self._pool
         if known is None or known[0] is not self.draft or known[1] is not self.hints:
             known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)

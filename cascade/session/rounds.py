@@ -32,8 +32,6 @@ def stops_below(opening: Open, below: Rules) -> frozenset[int]:
 class Rounds:
     """Keys of the session that ``opening`` began and whose text is ``text``, and what its own tokens were drawn from."""
 
-    __slots__ = ("_dists", "_ends", "_keys", "_prompt_len", "_rules", "_text", "stops")
-
     def __init__(self, opening: Open, text: Sequence[int]) -> None:
         assert opening.params.seed is not None
         self._rules: Rules = opening.rules
@@ -99,5 +97,4 @@ def first_key(seed: int, hop: int) -> int:
 
 
 def next_key(key: int, token: int) -> int:
-    """The key after ``token``."""
     return signed(mix(key + (token + 1) * GOLDEN))

@@ -38,29 +38,6 @@ class Session:
     committed: so both sides agree again after any loss.
     """
 
-    __slots__ = (
-        "_limit",
-        "_origins",
-        "_sent_len",
-        "accepted_branch",
-        "branches",
-        "cached",
-        "changed_from",
-        "committed",
-        "drafter",
-        "drafter_session",
-        "guesses",
-        "kv_len",
-        "level",
-        "opening",
-        "rounds",
-        "run_ahead",
-        "skip_reason",
-        "text",
-        "tier",
-        "totals",
-    )
-
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
         """``verdicts`` are those that the tier above has passed on this one."""
         self.opening = opening
@@ -140,7 +117,6 @@ class Session:
 
     @property
     def runner_ups(self) -> int:
-        """Runner-ups wanted with each own token."""
         return RUNNER_UPS if self.branches is not None else 0
 
     @property
@@ -239,7 +215,6 @@ class Session:
         self.kv_len = len(self.text) - 1
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
-        """A branch has one more own token."""
         assert self.branches is not None
         [token] = scored.own
         branch.kv_len = work.start + len(work.tokens)

@@ -185,7 +185,7 @@ def _need(tier: TierConfig) -> Need:
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
-            quantization=engine.quantization if ours else None,  # vLLM knows its own methods
+            quantization=engine.quantization,
             sizes_only=not ours,
             **_hub(tier),
         )
@@ -228,7 +228,7 @@ def _device(tier: TierConfig) -> tuple[str, int]:
     kind = tier.accelerator_type or ""
     if tier.engine_kwargs.device is None and kind in ACCELERATORS:
         return kind, int(ACCELERATORS[kind] * GIB * tier.gpu_memory_utilization)
-    name = tier.engine_kwargs.device or ("cpu" if tier.engine_kwargs.emulated else default_device())
+    name = tier.engine_kwargs.device or default_device()
     try:
         return name, free_bytes(torch.device(name))
     except (RuntimeError, AssertionError):

@@ -21,7 +21,6 @@ from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.settings.deployment import AutoscalingConfig, DeploymentConfig, scaling_problems
-from cascade.settings.emulated import emulation_problems
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
 from cascade.settings.router import RouterConfig
 from cascade.settings.section import Section, sentence
@@ -95,7 +94,6 @@ class CascadeConfig(Section):
         for tier in self.tiers[:-1]:
             if tier.engine_kwargs.lora_modules:
                 yield f"lora_modules of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
-        yield from emulation_problems({tier.name: tier.engine_kwargs.emulated for tier in self.tiers})
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
         if self.autoscaling is not None:
@@ -108,7 +106,6 @@ class CascadeConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tiers, bottom to top."""
         return tuple(tier.name for tier in self.tiers)
 
     @property

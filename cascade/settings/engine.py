@@ -10,12 +10,9 @@ from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
 from cascade.params import MAX_WINDOW
 from cascade.planner.choice import Policy
-from cascade.settings.emulated import EmulatedConfig
 from cascade.settings.section import Section
 
 EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
-QUANTIZATION = ("int8", "int4", "fp8", "nf4")  # of our own engine, see `cascade.engine.quantization`
-OF_MODELS = ("dtype", "quantization", "lora_modules", "gpu_memory_utilization")  # of engine_kwargs, not for toys
 
 
 class ModelLoadingConfig(Section):
@@ -49,21 +46,20 @@ class DrafterConfig(Section):
     kind: str = AUTO  # `auto`: drafters that read text; or one kind, or `head` to find out which head `source` is
     # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`; for `mtp` the model's own checkpoint by default
     source: Annotated[str, Field(min_length=1)] | None = None
-    layers: int | None = None  # for `exit`: draft with the first so many layers of the model; chosen at load by default
-    skip: tuple[int, ...] = ()  # for `exit`: draft with all layers of the model but these
+    layers: int | None = None  # for `exit`: draft with the first so many layers of the model
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
             self.spec  # noqa: B018  # finds out
-        elif self.source or self.layers is not None or self.skip:
-            raise ValueError("source, layers and skip need their kind beside them; 'head' finds out which head a source is")
+        elif self.source or self.layers is not None:
+            raise ValueError("source and layers need their kind beside them; 'head' finds out which head a source is")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
         """The drafter, if it is not "auto"; raises `ConfigError`."""
-        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers, self.skip)
+        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers)
 
 
 def _listed(chosen: Any) -> Any:
@@ -77,13 +73,14 @@ class EngineKwargs(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    engine: Literal["cascade", "vllm"] | None = None  # by default `vllm` if it is installed and the tier has a GPU
+    # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` if it is installed and the tier has a GPU
+    engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = None
     # of weights; by default the checkpoint's, or float32 on processors that are slow with 16 bits
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
-    quantization: str | None = None  # of weights: int8, int4, fp8 or nf4; on vLLM its own methods
+    quantization: str | None = None  # of weights, by a method of vLLM's; what a checkpoint is quantised by needs none
     # LoRA adapters of the full tier by the name that requests use: paths or hub ids
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
@@ -101,7 +98,6 @@ class EngineKwargs(Section):
     patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass; 1 by default
     # guesses of a session that one pass scores at most; 16 by default
     max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None
-    emulated: EmulatedConfig | None = None  # fake device, for benchmarks alone
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
@@ -118,41 +114,44 @@ class EngineKwargs(Section):
             if only_ours:
                 yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"
             return
+        if self.plugin:  # which knows what it takes
+            return
         if extra:
             yield f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'"
-        ranked = self.tensor_parallel_size > 1
-        if self.quantization not in (None, *QUANTIZATION) and not ranked:
-            known = ", ".join(QUANTIZATION)
-            yield f"quantization is {self.quantization!r}: it must be {known}, or one of vLLM's with engine 'vllm'"
-        if ranked and (self.engine is not None or self._prefers_ours()):
+        if self._only_vllms and (self.engine is not None or self._prefers_ours()):
             yield (
-                f"tensor_parallel_size is {self.tensor_parallel_size}, and only vLLM shares a model among GPUs: "
-                "set engine to 'vllm', and remove what only our own engine takes"
+                f"{self._only_vllms}, which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes"
             )
-        if self.emulated is not None and self.device not in (None, "cpu"):
-            yield f"device is {self.device!r}, and an emulated one is beside the CPU: remove one of the two"
-        given = [name for name in OF_MODELS if getattr(self, name)] + ["drafter"] * bool(head)
-        if self.is_toy and given:
-            yield f"{given[0]} is for a model, and emulated.agreement makes the tier a toy: remove one of the two"
 
     def _only_ours(self) -> list[str]:
         """What is given that vLLM cannot do."""
         head = head_of(self.drafters)
-        given = {"emulated": self.emulated, "device": self.device}
-        return [name for name, value in given.items() if value] + ([f"drafter {head.kind!r}"] if head else [])
+        return ["device"] * bool(self.device) + ([f"drafter {head.kind!r}"] if head else [])
+
+    @property
+    def _only_vllms(self) -> str:
+        """What is given that our own engine cannot do, in words; "" if nothing is."""
+        if self.tensor_parallel_size > 1:
+            return f"tensor_parallel_size is {self.tensor_parallel_size}"
+        return f"quantization is {self.quantization!r}" if self.quantization else ""
 
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours(), self.lora_modules, self.quantization, self.num_threads))
+        return any((self._only_ours(), self.lora_modules, self.num_threads))
 
-    def runs_on(self, *, gpu: bool) -> Literal["cascade", "vllm"]:
+    @property
+    def plugin(self) -> bool:
+        """Whether its engine is neither ours nor vLLM."""
+        return ":" in (self.engine or "")
+
+    def runs_on(self, *, gpu: bool) -> str:
         """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
 
         What only one of them takes decides before that.
         """
         if self.engine is not None:
             return self.engine
-        if self.tensor_parallel_size > 1:
+        if self._only_vllms:
             return "vllm"
         return "vllm" if gpu and not self._prefers_ours() and vllm.installed() else "cascade"
 
@@ -163,11 +162,6 @@ class EngineKwargs(Section):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}
         return {**given, **shared, **(self.model_extra or {})}
-
-    @property
-    def is_toy(self) -> bool:
-        """Whether the tier runs no model, see `EmulatedConfig`."""
-        return self.emulated is not None and self.emulated.agreement is not None
 
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:

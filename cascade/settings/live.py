@@ -68,7 +68,6 @@ def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
 
 
 def tier_of(values: Mapping[str, Any]) -> TierConfig:
-    """A tier's configuration; raises `ConfigError`."""
     try:
         return TierConfig.model_validate(values)
     except ValidationError as error:

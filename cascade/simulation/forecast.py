@@ -5,7 +5,7 @@ The simulator runs the real sessions; own tokens come from a `Trace`, which says
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
@@ -27,7 +27,6 @@ class TierCost:
     hop_s: float = 0.0  # one way to the tier above
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # see `cascade.simulation.scenario.SimTier`
-    message_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,6 @@ class Bench:
     trace: Trace
     num_tokens: int  # per request
     num_requests: int = 1
-    front_device: str = ""  # see `cascade.simulation.scenario.Scenario`
-    front_s: float = 0.0
 
     def outcome(
         self,
@@ -98,14 +95,11 @@ class Bench:
         """Serve with the tiers ``chosen``, by index, bottom to top; if ``adaptive``, with those of them that pay."""
         trace = self.trace.only(chosen)
         picked = [self.costs[i] for i in chosen]
-        tiers = tuple(
-            SimTier(c.name, TraceModel(trace, i), c.cost, c.hop_s, c.policy, c.device, c.message_s)
-            for i, c in enumerate(picked)
-        )
+        tiers = tuple(SimTier(c.name, TraceModel(trace, i), c.cost, c.hop_s, c.policy, c.device) for i, c in enumerate(picked))
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
-        front = Scenario(tiers, requests, front_device=self.front_device, front_s=self.front_s)
-        return simulate(replace(front, window=max(1, window), lockstep=lockstep, branches=branches, adaptive=adaptive))
+        how = {"lockstep": lockstep, "branches": branches, "adaptive": adaptive}
+        return simulate(Scenario(tiers, requests, window=max(1, window), **how))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int = 0) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

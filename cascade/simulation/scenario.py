@@ -15,15 +15,12 @@ DEFAULT_POLICY = Policy()
 
 @dataclass(frozen=True, slots=True)
 class SimTier:
-    """One tier with one replica."""
-
     name: str
     model: Scorer
     cost: Callable[[int], float]  # seconds of a pass that scores so many tokens, where it is served: caches are colder there
     hop_s: float = 0.0  # one way between it and the tier above, or the router
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # tiers that name the same one share it; one of its own if it names none
-    message_s: float = 0.0  # of the device, to send or to receive one message, by all threads that this wakes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +67,6 @@ class Scenario:
     faults: Faults = NO_FAULTS
     max_pass_tokens: int = 512
     deadline_s: float = math.inf  # virtual time after which it is `Stuck`
-    front_device: str = ""  # of the router, and all else between full tier and client
-    front_s: float = 0.0  # of that device, for each piece of an answer
     adaptive: bool = False  # tiers that do not pay may be left out
     branches: int = MOST_BRANCHES  # that a lower tier may offer and prepare
 

@@ -5,6 +5,7 @@ A discrete-event simulation. Costs of passes and delays of hops are given, own t
 guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the same outcome.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -77,7 +78,7 @@ class Node:
         self._inbox: list[tuple[str, Message]] = []
         self._busy = self._dead = False
         self._lives = 0
-        self._num_opened = 0
+        self._opened = itertools.count(1)
         self._wake_at = math.inf
         self._bare: dict[str, float] = {}  # sessions that a pass left without a guess, and when
         self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in sorted(GRID)])
@@ -95,7 +96,7 @@ class Node:
             self._profile,
             send_up=lambda above, message: self._wires.send(self.name, above, message),
             send_down=lambda tier, message: self._wires.send(self.name, tier, message),
-            mint=self._mint,
+            mint=lambda: f"{self.name}-{next(self._opened)}",
             planner=Planner(self._shared),
         )
 
@@ -177,10 +178,6 @@ class Node:
             if work.num_own and work.branch is None and session.drafter and not session.guesses.draft and not session.done:
                 self._bare[session.opening.session] = now
         self._wake(now)
-
-    def _mint(self) -> str:
-        self._num_opened += 1
-        return f"{self.name}-{self._num_opened}"
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from cascade.scorer import Row, RunnerUp, Scored
 from cascade.splitmix import GOLDEN
@@ -176,20 +177,13 @@ class TraceModel:
     def new_cache(self) -> "TraceModel":
         return self  # needs to know nothing but the last token
 
-    def reserve(self, positions: int) -> None:
-        """Nothing is kept."""
-
-    def reuse(self, source: "TraceModel", positions: int) -> None:
-        """Nothing is kept."""
-
     def fork(self, position: int) -> "TraceModel":
         return self
 
-    def join(self, fork: "TraceModel") -> None:
+    def free(self, *_: Any, **__: Any) -> None:
         """Nothing is kept."""
 
-    def free(self) -> None:
-        """Nothing is kept."""
+    reserve = reuse = join = free
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`."""

@@ -76,7 +76,7 @@ class Device:
 
 
 class Wires:
-    """Carries messages between tiers and router, and knows the devices that they take to send and to receive."""
+    """Carries messages between tiers and router, and knows the devices that passes take."""
 
     def __init__(self, agenda: Agenda, scenario: Scenario) -> None:
         self.agenda = agenda
@@ -87,16 +87,10 @@ class Wires:
         self._levels = {tier.name: level for level, tier in enumerate(scenario.tiers)} | {ROUTER: len(scenario.tiers)}
         self._last: dict[tuple[str, str], float] = defaultdict(float)  # arrival of the last ordered message
         devices: dict[str, Device] = defaultdict(lambda: Device(agenda))
-        names = {tier.name: tier.device or tier.name for tier in scenario.tiers} | {ROUTER: scenario.front_device or ROUTER}
-        self.devices = {name: devices[device] for name, device in names.items()}
-        self._message_s = {tier.name: tier.message_s for tier in scenario.tiers} | {ROUTER: scenario.front_s}
+        self.devices = {tier.name: devices[tier.device or tier.name] for tier in scenario.tiers}
 
     def send(self, source: str, target: str, message: Message) -> None:
-        """Messages of a source leave in order, when its device has had the time that each takes; the router's take none."""
-        seconds = 0.0 if source == ROUTER else self._message_s[source]
-        self.devices[source].run(seconds, lambda: self._depart(source, target, message))
-
-    def _depart(self, source: str, target: str, message: Message) -> None:
+        """Messages of a source leave in order; guesses arrive late, twice, in another order or never."""
         if not isinstance(message, Proposal):
             arrival = self._last[source, target] = max(self._last[source, target], self._arrival(source, target))
             self._deliver(arrival, source, target, message)
@@ -112,7 +106,4 @@ class Wires:
         return self.agenda.now + hop_s + self._faults.jitter_s * self._random.random()
 
     def _deliver(self, time: float, source: str, target: str, message: Message) -> None:
-        self.agenda.at(time, lambda: self._arrive(source, target, message))
-
-    def _arrive(self, source: str, target: str, message: Message) -> None:
-        self.devices[target].run(self._message_s[target], lambda: self.receivers[target](source, message))
+        self.agenda.at(time, lambda: self.receivers[target](source, message))

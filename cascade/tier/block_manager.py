@@ -26,7 +26,6 @@ class Allocation:
 
     @property
     def capacity(self) -> int:
-        """Positions."""
         return self.blocks * BLOCK
 
 
@@ -110,7 +109,6 @@ class BlockManager:
         return blocks
 
     def give_back(self, blocks: int) -> None:
-        """A fork is gone."""
         self.free += blocks
         self.lent -= blocks
 
@@ -133,29 +131,8 @@ class BlockManager:
         self._let_go(allocation)
 
     def clear(self) -> None:
-        """Free what is kept for reuse."""
         for allocation in list(self._kept):
             self._remove(allocation)
-
-    def check(self) -> None:
-        """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
-        kept = sum(allocation.blocks for allocation in self._kept)
-        held = sum(allocation.blocks for allocation in self._allocations if allocation.in_use)
-        found = self.free + kept + held + self.lent
-        sum_ = f"{self.free} free + {kept} kept + {held} held + {self.lent} lent blocks are {found} of {self.total}"
-        assert min(self.free, self.lent) >= 0, sum_
-        assert found == self.total, sum_
-        assert set(self._kept) == {allocation for allocation in self._allocations if not allocation.in_use}, (
-            "kept allocations are those not in use"
-        )
-        for key, allocations in self._index.items():
-            assert allocations, f"the index has an empty entry {key}"
-            for allocation in allocations:
-                assert allocation in self._allocations, f"the index leads from {key} to an allocation that is gone"
-                assert key in allocation.keys, f"the index leads from {key} to an allocation that has it no more"
-                assert len(allocation.tokens) <= allocation.capacity, (
-                    f"{len(allocation.tokens)} positions in {allocation.blocks} blocks"
-                )
 
     # blocks
 
@@ -249,7 +226,6 @@ class BlockManager:
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of what both begin with."""
     if tuple(one[: len(other)]) == tuple(other[: len(one)]):
         return min(len(one), len(other))
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -107,7 +107,6 @@ class Drafting(Generic[U]):
             self._send(drafter, closing)
 
     def commit(self, slot: Slot[U], commit: Commit) -> None:
-        """The text has changed."""
         if slot.session.drafter:
             self._send(slot.session.drafter, commit)
 

@@ -101,18 +101,6 @@ class KVAdmission:
         elif allocation is not None:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
 
-    def check(self, slots: Collection[Slot[Any]] = ()) -> None:
-        """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
-        self.block_manager.check()
-        held = [slot.allocation for slot in slots if slot.allocation is not None]
-        assert len(held) == len(set(held)), "two sessions hold one allocation"
-        assert all(allocation.in_use for allocation in held), "a session holds an allocation that is kept for reuse"
-        lent, forked = self.block_manager.lent, sum(fork.blocks for slot in slots for fork in slot.forks.values())
-        assert lent == forked, f"{lent} blocks are lent, and forks have {forked}"
-        for slot in slots:
-            capacity = slot.allocation.capacity if slot.allocation else 0
-            assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
-
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
         """Make room for so many positions, at the cost of others if need be."""
         while not self._reserve(slot, positions):

@@ -66,7 +66,6 @@ class Requests:
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """Those that have not finished."""
         return tuple(self._answers)
 
     def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
@@ -96,7 +95,6 @@ class Requests:
         return [chunk] if chunk is not None else []
 
     def close(self) -> None:
-        """End what has not finished."""
         if self._answers:
             self._full.post([Close(session) for session in self._answers])
             self._answers.clear()
@@ -140,7 +138,6 @@ class Mailbox(Link):
 
     @property
     def idle(self) -> bool:
-        """Nobody reads."""
         return not self._inboxes
 
     def _sort(self, messages: Sequence[Message]) -> None:

@@ -106,7 +106,6 @@ class Loop(Generic[U]):
             self._leave(slot)
 
     def fail_all(self, reason: str) -> None:
-        """End all sessions."""
         for slot in list(self.slots.values()):
             self._fail(slot, reason)
 
@@ -283,5 +282,4 @@ class Loop(Generic[U]):
 
 
 def earliest(*times: float | None) -> float | None:
-    """The earliest of some times; None is never."""
     return min((time for time in times if time is not None), default=None)

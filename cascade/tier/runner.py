@@ -53,7 +53,6 @@ class Runner:
 
     @property
     def healthy(self) -> bool:
-        """The model works."""
         return self._broken < MAX_PASS_FAILURES
 
     def run(self, batch: Batch[Any]) -> list[Result]:
@@ -135,7 +134,6 @@ class Runner:
 
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
-    """What the model is given."""
     session, guesses = slot.session, slot.model_guesses
     params, num_own = session.opening.params, work.num_own
     if work.branch is not None or session.scoring_prompt or not num_own:

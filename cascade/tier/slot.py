@@ -52,7 +52,6 @@ class Slot(Generic[U]):
 
     @property
     def cache(self) -> Store:
-        """Of a session that has a place in memory."""
         assert self.allocation is not None
         return self.allocation.store
 
@@ -63,7 +62,6 @@ class Slot(Generic[U]):
 
     @property
     def sampled(self) -> bool:
-        """Its text is no greedy one."""
         return self.session.opening.params.temperature > 0
 
     @property

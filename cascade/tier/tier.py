@@ -91,7 +91,6 @@ class Tier:
     # from any thread
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
@@ -121,7 +120,6 @@ class Tier:
 
     @property
     def healthy(self) -> bool:
-        """The loop runs and its model works."""
         return self._thread.is_alive() and self._runner.healthy and not self.hangs
 
     @property
@@ -134,12 +132,10 @@ class Tier:
         return len(self._loop.slots)
 
     def snapshot(self) -> TierStats:
-        """A copy of the totals."""
         admission, blocks = self.kv_admission, self.kv_admission.block_manager
         return replace(self.stats, asked=blocks.asked, reused=blocks.reused, preempted=admission.preempted)
 
     def load(self) -> Load:
-        """What there is to do now."""
         slots = list(self._loop.slots.values())
         waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
         return Load(
@@ -192,7 +188,6 @@ class Tier:
         return False
 
     def _refuse(self) -> None:
-        """Answer the Opens that came too late."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()

@@ -17,7 +17,6 @@ class Watchdog:
         self._deadline = time.monotonic() + max(GRACE_S, FACTOR * expected_s)
 
     def rest(self) -> None:
-        """Nothing is to be done."""
         self._deadline = float("inf")
 
     @property

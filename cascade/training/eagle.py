@@ -17,19 +17,38 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.head import Verifier
-from cascade.training.fitting import Batch, Schedule, Shape, begun, by_row, decayed, fit, save
+from cascade.training.fitting import Batch, Schedule, fit, save
 from cascade.training.learning import mixed_precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleShape(Shape):
-    """Size of a head, which has one layer."""
+class EagleShape:
+    """Size of a head's one layer, like those of Llama; its hidden size is its model's."""
 
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    reads: tuple[int, ...]  # hidden states, as Transformers counts them
     tokens: tuple[int, ...]  # that it knows, increasing
+
+    def config(self, network: PreTrainedModel) -> LlamaConfig:
+        """Of the layer, for a head of ``network``."""
+        text = network.config.get_text_config()
+        return LlamaConfig(
+            hidden_size=text.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=text.hidden_size // self.num_heads,
+            num_hidden_layers=1,
+            rms_norm_eps=1e-6,
+            vocab_size=text.vocab_size,
+            max_position_embeddings=text.max_position_embeddings,
+        )
 
 
 class Unrolled:
@@ -42,9 +61,8 @@ class Unrolled:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """See `Reader.attend`; rows lie one after another."""
         group = query.shape[1] // key.shape[1]
-        query, key, value = (
-            by_row(part, self._rows) for part in (query, *(p.repeat_interleave(group, 1) for p in (key, value)))
-        )
+        parts = (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
+        query, key, value = (part[0].unflatten(1, (self._rows, -1)).transpose(0, 1) for part in parts)
         steps = self._steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
         steps.append((key, value))
         (keys, values), *later = steps
@@ -69,13 +87,20 @@ def train_eagle3(network: PreTrainedModel, batch: Batch, shape: EagleShape, sche
     return mean
 
 
+@torch.no_grad()
 def new_head(network: PreTrainedModel, shape: EagleShape) -> Eagle3:
-    """An untrained head, whose last norm and projection to its tokens are the model's."""
+    """An untrained head, whose last norm and projection to its tokens are the model's; what comes out is the last state."""
     verifier, ids = Verifier.of(network), torch.tensor(shape.tokens)
     head = Eagle3(shape.config(network), verifier, reads=shape.reads, ids=ids)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(network.get_output_embeddings().weight[ids])
-    return begun(head, network)
+    head.lm_head.weight.copy_(network.get_output_embeddings().weight[ids])
+    last = getattr(getattr(network.base_model, "norm", None), "weight", None)
+    if isinstance(last, Tensor):
+        head.norm.weight.copy_(last)
+    [layer] = head.own_layers
+    for part in (layer.self_attn.o_proj, layer.mlp.down_proj, head.fc):
+        part.weight.zero_()
+    head.fc.weight[:, -head.width :].fill_diagonal_(1.0)
+    return head.to(network.device)
 
 
 def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
@@ -90,7 +115,8 @@ def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedul
             F.cross_entropy(logits.float(), wanted[:, step : step + n].flatten(0, 1))
             for step, logits in enumerate(unroll(head, said.hidden_states, ids, schedule.unrolled))
         )
-        return decayed(losses, schedule.decay)
+        weighed = [(schedule.decay**place, loss) for place, loss in enumerate(losses)]
+        return torch.stack([weight * loss for weight, loss in weighed]).sum() / sum(weight for weight, _ in weighed)
 
 
 def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> Iterator[Tensor]:
@@ -104,7 +130,7 @@ def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> I
     positions = torch.arange(n, device=ids.device).repeat(rows)[None]
     for step in range(steps):
         tokens = ids[:, 1 + step : 1 + step + n].flatten()
-        out = head(tokens, states, positions + step, lambda x, out, layer, angles: layer(x, out, angles, place, None))
+        out = head(tokens, states, positions + step, place, None)
         yield head.logits(out)
         states = head.next_state(out)
 

@@ -15,7 +15,6 @@ class _TopCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-        """See `top_cross_entropy`."""
         dtype = product_dtype(weight.device)
         matrix = weight.to(dtype)
         count, total = len(states), states.new_zeros(())

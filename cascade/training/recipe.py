@@ -193,7 +193,6 @@ class Distillation:
     # student
 
     def _begin(self) -> Run:
-        """The student as it was cut, or as it was left."""
         shards = self._judged()
         if not shards or not any(not held_out(text) for text in range(shards[0].num_texts)):
             raise ConfigError(f"hours is {self.plan.hours:g}: no text was written in the time, give more")
@@ -282,7 +281,6 @@ Share of positions of held-out answers at which both say the same, by the temper
     # bookkeeping
 
     def _check_work(self) -> None:
-        """Refuse a work folder of another teacher."""
         self._work.mkdir(parents=True, exist_ok=True)
         about = {"model": self._source, "vocab_size": self.teacher.config.vocab_size, "max_len": self.plan.max_len}
         path = self._work / "teacher.json"

@@ -51,7 +51,6 @@ class Shard:
         return len(self.prompts)
 
     def span(self, text: int) -> slice:
-        """Where a text stands."""
         return slice(int(self.starts[text]), int(self.starts[text + 1]))
 
 

@@ -59,7 +59,6 @@ class Turns:
 
 
 def end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a model's text."""
     end = network.generation_config.eos_token_id
     return [end] if isinstance(end, int) else list(end or [tokenizer.eos_token_id])
 
@@ -88,7 +87,6 @@ class Written:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer has begun."""
         return 0 < self.prompt_len < len(self.tokens)
 
     @property
@@ -181,7 +179,6 @@ class _Cache:
         return keys[:, :, :length], values[:, :, :length]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all other rows."""
         self._layers = {layer: (keys[list(rows)], values[list(rows)]) for layer, (keys, values) in self._layers.items()}
         self._shape = len(rows), self._shape[1]
 

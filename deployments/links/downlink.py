@@ -112,7 +112,6 @@ class Downlink(Link):
                 route.stream.mailbox.put([message])
 
     async def close(self) -> None:
-        """Break all links and release all leases."""
         await self.leases.close()
         tasks = [route.opening for route in self._routes.values() if route.opening is not None]
         for session in list(self._routes):

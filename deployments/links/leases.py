@@ -84,7 +84,6 @@ class HeldLease:
         return asyncio.get_running_loop().time() >= self.until or (self.watch is not None and self.watch.done())
 
     def release(self) -> None:
-        """Free the replica at once."""
         if self.watch is not None:
             self.watch.cancel()
         _cancel(self.call)
@@ -125,7 +124,6 @@ class LeasePool:
 
     @property
     def num_held(self) -> int:
-        """Leases that no session uses."""
         return len(self._held)
 
     def reuse(self, opening: Open) -> HeldLease | None:
@@ -282,7 +280,6 @@ class Prefixes:
         return outcome
 
     def forget(self, address: str) -> None:
-        """The replica is gone."""
         for key in [key for key, replicas in self._replicas.items() if address in replicas]:
             del self._replicas[key][address]
             if not self._replicas[key]:

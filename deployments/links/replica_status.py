@@ -64,7 +64,6 @@ class Tiers:
 
     @property
     def full(self) -> TierConfig:
-        """The top tier."""
         return self._config.tiers[-1]
 
     async def replicas(self) -> dict[str, int]:
@@ -87,7 +86,6 @@ class Tiers:
 
 
 def may_be_zero(tier: TierConfig) -> bool:
-    """Whether it may be scaled to zero."""
     scaling = tier.deployment_config.autoscaling_config
     return scaling is not None and scaling.get("min_replicas") == 0
 

@@ -42,7 +42,6 @@ class Siblings:
     async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
         while True:
             try:
-                answers: list[Any] = await handle.broadcast(method, self.name, *args).results_async(return_exceptions=True)
-                return answers
+                return await handle.broadcast(method, self.name, *args).results_async(return_exceptions=True)
             except RayServeException:  # none is known yet
                 await asyncio.sleep(AGAIN_S)

@@ -131,7 +131,6 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self.leases.end_unopened()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Break all links."""
         if self._server is not None:
             await self._server.stop(grace_s)
 

@@ -118,7 +118,6 @@ class Auditor:
 
     @property
     def busy(self) -> bool:
-        """Answers wait, or one is being audited."""
         return self._task is not None
 
     def offer(self, opening: Open, tokens: Sequence[int]) -> None:
@@ -138,7 +137,6 @@ class Auditor:
                 self._task = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """Audit nothing more."""
         self._closed = True
         self._waiting.clear()
         if self._task is not None:

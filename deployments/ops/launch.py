@@ -26,7 +26,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
 from cascade.settings.section import sentence
-from deployments.app import bind, build, emulated_gpus, parse, shortage
+from deployments.app import bind, build, parse, shortage
 from deployments.gateway.admission.access import Access
 from deployments.links.tls import check, check_door
 
@@ -66,13 +66,15 @@ class Server:
         port: int | None = None,
         grpc_port: int | None = None,
         name: str = APPLICATION,
+        num_gpus: int | None = None,
         tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
         """Start everything and return when all tiers are ready; a port of 0 takes any free one.
 
         ``port`` is for HTTP; if it is 0, ``grpc_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine. ``name`` is the application's, which nothing on the cluster may have. ``tell`` hears what is done.
+        Ray on this machine, with ``num_gpus`` or all there are. ``name`` is the application's, which nothing on the
+        cluster may have. ``tell`` hears what is done.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
@@ -80,7 +82,7 @@ class Server:
         listen = listening(parsed.router.listen or ListenConfig(), host, port, grpc_port)
         server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
-            server._start(tell)
+            server._start(tell, num_gpus)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
             cause = _cause(error, name)
             server.stop()
@@ -90,7 +92,7 @@ class Server:
             raise
         return server
 
-    def _start(self, tell: Callable[[str], object]) -> None:
+    def _start(self, tell: Callable[[str], object], num_gpus: int | None) -> None:
         """Return when all tiers are ready."""
         tell("Reading configurations")
         config = self.config
@@ -98,7 +100,7 @@ class Server:
         _check_files(config)
         if not ray.is_initialized():
             tell("Starting Ray")
-            _start_ray(emulated_gpus(config))
+            _start_ray(num_gpus)
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
             from cascade.settings.check import limits  # with PyTorch
 
@@ -224,7 +226,6 @@ def _cause(error: Exception, application: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """What it says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -265,8 +266,8 @@ def _keep_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _start_ray(num_gpus: int = 0) -> None:
-    """Join a cluster, or start one on this machine and tell it of ``num_gpus`` that are not there, or of those that are."""
+def _start_ray(num_gpus: int | None) -> None:
+    """Join a cluster, or start one on this machine and tell it of ``num_gpus``, or of those that there are."""
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use

@@ -202,12 +202,10 @@ class AnswerTrace:
         self.opening = opening if tracing.tracer is None else within(opening, self._span)  # what to ask the full tier
 
     def turn(self) -> None:
-        """It is written from now on."""
         self._wait.end()
         self._wait = self._tracing.span("cascade.first_token", self._span)
 
     def first_piece(self) -> None:
-        """It has been waited for."""
         self._wait.end()
 
     def end(self, outcome: str, output_tokens: int) -> None:
@@ -283,7 +281,6 @@ class SessionSpans:
 
 
 def _totals(edges: Sequence[Edge], tier: str) -> dict[str, int | float | list[str]]:
-    """What the tier did itself."""
     own = [edge for edge in edges if edge.verifier == tier]
     return {
         "cascade.drafters": [edge.drafter for edge in own if edge.drafter],

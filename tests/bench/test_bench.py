@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -188,13 +187,12 @@ def test_different_texts_are_noticed() -> None:
     assert not same_text([one, other])
 
 
-@pytest.mark.parametrize("kind", ["svg", "png"])
-def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> None:
-    """Guards the command as a whole, against a server: tables, JSON, and a picture that says what it shows."""
-    picture, written = tmp_path / f"bench.{kind}", tmp_path / "bench.json"
+def test_bench_writes_a_document(tmp_path: Path) -> None:
+    """Guards the command as a whole, against a server: tables and JSON."""
+    written = tmp_path / "bench.json"
     options = ["--concurrency", "1,2", "--max-tokens", "8", "--category", "code", "--category", "chat"]
     with house() as served:
-        code, output = run("--address", served.grpc, *options, "--json", str(written), "--picture", str(picture))
+        code, output = run("--address", served.grpc, *options, "--json", str(written))
     assert code == 0, output
     assert "All modes gave the same text" in output
     said: dict[str, Any] = json.loads(written.read_text())
@@ -207,10 +205,6 @@ def test_bench_writes_a_document_and_a_picture(tmp_path: Path, kind: str) -> Non
     alone = [cell for cell in said["cells"] if cell["mode"] == "full alone"]
     assert {cell["category"] for cell in alone} == {"chat", "code", "all"}
     assert all((cell["speed_up"], cell["tokens_per_full_pass"]) == (1, 1) for cell in alone)
-    if kind == "svg":
-        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
-    else:
-        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_without_a_server(tmp_path: Path) -> None:
@@ -252,7 +246,6 @@ def test_prompts_are_turns_unless_they_are_raw(tmp_path: Path) -> None:
         (["--address", "127.0.0.1:1", "--model", "somewhere"], "--model"),
         (["--concurrency", "0"], "1 to 10000"),
         (["--concurrency", "1,x"], "1 to 10000"),
-        (["--picture", "bench.gif"], ".svg or .png"),
         (["--json", "no/such/folder/bench.json"], "no folder"),
         (["--category", "poems"], "poems"),
         (["--address", "127.0.0.1:1"], "127.0.0.1:1"),

@@ -10,12 +10,13 @@ import pytest
 from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import autoscale, crowd, one
 from benchmarks.cluster.devices import FILE, Asked, Setup, Simulated
+from benchmarks.cluster.emulated import Device
+from benchmarks.cluster.recording import RecordedText, Recording
 from benchmarks.cluster.trio import BYTES, BYTES_S, TRIO, Shape
 from benchmarks.document import lossless
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.recording import RecordedText, Recording
 
 PROMPTS = [list(range(20)), list(range(30))]
 PARAMS = SamplingParams(max_tokens=32, temperature=0)
@@ -26,8 +27,7 @@ def test_the_file_can_be_served() -> None:
     plain = CascadeConfig.load(FILE)
     assert Setup().config == plain
     for tier, shape in zip(plain.tiers, TRIO, strict=True):
-        device = tier.engine_kwargs.emulated
-        assert device is not None
+        device = Device.of(tier)
         assert (device.pass_ms, device.context_ms) == (shape.pass_ms, shape.context_ms), shape.name
 
 

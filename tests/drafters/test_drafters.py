@@ -3,28 +3,25 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from benchmarks.toy import ToyModel
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.in_pass import TRY, InPass
-from cascade.drafters.matching import Corpus, Lookup, Suffix, kind
-from cascade.drafters.recycling import DEPTH, MAX_KNOWN, Followers, Recycling
-from cascade.drafters.tenants import MAX_TENANTS
+from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.planner.choice import MOST_STEPS, paying_steps, speedup
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
-from cascade.simulation.toy import ToyModel
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.tier.test_tier import alone, answered, opening, settle, written
 
-INSIDE = ("suffix", "recycling", "lookahead")
+INSIDE = ("suffix", "lookup")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -128,7 +125,7 @@ def full(kinds: Sequence[str]) -> Iterator[Tier]:
 
 @pytest.mark.parametrize(
     ("kinds", "least"),
-    [(["lookup"], 2.5), (["suffix"], 2.5), (["recycling"], 1.5), (["lookahead"], 1.5), (["recycling", "suffix"], 2.5)],
+    [(["lookup"], 2.5), (["suffix"], 2.5), (["lookup", "suffix"], 2.5)],
 )
 def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""
@@ -176,41 +173,20 @@ def test_what_ends_in_a_period_goes_on_with_it() -> None:
 
 def test_tenants_never_hear_of_each_other() -> None:
     """Guards secrets: what one tenant's texts say is no guess for another's."""
-    for drafter in (Suffix(), Recycling()):
-        first = drafter.begin("a")
-        secret = [1, 2, 3, 4, 5, 6, 7, 8]
-        first.guess(secret, 0, 4)
-        for token, next_ in pairwise(secret):
-            first.observe(token, NO_DRAFT, Scored([next_]))
-        first.close(secret)
-        assert drafter.begin("a").guess([1, 2, 3], 0, 4).tokens[:4] == (4, 5, 6, 7)
-        assert drafter.begin("b").guess([1, 2, 3], 0, 4) == NO_DRAFT
+    drafter, secret = Suffix(), [1, 2, 3, 4, 5, 6, 7, 8]
+    first = drafter.begin("a")
+    first.guess(secret, 0, 4)
+    first.close(secret)
+    assert drafter.begin("a").guess([1, 2, 3], 0, 4).tokens[:4] == (4, 5, 6, 7)
+    assert drafter.begin("b").guess([1, 2, 3], 0, 4) == NO_DRAFT
 
 
 def test_memory_of_tenants_is_bounded() -> None:
-    """Guards a server with many users: those who came last are remembered, and of each so much."""
-    suffix, recycling = Suffix(), Recycling()
+    """Guards a server with many users: those who came last are remembered."""
+    suffix = Suffix()
     for tenant in range(3 * MAX_TENANTS):
         suffix.begin(str(tenant))
-        recycling.begin(str(tenant))
-    assert len(suffix.tenants) == len(recycling.tenants) == MAX_TENANTS
-    followers = Followers()
-    for token in range(MAX_KNOWN + 10):
-        followers.saw(token, 1)
-    assert len(followers) == MAX_KNOWN
-
-
-def test_wrong_guesses_are_recycled() -> None:
-    """Guards own tokens after guesses that were refused: what the pass says there is known from then on."""
-    recycler = Recycling().begin("")
-    recycler.observe(
-        1, Draft((2, 3), b"\0\0"), Scored([9, 3, 4])
-    )  # after 1 comes 9, after 2 would come 3, after 3 would come 4
-    assert recycler.guess([2], 0, 8).tokens == (3, 4)
-    recycler.observe(2, NO_DRAFT, Scored([5]))
-    tree = recycler.guess([2], 0, 8)
-    assert (tree.tokens, tree.parents) == ((5, 3), (-1, -1)), "the latest first, the other beside it"
-    assert len(tree.trunk) <= DEPTH
+    assert len(suffix.tenants) == MAX_TENANTS
 
 
 def test_longer_matches_are_more_certain() -> None:

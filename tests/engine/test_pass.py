@@ -15,8 +15,8 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft
 from cascade.engine.model import Model
-from cascade.engine.network.attention import Attention, Span
-from cascade.engine.network.contiguous import Cache, Contiguous, Pass, attend
+from cascade.engine.network.attention import Attention, Span, attend
+from cascade.engine.network.contiguous import Cache, Contiguous, Pass
 from cascade.engine.network.survey import window_of_mask
 from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, build, each

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from benchmarks.toy import ToyModel
 from cascade.answer import Answer
 from cascade.client import Client
 from cascade.draft import Draft
@@ -15,7 +16,6 @@ from cascade.messages import Lane, Open, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyModel
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.doors import House, serving

@@ -27,7 +27,9 @@ OF_TYPE = {  # values of fields, by what these are annotated with
 
 def some(kind: type[Any], **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass: all its fields, those that are added later, too."""
-    return st.builds(kind, **{name: special.get(name) or OF_TYPE[hint] for name, hint in get_type_hints(kind).items()})
+    return st.builds(
+        kind, **{name: special[name] if name in special else OF_TYPE[hint] for name, hint in get_type_hints(kind).items()}
+    )
 
 
 def several(values: st.SearchStrategy[Any], size: int | None = None) -> st.SearchStrategy[tuple[Any, ...]]:

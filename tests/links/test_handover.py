@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cascade.simulation.toy import ToyModel, full_text
+from benchmarks.toy import ToyModel, full_text
 from cascade.tier.drafting import FIRST_BACKOFF_S, Health
 from deployments.links import uplink
 from deployments.links.uplink import Handover

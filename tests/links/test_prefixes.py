@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
-from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LEAST_SHARE, Lease, LeasePool, PreferringRouter, Prefixes
 from tests.links.net import Held, Net, Node, opening, tidy

@@ -186,7 +186,8 @@ def family() -> CascadeConfig:
     """
     values = small.config().model_dump(mode="json")
     for tier in values["tiers"]:
-        tier["engine_kwargs"]["emulated"] = {"pass_ms": {1: PASS_MS[tier["name"]]}}
+        slow = {"engine": "benchmarks.cluster.emulated:load", "emulated": {"pass_ms": {1: PASS_MS[tier["name"]]}}}
+        tier["engine_kwargs"] |= slow
         tier["deployment_config"]["ray_actor_options"] = {"num_cpus": 0, "resources": {tier["name"]: 1}}
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     router = values["router"]

@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cascade.bench.scrape import Scrape, scrape
-from cascade.cli.top import Frame, view
 from cascade.client import Client
 from cascade.messages import Message, Proposal
 from cascade.params import SamplingParams, Speculation
@@ -116,38 +113,3 @@ def test_no_audit_unless_asked() -> None:
         client.generate(PROMPT, GREEDY)
         counted = audited(served)
     assert counted.total("audited_answers_total") == counted.total("audits_skipped_total") == 0
-    assert "Audits" not in shown(counted)
-
-
-COUNTED = """# TYPE cascade_audited_answers_total counter
-cascade_audited_answers_total 40.0
-# TYPE cascade_audited_tokens_total counter
-cascade_audited_tokens_total 5000.0
-# TYPE cascade_audit_differing_answers_total counter
-cascade_audit_differing_answers_total 2.0
-# TYPE cascade_audit_divergences_total counter
-cascade_audit_divergences_total{second="true"} 3.0
-cascade_audit_divergences_total{second="false"} 1.0
-# TYPE cascade_audit_margin_nats histogram
-cascade_audit_margin_nats_bucket{le="0.03"} 3.0
-cascade_audit_margin_nats_bucket{le="0.5"} 3.0
-cascade_audit_margin_nats_bucket{le="+Inf"} 4.0
-cascade_audit_margin_nats_count 4.0
-cascade_audit_margin_nats_sum 9.0
-# TYPE cascade_audits_skipped_total counter
-cascade_audits_skipped_total{reason="load"} 7.0
-"""
-
-
-def shown(counted: Scrape) -> str:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(view(Frame(0.0, scrape=counted)))
-    return capture.get()
-
-
-def test_top_shows_audits() -> None:
-    """Guards what an operator sees: how many places differ, how many of them by more than the last bits."""
-    text: Any = shown(Scrape.parse(COUNTED))
-    row = next(line for line in text.splitlines() if "5,000" in line)
-    assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["40", "5,000", "2", "4", "3", "≤ 0.03: 3  > 0.5: 1", "7"]

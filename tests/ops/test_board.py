@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
+from benchmarks.toy import ToyModel
 from cascade.errors import ConfigError, Unavailable
 from cascade.planner.cost import Profile
-from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from deployments import app
 from deployments.links import replica_status

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyModel
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.chains import ALONE, MIN_PASSES, MIN_ROWS, SHARE, Chain, Measured, Planner, Seen, Worth, worths
@@ -18,7 +19,6 @@ from cascade.session.work import Work
 from cascade.simulation.forecast import Bench, TierCost
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import ToyModel
 from cascade.simulation.trace import Acceptance, Trace, TraceModel
 from cascade.tier.drafting import MOST_READING, SETTLING, Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyModel
 from cascade.engine.model import Model
 from cascade.messages import Link, Message, Open, Proposal
 from cascade.params import SamplingParams
@@ -15,7 +16,6 @@ from cascade.planner.cost import CHUNK, CONTEXT, GRID, Profile, measure
 from cascade.scorer import Row, Scored
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from tests.architectures import build
 

@@ -5,6 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyCache
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
 from cascade.planner.acceptance import Calibration, Calibrations
@@ -13,10 +14,10 @@ from cascade.planner.cost import PassCost
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
 from cascade.session.branches import MIN_CHANCE, Branches, Margin
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.slot import Slot
+from tests.books import check_blocks, check_memory
 from tests.session.test_session import VOCAB, opening
 
 gaps = st.floats(0, 20)
@@ -147,7 +148,7 @@ def test_forks_are_lent_and_given_back() -> None:
         assert admission.fork(slot, branch, [*session.text[: branch.start], *branch.tokens], None)
         slot.forks[branch].store.write(work.start, work.tokens)
         session.advance(work, Scored([7], runner_ups=[()]))
-    admission.check([slot])
+    check_memory(admission, [slot])
     assert len(slot.forks) == 2
     assert session.commit(3, (5,)) is not None
     admission.settle(slot)
@@ -156,7 +157,7 @@ def test_forks_are_lent_and_given_back() -> None:
     assert slot.cache.tokens[:4] == [1, 2, 3, 5]
     assert not slot.forks
     admission.leave(slot)
-    admission.check()
+    check_memory(admission)
     assert admission.block_manager.lent == 0
 
 
@@ -165,4 +166,4 @@ def test_a_fork_that_finds_no_memory_is_none() -> None:
     pool = BlockManager(ToyCache, 64)
     assert pool.open([1] * 10, "", 40) is not None
     assert pool.lend(MAX_FORKED) is None
-    pool.check()
+    check_blocks(pool)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.toy import ToyModel
 from cascade.draft import Dist, Draft
 from cascade.messages import COUPLED, Close, Commit, Edge, Failed, Message, Open, Proposal, Rules
 from cascade.params import Rule, SamplingParams
@@ -18,7 +19,6 @@ from cascade.planner.cost import Profile
 from cascade.scorer import Scored
 from cascade.session.guesses import Hint
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyModel
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import Runner

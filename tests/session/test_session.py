@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.toy import ToyCache, ToyFork, ToyModel, full_text
 from cascade.draft import Draft
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Message, Open, Proposal, origin
 from cascade.params import SamplingParams
@@ -19,7 +20,6 @@ from cascade.session.branches import Branch
 from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session
 from cascade.session.work import Work
-from cascade.simulation.toy import ToyCache, ToyFork, ToyModel, full_text
 from tests.cases import examples
 
 VOCAB = 12

@@ -50,32 +50,7 @@ def deploying(**fields: Any) -> dict[str, Any]:
 # what is wrong
 
 
-def emulated(*agreements: list[float] | None, stretch: float = 1.0, **engine: Any) -> dict[str, Any]:
-    """Tiers on emulated devices with such agreements, the lowest of which takes everything ``stretch`` times as long."""
-    devices: list[dict[str, Any]] = [{"pass_ms": {1: 1.0}, "agreement": agreement} for agreement in agreements]
-    devices[0]["stretch"] = stretch
-    return {"tiers": [tier(f"t{i}", engine_kwargs={"emulated": device, **engine}) for i, device in enumerate(devices)]}
-
-
 WRONG: dict[str, tuple[Any, str]] = {
-    "emulated without passes": (one(engine_kwargs={"emulated": {"pass_ms": {}}}), r"emulated\.pass_ms: it has 0 entries"),
-    "emulated on a GPU": (emulated(None, device="cuda"), r"device is 'cuda', and an emulated one .* remove one of the two"),
-    "emulated by ranks": (
-        emulated(None, tensor_parallel_size=2),
-        r"tensor_parallel_size is 2, and only vLLM shares a model among GPUs",
-    ),
-    "toys with a dtype": (emulated([], dtype="float32"), r"dtype is for a model, and emulated\.agreement makes the tier a toy"),
-    "some emulated": (
-        {"tiers": [tier("real"), *emulated([])["tiers"]]},
-        r"tier 'real' has a real device and tier 't0' an emulated one: emulate all tiers or none",
-    ),
-    "two times": (emulated(None, None, stretch=2.0), r"tiers differ in emulated\.stretch: .* give them the same"),
-    "some toys": (
-        emulated([0.5], None),
-        r"tier 't1' has no emulated\.agreement and tier 't0' has: make all tiers toys or none",
-    ),
-    "toys that disagree": (emulated([0.5, 0.6], [0.7], []), r"tier 't0' is \[0\.5, 0\.6\]: it must be \[its share .*, 0\.7\]"),
-    "full tier that agrees": (emulated([0.5], [0.7]), r"agreement of tier 't1' is \[0\.7\]: it must be \[\]"),
     "no tiers": ({"window": 3}, r"tiers is missing; add it"),
     "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
     "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
@@ -97,28 +72,28 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "ranks of our own engine": (
         one(engine_kwargs={"engine": "cascade", "tensor_parallel_size": 2}),
-        r"tensor_parallel_size is 2, and only vLLM shares a model among GPUs: set engine to 'vllm'",
+        r"tensor_parallel_size is 2, which only vLLM can do: set engine to 'vllm'",
     ),
+    "an engine nobody knows": (one(engine_kwargs={"engine": "llama.cpp"}), r"engine is 'llama\.cpp'"),
     "an argument of vLLM without it": (
         engine(enforce_eager=True),
         r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
     ),
-    "a method of vLLM without it": (
-        engine(quantization="awq"),
-        r"quantization is 'awq': it must be int8, int4, fp8, nf4, or one of vLLM's with engine 'vllm'",
+    "a method of vLLM beside what is ours": (
+        engine(quantization="awq", num_threads=2),
+        r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
     ),
-    "layers without a kind": (engine(drafter={"layers": 4}), r"source, layers and skip need their kind beside them"),
+    "layers without a kind": (
+        engine(drafter={"layers": 4}),
+        r"source and layers need their kind beside them",
+    ),
     "layers of a lookup": (
         engine(drafter={"kind": "lookup", "layers": 4}),
         r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
     ),
-    "some layers and others": (
-        engine(drafter={"kind": "exit", "layers": 4, "skip": [7]}),
-        r"drafter.layers is 4 and drafter.skip is \[7\]: name one of the two",
-    ),
-    "a layer twice": (
-        engine(drafter={"kind": "exit", "skip": [7, 7]}),
-        r"drafter.skip is \[7, 7\]: it must name layers from 0 on, each once",
+    "an exit without layers": (
+        engine(drafter="exit"),
+        r"drafter.layers is None: name how many of the first layers 'exit' runs, 1 or more",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
@@ -345,6 +320,7 @@ half = {"ray_actor_options": {"num_gpus": 0.5}}
         ({"deployment_config": {"ray_actor_options": {"num_gpus": 1}}}, False),
         ({"accelerator_type": "L4"}, False),
         ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, False),
+        ({"engine_kwargs": {"engine": "package.module:load"}}, False),
     ],
 )
 def test_whole_gpus_are_shared_with_nobody(changes: dict[str, Any], *, shared: bool) -> None:
@@ -352,27 +328,6 @@ def test_whole_gpus_are_shared_with_nobody(changes: dict[str, Any], *, shared: b
     plain, other = (CascadeConfig.parse(one(**values)).tiers[0] for values in ({}, changes))
     assert app.shares_processors(plain, other) is shared
     assert app.shares_processors(other, plain) is shared
-
-
-def test_emulated_devices_are_gpus_that_ray_is_told_of() -> None:
-    """Guards servers that scale: GPUs that are not there suffice for all replicas there may be, and for no real tier."""
-    values = emulated([0.5], [])
-    lower, full = values["tiers"]
-    lower["deployment_config"] = {"ray_actor_options": {"num_gpus": 1}, "num_replicas": 3}
-    full["deployment_config"] = {"ray_actor_options": {"num_gpus": 0.5}, "autoscaling_config": {"max_replicas": 5}}
-    assert app.emulated_gpus(CascadeConfig.parse(values)) == 3 + 3
-    assert app.emulated_gpus(CascadeConfig.parse(one(deployment_config=half))) == 0
-
-
-def test_stretched_time_is_that_of_passes() -> None:
-    """Guards emulated tables on their way to a replica, as JSON: numbers of tokens, stretched seconds, in order."""
-    device = {"pass_ms": {64: 24.0, 1: 22.0}, "context_ms": 2.0, "stretch": 10.0, "agreement": []}
-    parsed = CascadeConfig.parse(one(engine_kwargs={"emulated": device}))
-    read = CascadeConfig.parse(parsed.model_dump(mode="json")).tiers[0].engine_kwargs
-    assert read.emulated is not None
-    assert read.emulated.points == ((1, pytest.approx(0.22)), (64, pytest.approx(0.24)))
-    assert read.emulated.context_s == pytest.approx(2e-5)
-    assert read.is_toy
 
 
 # models that do not belong together
@@ -572,12 +527,11 @@ def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["recycling", head]) == (DrafterSpec("recycling"), DrafterSpec("eagle3", family.head()))
+    assert named(["lookup", head]) == (DrafterSpec("lookup"), DrafterSpec("eagle3", family.head()))
     assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
-    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None, ())
-    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None, ())
-    assert named("exit") == (DrafterSpec("exit"),)
-    assert named({"kind": "exit", "skip": [3, 5]}) == (DrafterSpec("exit", skip=(3, 5)),)
+    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None)
+    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None)
+    assert named({"kind": "exit", "layers": 5}) == (DrafterSpec("exit", layers=5),)
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
     assert config.drafters == ("suffix", "eagle3")
     assert config.chain_names == ("suffix", "eagle3", "a", "b")

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.cost import PassCost
 from cascade.simulation.forecast import Bench, TierCost, prediction_rows
 from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.simulation.trace import Acceptance, Trace
 from cascade.simulation.virtual import Agenda, Device
 from tests.cases import rare
@@ -80,7 +80,6 @@ requests = st.builds(
     faults=faults,
     max_pass_tokens=st.sampled_from([1, 3, 512]),
     device=st.sampled_from(["", "one"]),
-    message_s=st.sampled_from([0.0, 0.0003]),
     adaptive=st.booleans(),
 )
 def test_lossless_whatever_goes_wrong(
@@ -91,11 +90,10 @@ def test_lossless_whatever_goes_wrong(
     faults: Faults,
     max_pass_tokens: int,
     device: str,
-    message_s: float,
     adaptive: bool,
 ) -> None:
     """Guards the law: delays, repetitions, losses, overtaking, deaths and batch mates never change a text."""
-    tiers = tuple(replace(tier, device=device, message_s=message_s) for tier in toy_tiers(num_tiers))
+    tiers = tuple(replace(tier, device=device) for tier in toy_tiers(num_tiers))
     alive = {tier.name for tier in tiers}
     faults = replace(faults, deaths=tuple(death for death in faults.deaths if death.tier in alive))
     queue = tuple(replace(request, arrive_s=at) for request, at in requests)
@@ -138,16 +136,6 @@ def test_a_device_gives_its_jobs_equal_shares() -> None:
     agenda.at(2.5, lambda: device.run(1.0, lambda: ends.append(("late", agenda.now))))
     agenda.run(10, lambda: False)
     assert ends == [("short", 2.0), ("long", pytest.approx(3.5)), ("late", pytest.approx(4.0))]
-
-
-def test_messages_take_their_time_of_a_device() -> None:
-    """Guards the price of talking: small passes on a busy processor are dominated by it."""
-    [tier] = toy_tiers(1)
-    tier = replace(tier, cost=PassCost(0.03), message_s=0.001)
-    outcome = simulate(Scenario((tier,), (asked(50),), front_s=0.002))
-    # the Open, the passes, what commits and proposals take of them, and the last piece on its way to the client
-    assert 50 * 0.031 < outcome.elapsed_s < 50 * 0.0335
-    assert outcome.texts == simulate(Scenario(toy_tiers(1), (asked(50),))).texts
 
 
 def test_totals_add_up() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.draft import Draft
 from cascade.messages import YIELDED, Close, Commit, Failed, Open, Proposal, mint
 from cascade.params import Structured
 from cascade.scorer import UNIT, gap_byte
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from deployments.ops.auditor import Audit, Divergence
 from tests.tier.test_tier import (  # noqa: F401  # fixtures

@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from benchmarks.toy import ToyCache
 from cascade.scorer import BLOCK, grown_capacity
-from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import Allocation, BlockManager, block_keys
+from tests.books import check_blocks
 from tests.cases import examples
 
 BLOCKS = 12
@@ -80,16 +81,16 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.block_manager.check()
+        check_blocks(self.block_manager)
         for text in self.texts:
             assert text.held == text.tokens[: text.known], "a session reads what another wrote"
 
     def teardown(self) -> None:
         for text in self.texts:
             self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
-        self.block_manager.check()
+        check_blocks(self.block_manager)
         self.block_manager.clear()
-        self.block_manager.check()
+        check_blocks(self.block_manager)
         assert self.block_manager.free == self.block_manager.total
         assert all(store.freed for store in self.stores)
 
@@ -132,7 +133,7 @@ def test_reuse_goes_to_the_last_common_token() -> None:
         pool = BlockManager(ToyCache, 1000)
         leave(pool, text)
         assert known(pool, other) == expected
-        pool.check()
+        check_blocks(pool)
 
 
 def test_salts_keep_tenants_apart() -> None:
@@ -195,7 +196,7 @@ def test_a_prefix_is_no_reason_not_to_fit() -> None:
     found = pool.open([*text[: 4 * BLOCK], *range(500, 500 + 6 * BLOCK)], "", 10 * BLOCK)
     assert found is not None
     assert found[1] == 4 * BLOCK
-    pool.check()
+    check_blocks(pool)
 
 
 def test_nothing_changes_when_memory_is_short() -> None:
@@ -206,7 +207,7 @@ def test_nothing_changes_when_memory_is_short() -> None:
     assert held is not None
     assert pool.open([2], "", 6 * BLOCK) is None
     assert not pool.reserve(held[0], 11 * BLOCK)
-    pool.check()
+    check_blocks(pool)
     assert known(pool, [1] * 64) == 63
 
 
@@ -229,7 +230,7 @@ def test_check_shows_its_arithmetic() -> None:
     pool.open([2], "", 20)
     pool.free -= 1
     with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held \+ 0 lent blocks are 9 of 10"):
-        pool.check()
+        check_blocks(pool)
 
 
 def test_many_short_sessions_leave_no_growth() -> None:
@@ -238,6 +239,6 @@ def test_many_short_sessions_leave_no_growth() -> None:
     rng = random.Random(0)
     for _ in range(10_000):
         leave(pool, rng.choices(range(50), k=rng.randint(1, 60)))
-    pool.check()
+    check_blocks(pool)
     assert len(pool._allocations) == len(pool._kept) <= 50
     assert len(pool._index) <= 50

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.toy import ToyModel, full_text
 from cascade.answer import Answer
 from cascade.engine import devices
 from cascade.engine.model import Model
@@ -17,11 +18,11 @@ from cascade.errors import ModelError
 from cascade.messages import Failed, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
+from tests.books import check_memory
 from tests.tier.test_tier import CountingModel, Inbox, Silent, alone, finish, opening, settle, written
 from tests.waiting import LONG_S
 
@@ -46,7 +47,7 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
     written(tiers[-1], *(opening(s, 0.8, 5 + 3 * s, chain=chains[s % 3], lockstep=lockstep) for s in range(14)))
     settle(tiers)
     for tier in tiers:
-        tier.kv_admission.check()
+        check_memory(tier.kv_admission)
         tier.close()
         assert tier.kv_admission.block_manager.free == blocks
     assert (tiers[-1].kv_admission.preempted > 0) == (blocks < 60)
@@ -229,7 +230,7 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     tier.post(asked, inbox)
     finish(tier, inbox, answers)
     settle([tier])
-    tier.kv_admission.check()
+    check_memory(tier.kv_admission)
     assert tier.kv_admission.preempted
     assert tier.kv_admission.block_manager.reused
     tier.close()

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.toy import ToyCache, ToyModel, full_text
 from cascade.answer import Answer
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.scorer import Row, Scored
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
+from tests.books import check_memory
 from tests.cases import crossed
 from tests.waiting import LONG_S, wait_until
 
@@ -104,7 +105,7 @@ def running(tiers: list[Tier]) -> Iterator[list[Tier]]:
     yield tiers
     settle(tiers)
     for tier in tiers:
-        tier.kv_admission.check()
+        check_memory(tier.kv_admission)
     for tier in reversed(tiers):
         tier.close()
 

@@ -40,8 +40,6 @@ Names = Sequence[tuple[str, str]]  # patterns of tensors' names, and what heads 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A drafter's files."""
-
     source: str
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
@@ -62,8 +60,7 @@ class Checkpoint:
     @property
     def layer_config(self) -> Mapping[str, Any]:
         """The configuration of its layers, which the ``speculators`` library puts into one of its own."""
-        found: Mapping[str, Any] = self.config.get("transformer_layer_config") or self.config
-        return found
+        return self.config.get("transformer_layer_config") or self.config
 
     @property
     def query_width(self) -> float:
@@ -122,7 +119,6 @@ class Checkpoint:
         return tuple(layers)
 
     def check_mask(self, mask: Any, verifier: Verifier) -> int:
-        """The token that masks are."""
         if not isinstance(mask, int):
             raise self.wrong("its config.json does not name mask_token_id")
         if not 0 <= mask < verifier.vocab_size:
@@ -242,8 +238,7 @@ def numels(file: Path) -> list[tuple[str, int]]:
 def _tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return load_file(file)
-    loaded: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return loaded
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -23,19 +23,18 @@ them, those that ``layer_types`` names see no later place of their block, unless
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
-from cascade.engine.heads.eagle import Angles, Attention
+from cascade.engine.heads.eagle import Angles, Attention, Layer
 from cascade.engine.heads.guesses import Guesses, Text
 from cascade.engine.heads.head import Head, Verifier
 from cascade.engine.heads.reader import Reader
@@ -44,8 +43,6 @@ from cascade.scorer import MAX_FORKED
 
 SLIDING = "sliding_attention"
 MARKOV = ("markov_head.", "confidence_head.")  # begin tensors that DSpark alone has
-
-Attend: TypeAlias = Callable[["BlockAttention", Tensor, Tensor, Tensor], Tensor]  # of all heads, as `Place.attend`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,6 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How blocks are laid out."""
-
     size: int  # places, of which the first has the last token of the text
     mask: int  # token id of the others
     shifted: bool  # a place guesses the token after it, and not its own
@@ -67,7 +62,6 @@ class Layout:
 
     @property
     def guesses(self) -> int:
-        """Of a block."""
         return self.size if self.shifted else self.size - 1
 
 
@@ -80,42 +74,21 @@ class BlockAttention(Attention):
 
     def context(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Keys and values ``[1, kv_heads, n, head_dim]`` of ``[n, hidden_size]``."""
-        key, value = (self._heads(part(x)) for part in (self.k_proj, self.v_proj))
-        cos, sin = angles
-        return _turned(_normed(self.k_norm, key), cos, sin), value
+        key = self.heads_of(x, self.k_proj, self.k_norm)
+        return apply_rotary_pos_emb(key, key[:, :0], *angles)[0], self.heads_of(x, self.v_proj)
 
-    def block(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """``[n, hidden_size]`` of the places of blocks."""
-        query = _turned(_normed(self.q_norm, self._heads(self.q_proj(x))), *angles)
-        out: Tensor = self.o_proj(attend(self, query, *self.context(x, angles)).reshape(len(x), -1))
-        return out
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(1, len(x), -1, self.head_dim).transpose(1, 2)
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned: Tensor = apply_rotary_pos_emb(x, x[:, :0], cos, sin)[0]
-    return turned
-
-
-class Layer(nn.Module):
-    """As of Qwen 3, but for its attention."""
-
-    def __init__(self, config: LlamaConfig, seen: Seen, names: Collection[str]) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(config, seen, names)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        x = x + self.self_attn.block(self.input_layernorm(x), angles, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, reader: Reader, planned: Any) -> Tensor:
+        """Of the places of blocks; ``planned`` is for all of these, for the last of each, and their number in a block."""
+        whole, ends, size = planned
+        if self.seen.causal:
+            return reader.attend(self, query, key, value, whole)
+        reader.write(self, key, value, whole)
+        # heads of all places are further heads of the last one
+        last_key, last_value = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
+        folded = query.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+        out: Tensor = (
+            reader.attend(self, folded, last_key, last_value, ends).unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
+        )
         return out
 
 
@@ -143,7 +116,7 @@ class DFlash(Head):
         self.most = layout.guesses
         self.fc = nn.Linear(len(reads) * verifier.hidden_size, size, bias="fc.bias" in names)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, epsilon), LlamaRMSNorm(size, epsilon)
-        self.layers = nn.ModuleList(Layer(config, seen, names) for seen in layout.seen)
+        self.layers = nn.ModuleList(Layer(config, BlockAttention(config, seen, names)) for seen in layout.seen)
         self._own_embed, self._own_head, self._own_mask = (
             name in names for name in ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
         )
@@ -191,36 +164,19 @@ class DFlash(Head):
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         """What keys and values are made of, ``[n, hidden_size]``; it is not kept."""
-        out: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
-        return out
+        return self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
 
     def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: Reader) -> None:
         positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
         states = self.state([part[: len(positions)] for part in hidden])
-        for layer, (key, value) in zip(self.own_layers, self.context(states, self._where(positions)), strict=True):
-            reader.write(layer.self_attn, key, value, planned)
-
-    def context(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, ``[1, kv_heads, n, head_dim]``; ``positions`` ``[1, n]``."""
-        angles = self._rotary[0](states, positions)
-        return [layer.self_attn.context(states, angles) for layer in self.own_layers]
+        angles = self._rotary[0](states, self._where(positions))
+        for layer in self.own_layers:
+            reader.write(layer.self_attn, *layer.self_attn.context(states, angles), planned)
 
     def _where(self, positions: Sequence[int]) -> Tensor:
         return torch.tensor(positions).to(self.fc.weight.device, non_blocking=True)[None]
 
     # of blocks
-
-    def forward(self, last: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What guesses are made of, ``[blocks, guesses, hidden_size]``, after the tokens ``last`` ``[blocks]``.
-
-        ``positions`` ``[1, blocks * size]`` are those of all places.
-        """
-        x = self._embedded(last).flatten(0, 1)
-        angles = self._rotary[0](x, positions)
-        for layer in self.own_layers:
-            x = layer(x, angles, attend)
-        out: Tensor = self.norm(x).unflatten(0, (len(last), -1))
-        return out if self.layout.shifted else out[:, 1:]
 
     def _embedded(self, last: Tensor) -> Tensor:
         """Blocks ``[blocks, size, hidden_size]``."""
@@ -234,8 +190,7 @@ class DFlash(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
-        out: Tensor = self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
-        return out
+        return self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         found = [Draft()] * len(texts)
@@ -252,44 +207,19 @@ class DFlash(Head):
         size, starts = self.layout.size, [text.end - 1 for text in texts]
         whole = reader.plan([Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)])
         ends = reader.plan([Span(store, row, row + 1, starts[row] + size - 1) for row, store in enumerate(stores)])
-
-        def attend(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if layer.seen.causal:
-                return reader.attend(layer, query, key, value, whole)
-            reader.write(layer, key, value, whole)
-            last_key, last_value = (part.unflatten(2, (-1, size))[:, :, :, -1] for part in (key, value))
-            return unfolded(reader.attend(layer, folded(query, size), last_key, last_value, ends), size)
-
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
-        return self.guesses_of(self(last, self._where([start + at for start in starts for at in range(size)]), attend), texts)
+        x = self._embedded(last).flatten(0, 1)
+        angles = self._rotary[0](x, self._where([start + at for start in starts for at in range(size)]))
+        for layer in self.own_layers:
+            x = layer(layer.input_layernorm(x), x, angles, reader, (whole, ends, size))
+        out: Tensor = self.norm(x).unflatten(0, (len(texts), size))
+        return self.guesses_of(out if self.layout.shifted else out[:, 1:], texts)
 
     def guesses_of(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
         """Guesses after texts, of ``[texts, guesses, hidden_size]``."""
         guesses, most = Guesses(texts), max(text.guesses for text in texts)
         guesses.choose_all(self.whole(self.logits(hidden[:, :most].flatten(0, 1))).unflatten(0, (len(texts), most)))
         return guesses.drafts()
-
-    @contextmanager
-    def otherwise(self) -> Iterator[str]:
-        """A guess is of its place or of the token after it."""
-        layout = self.layout
-        self.layout = replace(layout, shifted=not layout.shifted)
-        try:
-            yield f'"sample_from_anchor": {str(self.layout.shifted).lower()}'
-        finally:
-            self.layout = layout
-
-
-def folded(query: Tensor, size: int) -> Tensor:
-    """Queries ``[1, heads, blocks * size, head_dim]`` as heads of one each: ``[1, heads * size, blocks, head_dim]``."""
-    heads: Tensor = query.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
-    return heads
-
-
-def unfolded(out: Tensor, size: int) -> Tensor:
-    """``[1, blocks, heads * size, head_dim]`` as it was: ``[1, blocks * size, heads, head_dim]``."""
-    places: Tensor = out.unflatten(2, (-1, size)).transpose(2, 3).flatten(1, 2)
-    return places
 
 
 def _layout(checkpoint: Checkpoint, verifier: Verifier, *, shifted: bool) -> Layout:

@@ -64,8 +64,7 @@ class Confidence(nn.Module):
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
         """``[n]`` of ``[n, hidden_size]`` and ``[n, rank]``, which not every head looks at."""
         inputs = torch.cat([hidden, before], -1)[:, : self.proj.in_features]
-        out: Tensor = self.proj(inputs)[:, 0]
-        return out
+        return self.proj(inputs)[:, 0]
 
 
 class DSpark(DFlash):
@@ -95,23 +94,6 @@ class DSpark(DFlash):
         if "confidence_head.proj.weight" in weights:
             confidence = Confidence(size + rank if checkpoint.size("confidence_head.proj.weight", 1) > size else size)
         return super().of(checkpoint, verifier, markov=markov, confidence=confidence, **options)
-
-    def teacher_forced(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[blocks, guesses, tokens]`` and log-odds ``[blocks, guesses]`` of guesses after tokens that are known.
-
-        Of ``[blocks, guesses, hidden_size]`` and token ids ``[blocks, guesses]``. What confidence learns changes no guess.
-        """
-        markov, confidence = self._heads
-        assert markov is not None
-        assert confidence is not None
-        state = hidden.new_zeros(len(hidden), markov.markov_w1.embedding_dim)
-        added, sure = [], []
-        for x, tokens in zip(hidden.unbind(1), before.unbind(1), strict=True):
-            embedded = markov.markov_w1(tokens)
-            bias, state = markov(embedded, x, state)
-            added.append(bias)
-            sure.append(confidence(x.detach(), embedded.detach()))
-        return self.logits(hidden) + torch.stack(added, 1), torch.stack(sure, 1)
 
     def guesses_of(self, hidden: Tensor, texts: Sequence[Text]) -> list[Draft]:
         (markov, confidence), guesses = self._heads, Guesses(texts)

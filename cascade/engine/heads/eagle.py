@@ -13,7 +13,7 @@ library, count as Transformers does. Without any they are the inputs of layers 2
 Li et al., arXiv 2401.15077, 2406.16858, 2503.01840.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,21 +47,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, reader: Reader, planned: Any) -> Tensor:
         """``[n, inputs]`` to ``[n, hidden_size]``."""
-        query, key, value = (part(x).view(1, len(x), -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *angles)
-        out: Tensor = self.o_proj(reader.attend(self, query, key, value.transpose(1, 2), planned).reshape(len(x), -1))
-        return out
+        query, key = (self.heads_of(x, *part) for part in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)))
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        return self.o_proj(self.attend(query, key, self.heads_of(x, self.v_proj), reader, planned).reshape(len(x), -1))
+
+    def heads_of(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
+        """``[1, heads, n, head_dim]`` of ``[n, inputs]``."""
+        heads: Tensor = projection(x).view(1, len(x), -1, self.head_dim)
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, reader: Reader, planned: Any) -> Tensor:
+        """``[1, n, heads, head_dim]``, see `Reader.attend`."""
+        return reader.attend(self, query, key, value, planned)
 
 
 class Layer(nn.Module):
-    """A Llama layer; the first one's input is made by `Eagle`, that of others is normed."""
+    """A Llama layer; the ``first`` one's input is made by `Eagle`, that of others is normed."""
 
-    def __init__(self, config: LlamaConfig, inputs: int, names: Collection[str], *, first: bool) -> None:
+    def __init__(self, config: LlamaConfig, attention: Attention, *, first: bool = False) -> None:
         super().__init__()
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, inputs, names)
+        size, epsilon, inputs = config.hidden_size, config.rms_norm_eps, attention.q_proj.in_features
+        self.self_attn = attention
         self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(size, epsilon)
         if not first or inputs > size:
@@ -71,8 +77,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, *attention: Any) -> Tensor:
         residual = residual + self.self_attn(x, *attention)
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class Eagle(Chain):
@@ -96,7 +101,8 @@ class Eagle(Chain):
         self.config, self.reads, self.width = config, tuple(reads), size
         wide, fc_inputs = self.inputs * size, len(reads) * verifier.hidden_size if self.inputs > 1 else 2 * size
         self.fc = nn.Linear(fc_inputs, size, bias="fc.bias" in names)
-        made = [Layer(config, size if at else wide, names, first=not at) for at in range(config.num_hidden_layers)]
+        inputs = [wide, *[size] * (config.num_hidden_layers - 1)]
+        made = [Layer(config, Attention(config, each, names), first=not at) for at, each in enumerate(inputs)]
         self.layers = nn.ModuleList(made)
         self.attends = ((*heads, config.head_dim, config.head_dim),) * len(made)
         self._verifier = verifier
@@ -127,24 +133,20 @@ class Eagle(Chain):
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = self._verifier.lm_head(out)
-        return found
+        return self._verifier.lm_head(out)
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         """``[n, width]`` of the last layer."""
         where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
-        planned = reader.plan(spans)
-        return self.forward(tokens, states, where, lambda x, out, layer, angles: layer(x, out, angles, reader, planned))
+        return self.forward(tokens, states, where, reader, reader.plan(spans))
 
-    def forward(
-        self, tokens: Tensor, states: Tensor, positions: Tensor, apply: Callable[[Tensor, Tensor, Layer, Angles], Tensor]
-    ) -> Tensor:
-        """The same, with layers that ``apply`` calls; ``positions`` ``[1, n]``."""
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Reader, planned: Any) -> Tensor:
+        """The same, with ``positions`` ``[1, n]`` and what `Reader.attend` is given."""
         embedded = self._embed(tokens)
         x, out = self.enter(embedded, states)
         angles = self._rotary[0](x, positions)
         for number, layer in enumerate(self.own_layers):
-            out = apply(layer.input_layernorm(out) if number else x, out, layer, angles)
+            out = layer(layer.input_layernorm(out) if number else x, out, angles, reader, planned)
         return out
 
 
@@ -212,8 +214,7 @@ class Eagle3(Eagle):
         if self._norms == "each":
             hidden = [norm(part) for norm, part in zip(self.fc_norm, hidden, strict=True)]
         whole = torch.cat(list(hidden), dim=-1)
-        out: Tensor = self.fc(self.input_norm(whole) if self._norms == "whole" else whole)
-        return out
+        return self.fc(self.input_norm(whole) if self._norms == "whole" else whole)
 
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.own_layers[0]
@@ -222,12 +223,10 @@ class Eagle3(Eagle):
         return x, normed if self._norm_before_residual else state
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = self.lm_head(self.norm(out))
-        return found
+        return self.lm_head(self.norm(out))
 
     def next_state(self, out: Tensor) -> Tensor:
-        normed: Tensor = self.norm(out) if self._norm_output else out
-        return normed
+        return self.norm(out) if self._norm_output else out
 
 
 def reads_of(checkpoint: Checkpoint, number: int, verifier: Verifier) -> tuple[int, ...]:

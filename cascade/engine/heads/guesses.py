@@ -32,7 +32,6 @@ class Text(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after it."""
         return self.start + len(self.tokens)
 
     @property
@@ -106,7 +105,6 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
 
 
 def steps_of(chosen: Tensor) -> list[Step]:
-    """What `choose` has chosen, for the host."""
     rows = chosen.tolist()
     return list(zip(rows[0], runner_ups(rows, 1), strict=True))
 

@@ -1,7 +1,6 @@
 """What a drafter that reads a model's hidden states is; knows nothing of files, and of sessions only their texts."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -38,8 +37,6 @@ class Verifier(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Positions ``start`` to ``end`` of a store."""
-
     store: Any
     start: int
     end: int
@@ -76,7 +73,6 @@ class Head(nn.Module):
 
     @property
     def known(self) -> list[int]:
-        """Tokens that it can guess."""
         return list(range(self.vocab_size)) if self._ids is None else list(self._ids.tolist())
 
     @property
@@ -101,10 +97,6 @@ class Head(nn.Module):
     def draft(self, texts: Sequence[Text], reader: "Reader") -> list[Draft]:
         """Guesses after each text, as many as are wanted or fewer."""
         raise NotImplementedError
-
-    def otherwise(self) -> AbstractContextManager[str] | None:
-        """While it guesses as its files may have been meant, too: what they should say then."""
-        return None
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits ``[n, vocab_size]``; tokens that it does not know are impossible."""

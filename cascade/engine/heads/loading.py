@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cascade.drafters.registry import AUTO, HEADS, load
-from cascade.engine.heads.checkpoint import Checkpoint, read
+from cascade.engine.heads.checkpoint import read
 from cascade.engine.heads.head import Head, Verifier
 from cascade.engine.heads.mtp import Mtp, holds_mtp, load_mtp
 from cascade.engine.network.llama import between
@@ -29,7 +29,13 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     checkpoint = read(source, revision=revision)
     if kind == AUTO and holds_mtp(checkpoint.weights):
         return load_mtp(source, network, revision=revision)
-    found, checkpoint = _recognised(checkpoint)
+    for name in PUBLISHED:
+        found: type[Head] = load(name)
+        if found.fits(named := checkpoint.named(found.names)):
+            break
+    else:
+        raise checkpoint.wrong(f"its tensors are of none of the kinds {', '.join(PUBLISHED[:-1])} and {PUBLISHED[-1]}")
+    checkpoint = named
     if kind not in (AUTO, found.kind):
         raise checkpoint.wrong(f"drafter_kind is {kind!r}, and its tensors are those of the kind {found.kind!r}")
     try:
@@ -43,13 +49,3 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     head = head.to(device=network.device, dtype=network.dtype).eval()
     head.match_model(between(network))
     return head
-
-
-def _recognised(checkpoint: Checkpoint) -> tuple[type[Head], Checkpoint]:
-    """The kind of head that tensors are of, and these under its names; raises `ModelError` if they are of none."""
-    for kind in PUBLISHED:
-        head: type[Head] = load(kind)
-        named = checkpoint.named(head.names)
-        if head.fits(named):
-            return head, named
-    raise checkpoint.wrong(f"its tensors are of none of the kinds {', '.join(PUBLISHED[:-1])} and {PUBLISHED[-1]}")

@@ -31,8 +31,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + F.silu(layer(x))
-        out: Tensor = self.lm_head(x)
-        return out
+        return self.lm_head(x)
 
 
 class Medusa(Head):

@@ -107,8 +107,7 @@ class Mtp(Chain):
         return hidden[0]
 
     def logits(self, out: Tensor) -> Tensor:
-        found: Tensor = (self.lm_head if self._own_head else self._verifiers[0].lm_head)(out)
-        return found
+        return (self.lm_head if self._own_head else self._verifiers[0].lm_head)(out)
 
     def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
         where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
@@ -123,8 +122,7 @@ class Mtp(Chain):
         x = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, dim=-1))[None]
         angles = rotary(x, positions)
         out = self.block(x, attention_mask=None, position_ids=positions, position_embeddings=angles, **attention)
-        whole: Tensor = self.norm((out[0] if isinstance(out, tuple) else out)[0])
-        return whole
+        return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
 
 # names
@@ -235,8 +233,7 @@ def _none(source: str, num_layers: int) -> ModelError:
 def _weight_map(source: str, revision: str | None) -> dict[str, str]:
     """Files of the hub by the tensors in them; empty without an index."""
     index = Path(snapshot_download(source, revision=revision, allow_patterns=[INDEX])) / INDEX
-    found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    return found
+    return json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
 
 
 def _files(source: str, revision: str | None, wanted: Callable[[str], bool]) -> Iterator[Path]:

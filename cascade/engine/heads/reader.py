@@ -7,20 +7,20 @@ fork, the entry before it belongs to another text, whose next token is another o
 A head guesses a little worse then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cascade.cpu.cache import BlockedFork
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
 from cascade.engine.heads.head import Head, Part
-from cascade.engine.network.attention import Attention, Span
+from cascade.engine.network.attention import Attention, Scoring, Span
 from cascade.engine.network.contiguous import Fork
 from cascade.engine.network.llama import Llama
 from cascade.engine.network.survey import Survey
@@ -35,28 +35,15 @@ class Reader:
         self.head = head
         self._network = network
         self._hidden: dict[int, Tensor] = {}  # of the last pass, `[1, n, hidden_size]`
-        self._hooks: list[Any] = []
         self._kept = 0  # layer of the states
         self._dtype = network.dtype  # of the states
         self.written_out: Llama | None = None  # the model, where it is ours
         self._attention: Attention | None = None
         self._windows: dict[int, int | None] = {}
-        self.set_reads(head.reads)
+        for layer in sorted(set(head.reads)):
+            self._hook(layer)
 
-    def set_reads(self, layers: Sequence[int]) -> None:
-        """Read these hidden states from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self.head.reads = tuple(layers)
-        self._hidden.clear()
-        self._hooks = [self._hook(layer) for layer in sorted(set(layers))]
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return len(decoder(self._network)[1])
-
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int) -> None:
         """Note a hidden state: what a layer is given, or after the last one what the layers' owner returns."""
         owner, layers = decoder(self._network)
         if not 0 <= layer <= len(layers):
@@ -69,8 +56,9 @@ class Reader:
             self._hidden[layer] = out[0]
 
         if layer == len(layers):
-            return owner.register_forward_hook(note_returned)
-        return layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
+            owner.register_forward_hook(note_returned)
+        else:
+            layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
 
     # as a part of the model
 
@@ -142,14 +130,18 @@ class Reader:
 
     def write(self, module: nn.Module, key: Tensor, value: Tensor, planned: Any) -> None:
         """Store ``[1, kv_heads, n, head_dim]`` in the layer ``module.layer_idx``, for later queries."""
-        assert self._attention is not None
-        self._attention.write(int(module.layer_idx), key, value, planned)  # type: ignore[arg-type]
+        planned.write(int(module.layer_idx), key, value)  # type: ignore[arg-type]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
-        assert self._attention is not None
-        function: Callable[..., tuple[Tensor, None]] = AttentionInterface()[self._attention.name]
-        return function(module, query, key, value, None, scaling=query.shape[3] ** -0.5, cascade_pass=planned)[0]
+        out: Tensor = planned.attend(
+            int(module.layer_idx),
+            query,
+            key,
+            value,
+            Scoring(query.shape[3] ** -0.5),  # type: ignore[arg-type]
+        )
+        return out
 
     @contextmanager
     def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:

@@ -18,7 +18,7 @@ from cascade.cpu.attention import store as store_spans
 from cascade.cpu.cache import BlockedCache, Shape, tables
 from cascade.engine.network.survey import Survey
 
-NATIVE = "cascade_native"  # our attention function's name at Transformers
+ATTENTION = "cascade"  # our attention function's name at Transformers
 
 Windows = dict[int, int | None]  # by layer, see `cascade.engine.network.survey.Survey`
 
@@ -32,34 +32,85 @@ class Span(NamedTuple):
     start: int
 
 
+class Scoring(NamedTuple):
+    """How a layer makes weights of its scores."""
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+
+
+class Planned(Protocol):
+    """A pass on its way through the layers of a model, whose keys and values are ``[1, kv_heads, total_tokens, head_dim]``."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put them where the pass has its rows, for later ones to see."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Write, and attend: ``[1, total_tokens, heads, head_dim]`` of ``[1, heads, total_tokens, head_dim]``."""
+
+
 class Attention(Protocol):
     """A way to hold keys and values, as `cascade.engine.model.Model` uses it."""
 
-    name: str  # of its attention function, at Transformers
     same_bits: bool  # what a query gets does not depend on what shares the pass, to the bit
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
 
-    def plan(self, spans: Sequence[Span], windows: Windows) -> Any:
+    def plan(self, spans: Sequence[Span], windows: Windows) -> Planned:
         """What the layers of a pass are given."""
 
-    def write(self, layer: int, key: Tensor, value: Tensor, planned: Any) -> None:
-        """Put keys and values ``[1, kv_heads, total_tokens, head_dim]`` where the pass has its rows, for later ones to see."""
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cascade_pass: Planned | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed pass, for `transformers.AttentionInterface`.
+
+    Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the pass's, for not every model that slides
+    says so here.
+    """
+    if cascade_pass is None:
+        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return cascade_pass.attend(layer, query, key, value, Scoring(scaling, softcap, s_aux)), None
+
+
+# No mask function is registered: for a name without one Transformers builds no masks, and none are wanted.
+AttentionInterface.register(ATTENTION, attend)
 
 
 @dataclass(slots=True)
 class NativePass:
-    """What `attend_native` needs, for all layers of a pass."""
+    """A pass of `Native`."""
 
     spans: dict[int, Spans]  # by layer
     windows: Windows
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        store_spans(_dense(key), _dense(value), self.spans[layer])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        scale = query.shape[3] ** -0.5 if scoring.scaling is None else scoring.scaling
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        kind = Kind(scale, self.windows[layer], scoring.softcap, sinks)
+        out = attend_spans(_dense(query), _dense(key), _dense(value), self.spans[layer], kind)
+        return out.view(1, query.shape[2], query.shape[1], value.shape[3]).to(query.dtype)
 
 
 class Native:
     """Our own kernel for CPUs, which computes in float32: a session's keys and values lie in the order that suits it."""
 
-    name = NATIVE
     same_bits = True
 
     def __init__(self, found: Survey, dtype: torch.dtype) -> None:
@@ -75,36 +126,7 @@ class Native:
         rows = [(span.cache, span.begin, span.end - span.begin, span.start) for span in spans]
         return NativePass(tables(rows, self._shapes), windows)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, planned: NativePass) -> None:
-        store_spans(_dense(key), _dense(value), planned.spans[layer])
-
-
-def attend_native(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cascade_pass: NativePass | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a packed pass on a CPU; shapes as of `cascade.engine.network.contiguous.attend`."""
-    if cascade_pass is None:
-        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    kind = Kind(scale, cascade_pass.windows[layer], softcap, None if s_aux is None else s_aux.float().contiguous())
-    out = attend_spans(_dense(query), _dense(key), _dense(value), cascade_pass.spans[layer], kind)
-    return out.view(1, query.shape[2], query.shape[1], value.shape[3]).to(query.dtype), None
-
 
 def _dense(part: Tensor) -> Tensor:
     """``[heads, total_tokens, head_dim]`` float32 with the numbers of a head one after another."""
     return (part[0] if part.stride(3) == 1 else part[0].contiguous()).float()
-
-
-AttentionInterface.register(NATIVE, attend_native)

@@ -3,17 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from cascade.engine.network.attention import Span, Windows
+from cascade.engine.network.attention import Scoring, Span, Windows
 from cascade.scorer import BLOCK, TILE, grown_capacity, num_blocks, tiled
 
-CONTIGUOUS = "cascade"  # our attention function's name at Transformers
 SCORES = 2**26  # of queries with keys that are held at once
 SHARED = 2**22  # numbers in a mask that is kept from layer to layer
 
@@ -88,11 +85,9 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def free(self) -> None:
-        """Give the memory back."""
         self._layers.clear()
         self.capacity = 0
 
@@ -123,7 +118,6 @@ class Fork:
         values.narrow(2, at, length).copy_(value)
 
     def put(self, layer: int, start: int, states: Tensor) -> None:
-        """As a cache does."""
         self.write(layer, start, states[None], states[None, :, :0])
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
@@ -134,12 +128,10 @@ class Fork:
         return torch.cat([self._base.get(layer, start, min(end, self.position)), own])
 
     def writable(self, position: int) -> bool:
-        """Its own positions are."""
         return position >= self.position
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those that were written."""
         return tuple(self._layers)
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -165,11 +157,9 @@ class Fork:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def free(self) -> None:
-        """Give the memory back."""
         self._layers.clear()
 
 
@@ -190,11 +180,31 @@ class Pass:
     def __post_init__(self) -> None:
         self.spans = sorted(self.spans, key=lambda span: isinstance(span.cache, Fork))  # which see what their bases write
 
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """See `cascade.engine.network.attention.Planned`."""
+        # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
+        keys, values = _finite(key[0]), _finite(value[0])
+        for span in self.spans:
+            span.cache.write(layer, span.start, keys[:, span.begin : span.end], values[:, span.begin : span.end])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """See `cascade.engine.network.attention.Planned`."""
+        keys, values, window = _finite(key[0]), _finite(value[0]), self.windows[layer]
+        out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+        for span in self.spans:
+            part = slice(span.begin, span.end)
+            held = span.cache.write(layer, span.start, keys[:, part], values[:, part])
+            if isinstance(span.cache, Fork):
+                with span.cache.in_place(layer) as whole:
+                    out[part] = _row(span, query[0, :, part], whole, window, scoring, self)
+            else:
+                out[part] = _row(span, query[0, :, part], held, window, scoring, self)
+        return out[None]
+
 
 class Contiguous:
     """Each session by itself, with PyTorch's attention for each row."""
 
-    name = CONTIGUOUS
     same_bits = False
 
     def new_cache(self) -> Cache:
@@ -203,75 +213,24 @@ class Contiguous:
     def plan(self, spans: Sequence[Span], windows: Windows) -> Pass:
         return Pass(spans, windows)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, planned: Pass) -> None:
-        keys, values = _finite(key[0]), _finite(value[0])
-        for span in planned.spans:
-            span.cache.write(layer, span.start, keys[:, span.begin : span.end], values[:, span.begin : span.end])
-
-
-class Scoring(NamedTuple):
-    """How a layer makes weights of its scores."""
-
-    window: int | None  # positions a query sees, itself included
-    scaling: float | None
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cascade_pass: Pass | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a packed pass, for `transformers.AttentionInterface`.
-
-    ``query`` ``[1, heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[1, kv_heads, total_tokens, head_dim]``; returns
-    ``[1, total_tokens, heads, head_dim]``. Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the
-    pass's, for not every model that slides says so here.
-    """
-    if cascade_pass is None:
-        raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scoring = Scoring(cascade_pass.windows[layer], scaling, softcap, s_aux)
-    # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
-    keys, values = _finite(key[0]), _finite(value[0])
-    out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])
-    for span in cascade_pass.spans:
-        part = slice(span.begin, span.end)
-        held = span.cache.write(layer, span.start, keys[:, part], values[:, part])
-        if isinstance(span.cache, Fork):
-            with span.cache.in_place(layer) as whole:
-                out[part] = _row(span, query[0, :, part], whole, scoring, cascade_pass)
-        else:
-            out[part] = _row(span, query[0, :, part], held, scoring, cascade_pass)
-    return out[None], None
-
 
 def _finite(part: Tensor) -> Tensor:
     """The same, and 0 where a number has overflowed."""
     return part.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _row(span: Span, query: Tensor, held: tuple[Tensor, Tensor], scoring: Scoring, planned: Pass) -> Tensor:
+def _row(span: Span, query: Tensor, held: tuple[Tensor, Tensor], window: int | None, scoring: Scoring, planned: Pass) -> Tensor:
     """``[n, heads, value_size]`` of a query ``[heads, n, head_dim]`` over what is held, ``[1, kv_heads, capacity, ...]``."""
     heads, n, _ = query.shape
     kv_heads, pieces = held[0].shape[1], []
     most = max(1, SCORES // (heads * (span.start + n)))
     for begin in range(0, n, most):
         end = min(n, begin + most)
-        first = 0 if scoring.window is None else max(0, span.start + begin - scoring.window + 1)
+        first = 0 if window is None else max(0, span.start + begin - window + 1)
         key, value = (part[:, :, first : span.start + end] for part in held)
         # heads that share keys become queries of one head: nothing is copied for them
         folded = query[:, begin:end].reshape(1, kv_heads, -1, query.shape[2])
-        mask = None if end - begin == 1 else _mask(span, (begin, end), first, scoring.window, heads // kv_heads, query, planned)
+        mask = None if end - begin == 1 else _mask(span, (begin, end), first, window, heads // kv_heads, query, planned)
         if scoring.softcap is None and scoring.sinks is None:
             out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scaling)
         else:
@@ -314,7 +273,3 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
     return weights @ value
-
-
-# No mask function is registered for CONTIGUOUS: for a name without one Transformers builds no masks, and none are wanted.
-AttentionInterface.register(CONTIGUOUS, attend)

@@ -11,7 +11,7 @@ see `cascade.cpu.program`: it is written once for each number of tokens, and wha
 keys and values are, is put into it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -101,7 +101,6 @@ class Layer:
 
     @property
     def numbers(self) -> int:
-        """Of its matrices."""
         return sum(part.numbers for part in (self.qkv, self.o, self.gate_up, self.down))
 
 
@@ -142,22 +141,22 @@ class Llama:
         planned: NativePass,
         *,
         reads: Sequence[int] = (),
-        skip: Collection[int] = (),
+        first: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``, and the hidden states ``reads``.
 
         These are ``[tokens, hidden_size]`` each, as Transformers counts them (0 are embeddings, the last is normed), and there
-        until the next pass. Layers to ``skip`` are not run.
+        until the next pass. Of the layers the ``first`` so many are run, all if ``None``.
         """
         tokens, workspace = len(ids), self._workspace_for(len(ids), tuple(reads))
-        layers = [layer for layer in self.layers if layer.number not in skip]
+        layers = self.layers[:first]
         spans = [planned.spans[layer.number] for layer in layers]
         workspace.hidden[0][:tokens] = self._embedding.index_select(0, ids)
         if spans[0].longest > len(self._cos):
             self._cos, self._sin = self._angles(2 * spans[0].longest)
         torch.index_select(self._cos, 0, positions, out=workspace.cos[:tokens])
         torch.index_select(self._sin, 0, positions, out=workspace.sin[:tokens])
-        key = (tokens, torch.get_num_threads(), frozenset(skip))
+        key = (tokens, torch.get_num_threads(), len(layers))
         if key not in workspace.programs:
             steps, work = list(self._steps(layers, tokens, workspace, planned)), tokens * sum(layer.numbers for layer in layers)
             program = Program(steps, work)
@@ -239,7 +238,7 @@ class Workspace:
 
     def __init__(self, network: Llama, most: int, reads: tuple[int, ...]) -> None:
         self.most, self.reads = most, reads
-        self.programs: dict[tuple[int, int, frozenset[int]], tuple[Program, Any]] = {}  # and what changes in them
+        self.programs: dict[tuple[int, int, int], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
         attended = layer.sizes.heads * layer.sizes.value_size

@@ -37,18 +37,14 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def mixes(network: nn.Module) -> bool:
-    """Whether it is a mixture of experts: the weights of all experts of a layer are one tensor of three dimensions."""
-    return any(weight.dim() > 2 for weight in network.parameters())
-
-
 def keeps_bits(network: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether a row's logits can be expected to have the same bits in every pass on a CPU, told without weights.
 
-    Experts get as many rows as the router sends them, and PyTorch multiplies them. Its other operations take `LANES` numbers at
-    once over all rows, and round those that are left over otherwise: of widths that are no multiple these are in other rows.
+    Experts, whose weights are one tensor of three dimensions, get as many rows as the router sends them. PyTorch's operations
+    take `LANES` numbers at once over all rows, and round those that are left over otherwise: of widths that are no multiple
+    these are in other rows.
     """
-    if dtype is torch.float16 or mixes(network):
+    if dtype is torch.float16 or any(weight.dim() > 2 for weight in network.parameters()):
         return False
     head = network.get_output_embeddings()
     layers = (layer for layer in network.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head)

@@ -50,7 +50,7 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
         found = _best_by_bounds(scores, noises, number)
     else:
         positions, seeds = torch.tensor(noises).T.to(device, non_blocking=True)
-        found = _best(scores + _gumbel(_noise_bits(seeds, positions, size)), number)
+        found = _best(scores + gumbel(noise_bits(seeds, positions, size)), number)
     if every:
         return found
     whole = _best(logits, number)
@@ -83,7 +83,7 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
     tokens, bits, kept, counts = contenders(scores, noises, 1 + number)
     if not number and all(count == 1 for count in counts):  # as nearly always
         return tokens[:, 0][None]
-    perturbed = kept + _gumbel(bits)
+    perturbed = kept + gumbel(bits)
     if number:
         values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax
         values, order = values[:, : 1 + number], order[:, : 1 + number]
@@ -94,7 +94,7 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
     for row, count in enumerate(counts):
         if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
             position, seed = noises[row]
-            noise = _gumbel(_noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
+            noise = gumbel(noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
             found[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
     return found
 
@@ -122,15 +122,9 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
 def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
     """The first ``number`` of those in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
     k = len(packed) // 2
-    gaps = [[_float(bits) for bits in row] for row in packed[1 + k : 1 + k + number]]
+    gaps = [[struct.unpack("f", struct.pack("i", bits))[0] for bits in row] for row in packed[1 + k : 1 + k + number]]
     pairs_of = (zip(*both, strict=True) for both in zip(packed[1 : 1 + number], gaps, strict=True))
     return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*pairs_of, strict=True)]
-
-
-def _float(bits: int) -> float:
-    """The float32 that has these bits."""
-    number: float = struct.unpack("f", struct.pack("i", bits))[0]
-    return number
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
@@ -208,29 +202,20 @@ def ordered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     return scores.masked_fill((scores < least) | torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
 
 
-def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise ``[n, vocab_size]`` float32 for int64 ``positions`` ``[n]``."""
-    return _gumbel(noise_bits(seed, positions, vocab_size))
-
-
-def _gumbel(bits: Tensor) -> Tensor:
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise float32 of `noise_bits`."""
     uniform = bits.to(torch.float32) * 2.0**-53
     # -log(uniform) has its precision where uniform is near 1; the tokens that win have it near 0
     exponential = -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
     return -exponential.log()
 
 
-def noise_bits(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+def noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Uniform integers ``[n, vocab_size]`` from 0 to 2^53 - 1, int64, the same on every device.
 
-    A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) started at a hash of seed and position and read at the
-    token id.
+    ``seeds`` are one or ``[n]``, and `mixed`. A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) started at a hash
+    of seed and position and read at the token id.
     """
-    return _noise_bits(mixed(seed), positions, vocab_size)
-
-
-def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The same for seeds that are mixed already, one or ``[n]``."""
     key = _mix(_mix(positions + signed(GOLDEN)) ^ seeds)
     ids = torch.arange(1, vocab_size + 1, device=positions.device)
     return _shift(_mix(key[:, None] + ids * signed(GOLDEN)), 11)
@@ -238,7 +223,7 @@ def _noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tens
 
 def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
-    return _gumbel(_shift(_mix(keys[:, None] + (ids + 1) * signed(GOLDEN)), 11))
+    return gumbel(_shift(_mix(keys[:, None] + (ids + 1) * signed(GOLDEN)), 11))
 
 
 def keyed_uniform(keys: Tensor) -> Tensor:

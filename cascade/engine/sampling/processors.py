@@ -108,7 +108,6 @@ def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) ->
 
 
 def _first(row: Row) -> int:
-    """Position of the row's first own token."""
     return row.start + len(row.input_ids) - row.num_scored + 1
 
 

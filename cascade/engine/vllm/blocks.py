@@ -45,7 +45,6 @@ class Blocks:
                 self._free.append(block)
 
     def shared(self, block: int) -> bool:
-        """Whether more than one session holds it."""
         return self._users[block] > 1
 
     @property
@@ -74,12 +73,10 @@ class PagedCache:
 
     @property
     def block(self) -> int:
-        """Positions that are taken at once."""
         return self._blocks.block
 
     @property
     def capacity(self) -> int:
-        """Positions."""
         return len(self.table) * self._blocks.block
 
     def reserve(self, positions: int) -> None:
@@ -125,7 +122,6 @@ class PagedCache:
                 self.table[index] = own
 
     def free(self) -> None:
-        """Give the blocks back."""
         self._blocks.release(self.table)
         self.table.clear()
 

@@ -135,7 +135,6 @@ class VllmModel:
 
     @property
     def summary(self) -> str:
-        """One line about it, for a log."""
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         shared = f", {self._ranks} ranks" if self._ranks > 1 else ""
         place = f"{str(self.dtype).removeprefix('torch.')} on {self.device}, vLLM's {self._facts.backend}{shared}"
@@ -162,8 +161,7 @@ class VllmModel:
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
-        found: Tensor = self._run(rows, 0, simple=False)
-        return found
+        return self._run(rows, 0, simple=False)
 
     def _run(self, rows: Sequence[Row], number: int, *, simple: bool) -> Any:
         packed = Packed.of(rows)

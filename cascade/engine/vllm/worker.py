@@ -89,8 +89,7 @@ class CascadeWorker:
                 return None
             if batch.asked is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
-            found: list[list[int]] = own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
-            return found
+            return own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
 
     def _forward(self, batch: Batch) -> Tensor | None:
         from vllm.forward_context import set_forward_context
@@ -115,8 +114,7 @@ class CascadeWorker:
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
         with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
             hidden = runner.model(input_ids=ids, positions=places)
-        logits: Tensor | None = runner.model.compute_logits(hidden[keep])
-        return logits
+        return runner.model.compute_logits(hidden[keep])
 
     def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """By layer, what its attention backend needs to know of the rows, and where tokens are written."""

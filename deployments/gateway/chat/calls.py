@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable
 
+from cascade.answer import overlap
 from deployments.gateway.chat.delta import Delta
 from deployments.gateway.chat.formats import CALL_ID, ToolFormat
-from deployments.gateway.chat.thoughts import overlap
 
 MAX_NAME_CHARS = 128  # of a function's bare name, with what may stand between it and its arguments
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -72,7 +72,6 @@ class CallParser:
     # states
 
     def _words(self) -> bool:
-        """Words, up to the mark that begins calls."""
         begin = self._form.begin
         if not begin:
             return self._words_or_object()
@@ -100,7 +99,6 @@ class CallParser:
         return False
 
     def _bracket(self) -> bool:
-        """The bracket before a list of calls."""
         blanks, bracket, rest = self._unread.partition("[")
         if bracket and not blanks.strip():
             self._candidate, self._unread = self._candidate + blanks + bracket, rest
@@ -149,7 +147,6 @@ class CallParser:
         return self._enter(self._arguments)
 
     def _arguments(self) -> bool:
-        """Arguments, told as they come."""
         end, whole = self._scanner.scan(self._unread)
         self._delta.add_arguments(self._num_calls - 1, self._unread[:end])
         self._unread = self._unread[end:]
@@ -182,7 +179,6 @@ class CallParser:
         return True
 
     def _no_call(self) -> bool:
-        """What looked like a call is words."""
         self._say(self._candidate)
         self._spoken = True
         return self._enter(self._words)

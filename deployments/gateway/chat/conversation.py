@@ -161,7 +161,6 @@ class ChatMessage(Kept):
 
     @property
     def text(self) -> str:
-        """Its content."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -201,7 +200,6 @@ class FunctionBody(Body):
 
     @property
     def schema_of_object(self) -> dict[str, Any]:
-        """What its arguments must be."""
         return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
 
 

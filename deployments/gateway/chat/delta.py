@@ -16,7 +16,6 @@ class Delta:
         return bool(self.content or self.calls or self.thoughts)
 
     def add(self, piece: "Delta") -> None:
-        """Append the next piece of the same answer."""
         self.content += piece.content
         self.thoughts += piece.thoughts
         for index, call in piece.calls.items():
@@ -26,7 +25,6 @@ class Delta:
                 self.calls[index] = call
 
     def begin_call(self, index: int, id: str, name: str) -> None:
-        """The call with this index has begun."""
         self.calls[index] = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def add_arguments(self, index: int, text: str) -> None:

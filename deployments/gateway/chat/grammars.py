@@ -75,7 +75,6 @@ class Grammars:
         return "call" + (f' ("{form.again} " call){more}' if several else "")
 
     def _call(self, index: int, form: ToolFormat, name: str) -> str:
-        """The rule of a call of one function."""
         if form.named:
             return f"call_{index}: {json.dumps(name)} {self._mark(form.named)} args_{index}"
         head = f'{{"name": {json.dumps(name)}, "{form.key}": '
@@ -139,7 +138,6 @@ def _body(structured: Structured) -> str:
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """Token ids as the grammar names them."""
     begins = [id for id in sorted(ids) if id - 1 not in ids]
     ends = [id for id in sorted(ids) if id + 1 not in ids]
     return ",".join(f"{begin}-{end}" for begin, end in zip(begins, ends, strict=True))

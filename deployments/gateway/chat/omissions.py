@@ -16,7 +16,13 @@ def omission(messages: Sequence[MessageDict], tools: Sequence[MessageDict] | Non
     thoughts and its words beside calls, as those of many models do with earlier turns. A template that takes the messages,
     but not the marks, says nothing either way.
     """
-    marked_tools = None if tools is None else [_renamed(tool, MARK.format("tool", i, 0)) for i, tool in enumerate(tools)]
+    marked_tools = (
+        None
+        if tools is None
+        else [
+            tool | {"function": tool["function"] | {"name": MARK.format("tool", index, 0)}} for index, tool in enumerate(tools)
+        ]
+    )
     text = render([_marked(message, index) for index, message in enumerate(messages)], marked_tools)
     if text is None:
         return None
@@ -64,7 +70,3 @@ def _called(call: MessageDict, mark: str) -> MessageDict:
     as_object = not isinstance(call["function"]["arguments"], str)
     arguments = {"a": mark}
     return call | {"function": {"name": mark, "arguments": arguments if as_object else json.dumps(arguments)}}
-
-
-def _renamed(tool: MessageDict, mark: str) -> MessageDict:
-    return tool | {"function": tool["function"] | {"name": mark}}

@@ -31,7 +31,6 @@ class TurnReader:
 
     @property
     def called(self) -> bool:
-        """There are calls, and the last one is whole."""
         return self._parser is not None and self._parser.finished
 
     @property

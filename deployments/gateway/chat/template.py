@@ -60,8 +60,7 @@ class ChatTemplate:
         lost = omission(said, tools, lambda messages, tools: self._written(messages, tools, style))
         if lost is not None:
             raise InvalidRequest(lost)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
-        return ids
+        return self._backend.encode(text, add_special_tokens=False)
 
     def translated(self, messages: Sequence[MessageDict]) -> list[MessageDict]:
         """OpenAI's messages in the form that Transformers documents for templates; nothing is added, moved or lost.
@@ -119,7 +118,6 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the model reads which tools there are."""
         return PROBE_NAME in self._probe([QUESTION])
 
     @cached_property
@@ -148,7 +146,8 @@ class ChatTemplate:
         then = {"user": [], "assistant": [QUESTION], "tool": [QUESTION, probe_call(self._takes_objects)]}
         probes = first | {role: [*before, saying(role, in_parts=True)] for role, before in then.items()}
         written = {role: self._probe(probe, style=Style(prompts=False)) for role, probe in probes.items()}
-        return frozenset(role for role, text in written.items() if PROBE_WORDS in text and not _prints_parts(text))
+        printed = (f"'text': '{PROBE_WORDS}", f'"text": "{PROBE_WORDS}')  # as it is, by Python or as JSON
+        return frozenset(r for r, text in written.items() if PROBE_WORDS in text and not any(one in text for one in printed))
 
     def _probe(self, messages: Sequence[MessageDict], *, style: Style = Style()) -> str:
         """What it writes, told of the probe's tool; "" if it refuses."""
@@ -190,8 +189,3 @@ def _with_object(call: MessageDict) -> MessageDict:
     """A call with its arguments as an object; no text at all is an empty one."""
     function = call["function"]
     return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
-
-
-def _prints_parts(text: str) -> bool:
-    """Whether a list of parts was printed as it is, by Python or as JSON."""
-    return any(printed in text for printed in (f"'text': '{PROBE_WORDS}", f'"text": "{PROBE_WORDS}'))

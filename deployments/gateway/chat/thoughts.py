@@ -2,6 +2,8 @@
 
 import math
 
+from cascade.answer import overlap
+
 OPEN, CLOSE = "<think>", "</think>"
 TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
 
@@ -42,7 +44,6 @@ class ThoughtSplitter:
         return self._begin <= place < self._end
 
     def _pass(self, tag: str) -> None:
-        """The tag that the rest begins with."""
         if tag == OPEN:
             self._begin = self._num_told
         self._advance(len(tag))
@@ -67,8 +68,3 @@ def prompted(text: str) -> bool | None:
     """The same of a prompt, whose end opens or closes the thoughts of the turn that it begins."""
     end = text.rstrip()
     return True if end.endswith(OPEN) else None if end.endswith(CLOSE) else False
-
-
-def overlap(text: str, sign: str) -> int:
-    """Characters at the end of ``text`` that may begin ``sign``."""
-    return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)

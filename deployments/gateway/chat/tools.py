@@ -8,7 +8,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.chat.calls import CallParser
-from deployments.gateway.chat.conversation import Conversation, FunctionBody, NamedChoice
+from deployments.gateway.chat.conversation import Conversation
 from deployments.gateway.chat.formats import FORMATS, JSON, ToolFormat
 from deployments.gateway.chat.grammars import Grammars
 from deployments.gateway.chat.reader import TurnReader
@@ -51,7 +51,9 @@ class Toolbox:
         free = choice == "auto"
         if free:
             self._check_free()
-        functions = _choosable(body, choice)
+        tools = enumerate(body.tools or ())  # by index
+        named = None if isinstance(choice, str) else choice.function.name
+        functions = {index: tool.function for index, tool in tools if named in (None, tool.function.name)}
         schemas = {index: one.schema_of_object for index, one in functions.items() if not free or one.strict}
         names = {index: one.name for index, one in functions.items()}
         form, several = self.format or JSON, isinstance(choice, str) and body.parallel_tool_calls is not False
@@ -82,11 +84,3 @@ class Toolbox:
                 f"tool_choice is 'auto' and how the model writes calls is not known: {remedy}; "
                 f"or let the server's router.tool_format be one of {names}"
             )
-
-
-def _choosable(body: Conversation, choice: str | NamedChoice) -> dict[int, FunctionBody]:
-    """Functions that may be called, by the index of their tool."""
-    tools = enumerate(body.tools or ())
-    if isinstance(choice, str):
-        return {index: tool.function for index, tool in tools}
-    return {index: tool.function for index, tool in tools if tool.function.name == choice.function.name}

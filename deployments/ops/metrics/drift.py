@@ -36,7 +36,6 @@ class Drift:
 
     @property
     def known(self) -> bool:
-        """There is an observation."""
         return self._num > 0
 
     @property

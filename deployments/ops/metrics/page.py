@@ -51,7 +51,6 @@ class Page:
         self._registry.register(_Read(source))
 
     def text(self) -> bytes:
-        """In Prometheus' text form."""
         return generate_latest(self._registry)
 
     def readings(self) -> Iterator[Reading]:

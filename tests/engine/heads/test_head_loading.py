@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cascade import Cascade, ModelError, SamplingParams, Speculation, Structured
-from cascade.engine.heads import probe as probing
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
@@ -144,38 +143,12 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
         load_head(eagle3(tmp_path / "deep").write(), shallow)
 
 
-@pytest.mark.parametrize("style", ["eagle3", "dflash"])
-@pytest.mark.parametrize("better", [0.9, 0.1])
-def test_the_probe_refuses_on_proof_alone(
-    tmp_path: Path, better: float, style: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """Guards both ways: layers that are counted otherwise are found out, and a head that knows nothing yet is served."""
+def test_a_head_that_knows_nothing_is_served(tmp_path: Path, caplog: Any) -> None:
+    """Guards heads that nobody has trained, and operators who have one: the log says how many of its guesses are right."""
     network = build("llama", num_hidden_layers=LAYERS)
-    model = Model(network, num_threads=1, head=load_head(make(style, tmp_path).write(), network))
-    assert model.reader is not None
-    reads = model.reader.head.reads
-    shifted = tuple(layer + 1 for layer in reads)
-    monkeypatch.setattr(probing, "agreement_on", lambda model, text: better if model.reader.head.reads == shifted else 0.01)
-    if better < 0.5:
-        assert probe(model, "it") == 0.01
-        assert "1 % of the guesses of the drafter it are right" in caplog.text
-    else:
-        told = ", ".join(map(str, shifted))
-        with pytest.raises(ModelError, match=rf"reads the hidden states .* of {told} it would be 90%"):
-            probe(model, "it")
-    assert model.reader.head.reads == reads
-
-
-def test_the_probe_tells_places_from_those_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards drafters of blocks whose guesses are taken for those one token further on: 1.1 tokens a pass, and no word."""
-    network = build("llama", num_hidden_layers=LAYERS)
-    model = Model(network, num_threads=1, head=load_head(make("dspark", tmp_path).write(sample_from_anchor=False), network))
-    assert model.reader is not None
-    head: Any = model.reader.head
-    monkeypatch.setattr(probing, "agreement_on", lambda model, text: 0.5 if head.layout.shifted else 0.0)
-    with pytest.raises(ModelError, match=r'0% are right: with "sample_from_anchor": true in its config\.json it would be 50%'):
-        probe(model, "it")
-    assert not head.layout.shifted
+    model = Model(network, num_threads=1, head=load_head(make("eagle3", tmp_path).write(), network))
+    assert probe(model, "it") < 0.5
+    assert "of the guesses of the drafter it are right" in caplog.text
 
 
 # in a cascade

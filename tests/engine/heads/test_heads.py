@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from cascade import SamplingParams
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
-from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.guesses import OFFERED, choose, drafted, steps_of
 from cascade.engine.heads.head import Part
 from cascade.engine.heads.loading import load_head
@@ -27,7 +26,7 @@ from cascade.scorer import BLOCK, Row, Scored, gap_byte
 from tests.architectures import CONTEXT, SERVED, VOCAB, build
 from tests.cases import crossed, rare
 from tests.forks import Piece, check_forks, tokens
-from tests.heads import Made, Paper, WithoutLayers, make
+from tests.heads import Made, Paper, make
 from tests.mtp import MODELS, mtp, network_of
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -47,8 +46,7 @@ BLOCKS = (
 EAGLES = ("eagle", "eagle3", "eagle3-specforge", "eagle3-speculators", "peagle", "peagle-speculators")
 STYLES = ("medusa", "medusa-vllm", *EAGLES, *BLOCKS)
 MTP = tuple(MODELS)  # whose models are their own
-EXITS = {"exit": frozenset(range(2, LAYERS)), "exit-middle": frozenset({1, 3})}  # and the layers that they skip
-EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark", "exit")
+EACH = ("medusa", "eagle", "eagle3", "peagle", "mtp-glm", "dflash", "dspark")
 IN_WAYS = crossed({style: style for style in EACH}, {way: way for way in WAYS})
 
 
@@ -83,11 +81,8 @@ def deep(name: str) -> PreTrainedModel:
 def drafting(base: Path, style: str, way: str = "native", name: str = "", cache_tokens: int = 4096) -> Model:
     """A model with a head."""
     network = deep(name or (style if style in MODELS else "llama"))
-    head = Exit(network) if style in EXITS else load_head(folder_of(base, style)[1], network)
-    model = Model(network, attention=attention(way), cache_tokens=cache_tokens, num_threads=1, head=head)
-    if isinstance(head, Exit):
-        head.skip(EXITS[style])
-    return model
+    head = load_head(folder_of(base, style)[1], network)
+    return Model(network, attention=attention(way), cache_tokens=cache_tokens, num_threads=1, head=head)
 
 
 @cache
@@ -95,8 +90,7 @@ def served(base: Path, style: str, way: str, name: str = "") -> tuple[Model, Any
     """A model with a head, and what the head's paper says."""
     plain = deep(name or (style if style in MODELS else "llama"))
     plain.set_attn_implementation("eager")
-    paper = WithoutLayers(plain, EXITS[style]) if style in EXITS else Paper(folder_of(base, style)[0], plain)
-    return drafting(base, style, way, name), paper
+    return drafting(base, style, way, name), Paper(folder_of(base, style)[0], plain)
 
 
 @dataclass
@@ -160,8 +154,8 @@ class Session:
 
 
 CASES = [(style, "native") for style in (*EACH, "dflash-swa")]  # formulas of the others are held below
-CASES += [(style, "contiguous") for style in ("eagle3", "dflash-sliding", "exit")]
-CASES += [rare(style, way) for style in (*STYLES, *MTP, *EXITS) for way in WAYS if (style, way) not in CASES]
+CASES += [(style, "contiguous") for style in ("eagle3", "dflash-sliding")]
+CASES += [rare(style, way) for style in (*STYLES, *MTP) for way in WAYS if (style, way) not in CASES]
 
 
 @pytest.mark.parametrize(("style", "way"), CASES)
@@ -253,7 +247,7 @@ def test_joined_branches_are_guessed_behind(base: Path, style: str, way: str) ->
         guesses = list(scored.draft.trunk.tokens)
         expected = paper.guesses([*text, *written, *scored.own], 4, GREEDY)
         assert len(guesses) == len(expected)
-        assert guesses == expected or (style not in ("medusa", "exit") and not same)
+        assert guesses == expected or (style != "medusa" and not same)
         store.free()
 
 
@@ -292,7 +286,7 @@ def test_full_stores_are_not_written_behind(base: Path, style: str, way: str) ->
     store.free()
 
 
-@pytest.mark.parametrize("style", ["eagle3", "exit"])
+@pytest.mark.parametrize("style", ["eagle3"])
 def test_own_tokens_are_those_without_a_head(base: Path, style: str) -> None:
     """Guards the text: the bits of logits, in chunks and after drafts, do not know of a head, nor of guesses after the text."""
     model, _ = served(base, style, "native")
@@ -314,13 +308,12 @@ def test_own_tokens_are_those_without_a_head(base: Path, style: str) -> None:
 
 @pytest.mark.parametrize(
     ("style", "name"),
-    [("medusa", "llama"), ("eagle3", "gemma2"), ("dspark", "llama"), ("mtp-deepseek", "mtp-deepseek"), ("exit", "gemma2")],
+    [("medusa", "llama"), ("eagle3", "gemma2"), ("dspark", "llama"), ("mtp-deepseek", "mtp-deepseek")],
 )
 def test_sixteen_bits(base: Path, style: str, name: str) -> None:
     """Guards other dtypes: a head is as wide as its model, whatever stores hold."""
     network = deep(name).to(torch.bfloat16)
-    head = Exit(network) if style == "exit" else load_head(folder_of(base, style)[1], network)
-    model = Model(network, num_threads=1, head=head)
+    model = Model(network, num_threads=1, head=load_head(folder_of(base, style)[1], network))
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, [4, 5, 6], 1, WARM, guesses=3)])
     assert len(scored.draft.trunk) == 3

@@ -18,6 +18,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from benchmarks.toy import ToyModel, full_text
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
 from cascade.engine.model import Model
 from cascade.engine.sampling.own_tokens import adjust
@@ -27,7 +28,6 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Logprobs, Open, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests import small

@@ -12,6 +12,7 @@ from cascade.engine.sampling.own_tokens import (
     Asked,
     adjust,
     gumbel,
+    mixed,
     noise_bits,
     ordered,
     own_tokens,
@@ -49,18 +50,18 @@ def test_noise_equals_integer_reference() -> None:
     for seed, position in itertools.product((0, 1, 2**62 + 12345), (0, 1, 77, 2**31 + 5)):
         key = splitmix64(splitmix64((position + golden) % 2**64) ^ splitmix64(seed))
         expected = [splitmix64((key + (token + 1) * golden) % 2**64) >> 11 for token in range(50)]
-        assert noise_bits(seed, torch.tensor([position]), 50)[0].tolist() == expected
+        assert noise_bits(mixed(seed), torch.tensor([position]), 50)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("axis", ["seed", "position", "token"])
 def test_noise_is_uniform_and_independent_along(axis: str) -> None:
     """Guards against a weak key: neighbours in seed, position or token id that move together."""
     if axis == "seed":
-        bits = torch.stack([noise_bits(seed, torch.tensor([3]), 64)[0] for seed in range(4000)])
+        bits = torch.stack([noise_bits(mixed(seed), torch.tensor([3]), 64)[0] for seed in range(4000)])
     elif axis == "position":
-        bits = noise_bits(5, torch.arange(4000), 64)
+        bits = noise_bits(mixed(5), torch.arange(4000), 64)
     else:
-        bits = noise_bits(5, torch.arange(64), 4000).T
+        bits = noise_bits(mixed(5), torch.arange(64), 4000).T
     cells = (bits >> 49).flatten()  # 16 equal cells
     even = torch.full((16,), cells.numel() / 16)
     assert p_value(torch.bincount(cells, minlength=16).float(), even) > ALPHA
@@ -70,7 +71,7 @@ def test_noise_is_uniform_and_independent_along(axis: str) -> None:
 
 def test_noise_is_gumbel() -> None:
     """Guards against a wrong transform of the uniform: mean and variance of a standard Gumbel are 0.5772 and pi^2 / 6."""
-    noise = gumbel(11, torch.arange(200), 4096)
+    noise = gumbel(noise_bits(mixed(11), torch.arange(200), 4096))
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.57722, abs=5e-3)
     assert noise.var().item() == pytest.approx(1.64493, abs=1e-2)
@@ -186,7 +187,9 @@ def test_runner_ups_are_the_next_of_a_sort(params: list[SamplingParams], seed: i
         scores = logits[place].float()
         if one.temperature:
             assert one.seed is not None
-            scores = (adjust(logits[place : place + 1], [one]) + gumbel(one.seed, torch.tensor([position]), 12))[0]
+            scores = (
+                adjust(logits[place : place + 1], [one]) + gumbel(noise_bits(mixed(one.seed), torch.tensor([position]), 12))
+            )[0]
         ordered = sorted((-score, token) for token, score in enumerate(scores.tolist()) if score > -torch.inf)
         assert said[0, place] == ordered[0][1]
         assert [up.token for up in found[place]] == [token for _, token in ordered[1:3]]
@@ -228,7 +231,8 @@ def of_the_whole_vocabulary(logits: torch.Tensor, rows: list[Asked], number: int
             assert params.seed is not None
             scores = adjust(row, [replace(params, top_k=0, top_p=1.0, min_p=0.0)])
             gone = ordered(scores, [params]).isneginf() | adjust(row, [replace(params, top_k=0, top_p=1.0)]).isneginf()
-            scores = scores.masked_fill(gone, -torch.inf) + gumbel(params.seed, torch.tensor([position]), row.shape[-1])
+            noise = gumbel(noise_bits(mixed(params.seed), torch.tensor([position]), row.shape[-1]))
+            scores = scores.masked_fill(gone, -torch.inf) + noise
         own = scores.argmax(-1)
         found.append(with_runner_ups(own, scores, number) if number else own[None])
     return torch.cat(found, 1)

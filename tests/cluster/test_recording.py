@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster.recording import RecordedText, RecordedTier, Recording, fake
+from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.toy import full_text
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.planner.cost import PassCost
 from cascade.scorer import RunnerUp
-from cascade.settings.config import CascadeConfig
-from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=60, temperature=0, seed=0)
@@ -81,27 +80,3 @@ def test_texts_that_cannot_be_told_apart_are_refused() -> None:
     other = RecordedText(first.prompt, tuple((((RunnerUp(63, 0.0),),) * len(first.output)) for _ in range(3)))
     with pytest.raises(ConfigError, match="Two recorded texts have the same"):
         Recording((first, other)).known(2)
-
-
-@pytest.mark.parametrize(
-    ("devices", "problem"),
-    [
-        ([{"recording": "x"}], r"recording is 'x' without emulated\.agreement: give both"),
-        (
-            [{"recording": "x", "agreement": [0.5]}, {"recording": "y", "agreement": []}],
-            "emulated.recording: .* the same",
-        ),
-    ],
-)
-def test_recordings_belong_to_toys_and_to_all_of_them(devices: list[dict[str, object]], problem: str) -> None:
-    """Guards a cascade whose tiers would say things of different texts."""
-    tiers = [
-        {
-            "name": f"t{i}",
-            "model_loading_config": {"model_id": "m"},
-            "engine_kwargs": {"emulated": {"pass_ms": {1: 1.0}} | device},
-        }
-        for i, device in enumerate(devices)
-    ]
-    with pytest.raises(ConfigError, match=problem):
-        CascadeConfig.parse({"tiers": tiers})

@@ -1,4 +1,4 @@
-"""Models that need no weights, for tests and simulations: the idea of httpx's ``MockTransport``, shipped with the package.
+"""Models that need no weights, for tests and benchmarks: the idea of httpx's ``MockTransport``.
 
     >>> full, tiny = ToyModel(32), ToyModel(32, agreement=0.7)
     >>> Cascade([tiny, full], tokenizer)
@@ -51,7 +51,6 @@ class ToyCache:
             fork.void |= start < fork.position
 
     def before(self, position: int, count: int) -> list[int]:
-        """The last ``count`` tokens before a position."""
         return self.tokens[max(0, position - count) : position]
 
     def reserve(self, positions: int) -> None:
@@ -101,7 +100,6 @@ class ToyFork:
         self.tokens[place : place + len(tokens)] = tokens
 
     def before(self, position: int, count: int) -> list[int]:
-        """The last ``count`` tokens before a position."""
         own = self.tokens[max(0, position - self.position - count) : max(0, position - self.position)]
         return [*self._base.before(min(position, self.position), count - len(own)), *own]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from benchmarks.cluster.toy_tier import Agreement, ToyTier
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.simulation.toy_tier import Agreement, ToyTier
 
 SEEN = 24  # tokens before a position by which a text is known; together with the position they are one text's alone
 
@@ -96,7 +96,6 @@ class RecordedTier(ToyTier):
         self._known = recording.known(len(recording.texts[0].said) - 1 - len(agreement))
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
-        """See `ToyTier.ranked`."""
         if params.temperature == 0 and (said := self._known.get((position, context))) is not None:
             return list(said[:count])
         return super().ranked(context, position, params, count)

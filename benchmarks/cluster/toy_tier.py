@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
+from benchmarks.toy import ToyModel, fold, uniform
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.simulation.toy import ToyModel, fold, uniform
 from cascade.simulation.trace import Closeness
 from cascade.splitmix import mix
 
@@ -48,7 +48,6 @@ class ToyTier(ToyModel):
         return list(_said(key, self.vocab_size, self._agreement)[:count])
 
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
-        """There are none."""
         raise NotImplementedError("a toy tier has no logits: it honours a request's seed alone")
 
 

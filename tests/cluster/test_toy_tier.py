@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.cluster.toy_tier import ToyTier
 from cascade.params import SamplingParams
 from cascade.planner.cost import PassCost
 from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy_tier import ToyTier
 from cascade.simulation.trace import ABOVE
 
 VOCAB = 64

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.cluster.devices import Setup
+from benchmarks.cluster.emulated import Device, Emulated
+from benchmarks.cluster.toy_tier import ToyTier
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored
-from cascade.simulation.emulated import Emulated
-from cascade.simulation.toy_tier import ToyTier
 
 PARAMS = SamplingParams(temperature=0, seed=3)
 POINTS = ((1, 0.020), (11, 0.030), (21, 0.060))
@@ -108,3 +109,17 @@ def test_profiles_are_copies() -> None:
     begin = clock.now
     device.run([Row(device.new_cache(), 0, [1], 1, PARAMS)])
     assert clock.now - begin == pytest.approx(POINTS[0][1])
+
+
+def test_stretched_time_is_that_of_passes() -> None:
+    """Guards tables on their way to a replica, as JSON: numbers of tokens, stretched seconds, in order."""
+    config = Setup(stretch=10.0, full_ms={64: 24.0, 1: 22.0}).config
+    cost = Device.of(type(config).parse(config.model_dump(mode="json")).tiers[-1]).cost
+    assert cost.points == ((1, pytest.approx(0.22)), (64, pytest.approx(0.24)))
+    assert cost.context_s == pytest.approx(0.098e-5)
+
+
+def test_rays_are_told_of_all_devices_there_may_be() -> None:
+    """Guards servers that scale: GPUs that are not there suffice for every replica."""
+    assert Setup(replicas=(1, 2, 4)).num_gpus == 7
+    assert Setup(autoscaling={"max_devices": 5}).num_gpus == 5

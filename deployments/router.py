@@ -17,12 +17,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
 from cascade.answer import Answer, Chunk
-from cascade.capabilities import Capabilities
+from cascade.capabilities import Capabilities, Task
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.messages import Open
-from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
+from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
@@ -295,7 +295,7 @@ class Router:
         """Check everything a request says; raises `InvalidRequest`."""
         prompt, params = parse_input(request), parse_sampling(request)
         speculation, handling = parse_speculation(request), parse_handling(request)
-        opening = await self.admit(await self.encode(prompt), params, speculation, handling, parse_known(request))
+        opening = await self.admit(Task(await self.encode(prompt), params, speculation, handling, parse_known(request)))
         if request.HasField("resume"):
             await self.known([opening])
         return opening
@@ -304,7 +304,7 @@ class Router:
         """The same for a conversation."""
         speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
         task = await turn.task(self.assistant)
-        opening = await self.admit(task.ids, task.params, speculation, handling, parse_known(turn.request))
+        opening = await self.admit(Task(task.ids, task.params, speculation, handling, parse_known(turn.request)))
         if turn.request.HasField("resume"):
             turn.resume(*await self.known([opening]))
         return opening
@@ -318,16 +318,9 @@ class Router:
             return self.tokenizer.encode(prompt)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
-    async def admit(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        speculation: Speculation,
-        handling: Handling,
-        known: Sequence[int] = (),
-    ) -> Open:
+    async def admit(self, task: Task) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
-        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling, known))
+        return await _compiling(task.params, partial(self._capabilities.admit, task))
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]:
         """What the client has of each answer; raises `InvalidRequest` if all of them are whole."""

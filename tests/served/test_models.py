@@ -215,6 +215,14 @@ def test_what_names_no_model_is_told(url: str, cluster: Cluster) -> None:
     for body in ({"prompt": "x"}, {"prompt": "x", "model": 3}, b"{"):
         status, _, answer = ask(cluster, "/models/v1/completions", body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):  # told in its own form, by whoever refuses
+        for body, status, kind in (
+            (b"{", 400, "invalid_request_error"),
+            ({"model": "other"}, 404, "not_found_error"),
+            ({"model": "small/full", "messages": 3}, 400, "invalid_request_error"),
+        ):
+            found, _, answer = ask(cluster, f"/models{path}", body)
+            assert (found, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
     assert [ask(cluster, f"/models{path}")[0] for path in ("/health", "/", "/metrics")] == [200, 200, 404]
 
 

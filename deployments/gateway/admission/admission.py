@@ -18,7 +18,6 @@ from deployments.gateway.admission.fair_queue import Ticket
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.gateway.admission.status import status_of
 from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
 
 access = logging.getLogger("deployments.access")
@@ -157,7 +156,7 @@ class Admission:
             record.outcome = "left" if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
-            record.outcome = status_of(error).code
+            record.outcome = error.code
             raise
         finally:
             self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))

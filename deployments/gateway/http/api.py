@@ -16,10 +16,11 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from cascade.answer import Chunk
+from cascade.capabilities import Task
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import CascadeError, InvalidRequest, NotFound, Unavailable
+from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import Open
-from cascade.params import MAX_SEED, Handling, SamplingParams, Speculation
+from cascade.params import MAX_SEED, SamplingParams
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, mistake, refusal
@@ -58,35 +59,12 @@ Turning = TypeVar("Turning", ResponsesBody, MessagesBody)
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-REFUSALS = {
-    400: "The request cannot be honoured",
-    401: "No known API key",
-    403: "The API key does not allow it",
-    404: "No such model or path",
-    413: "Too large",
-    429: "Overloaded: try again after Retry-After seconds",
-    499: "Aborted",
-    503: "No replica, or shutting down",
-    504: "Deadline exceeded",
-}
-ERROR_BODY = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
+TOLD = {name: {"type": "string"} for name in ("message", "type")}  # of an error, in OpenAI's form and in Anthropic's
+ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*TOLD], "properties": TOLD}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": ERROR_BODY}}} for status, text in REFUSALS.items()
+    kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}
+    for kind in KINDS
+    if kind.http != 500
 }
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {"application/json": {}, "text/event-stream": {}}}
@@ -112,14 +90,7 @@ class Backend(Protocol):
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
-    async def admit(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        speculation: Speculation,
-        handling: Handling,
-        known: Sequence[int] = (),
-    ) -> Open: ...
+    async def admit(self, task: Task) -> Open: ...
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]: ...
 
@@ -309,7 +280,7 @@ class Api:
         seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
         drafts, handling = body.drafts(), body.handling()
         asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
-        return [await self._backend.admit(prompt, one, drafts, handling, had) for (prompt, one), had in asked]
+        return [await self._backend.admit(Task(prompt, one, drafts, handling, had)) for (prompt, one), had in asked]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts
@@ -378,13 +349,13 @@ class Api:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         refused = refusal(error)
-        return self._refusal(request, refused, refused.status.http, dict(refused.metadata))
+        return self._refusal(request, refused, refused.kind.http, dict(refused.metadata))
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = mistake(error.errors())
         refused = replace(refusal(InvalidRequest(message)), param=param)
-        return self._refusal(request, refused, refused.status.http)
+        return self._refusal(request, refused, refused.kind.http)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -394,5 +365,5 @@ class Api:
         return self._refusal(request, refused, error.status_code, error.headers)
 
     def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
-        self._admission.metrics.refused(refused.status.code)
+        self._admission.metrics.refused(refused.kind.code)
         return JSONResponse(body_of(refused, route_of(request.scope)), status, headers)

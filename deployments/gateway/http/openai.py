@@ -81,7 +81,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False  # after the last piece
     continuous_usage_stats: bool = False  # with every piece, as in vLLM
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # no effect: there is none
 
 
 class ResumeBody(Body):
@@ -243,6 +243,10 @@ class AnswersBody(SamplingBody):
 
     def handling(self) -> Handling:
         return replace(super().handling(), watch=self.watch)
+
+    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
+        obfuscated = self.stream_options is not None and self.stream_options.include_obfuscation
+        return super().ignored(reads) + ["stream_options.include_obfuscation"] * bool(obfuscated)
 
     @property
     def answers(self) -> int:

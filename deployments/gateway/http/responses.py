@@ -136,7 +136,7 @@ class Reasoning(Sparse):
 class StreamOptions(Sparse):
     """Of streamed answers."""
 
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # no effect: there is none
 
 
 class ResponsesBody(SamplingBody):
@@ -186,6 +186,7 @@ class ResponsesBody(SamplingBody):
             "text.verbosity": self.text and self.text.verbosity,
             "include": self.include,
             "truncation": self.truncation == "auto",
+            "stream_options.include_obfuscation": self.stream_options and self.stream_options.include_obfuscation,
         }
         return super().ignored(reads) + [name for name, value in nothing.items() if value]
 

@@ -125,10 +125,10 @@ class TierReplica:
         """What callers may prefer this replica by, see `PreferringRouter`."""
         return {"address": self._server.address}
 
-    async def lease(self, name: str, preferred: Sequence[str] = ()) -> AsyncIterator[str]:
+    async def lease(self, name: str, preferred: Sequence[str] = (), affinity: str = "") -> AsyncIterator[str]:
         """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name is over.
 
-        ``preferred`` is for Serve's router alone, which has chosen this replica.
+        ``preferred`` and ``affinity`` are for Serve's router alone, which has chosen this replica.
         """
         async for address in self._server.lease(name):
             yield address

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message
 
 from cascade.answer import Answer, Chunk
 from cascade.capabilities import Capabilities, Task
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
@@ -88,6 +89,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self._folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
         self._tiers = Tiers(self._config, handles, limits)
         await self._tiers.start()
         self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))
@@ -245,10 +247,19 @@ class Router:
         """Of the model whose text clients get; answers have the first one."""
         return self._config.model_names
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the full tier's adapters."""
-        return tuple(self._config.tiers[-1].engine_kwargs.lora_modules)
+    async def adapters(self) -> Sequence[str]:
+        """Names of all adapters that the full tier has or can load by now."""
+        return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
+
+    async def seek(self, adapter: str) -> bool:
+        """Whether there is an adapter of this name; one of the folder is known from then on."""
+        if adapter in self._capabilities.adapters:
+            return True
+        if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
+            return False
+        if adapter not in (known := self._capabilities.adapters):
+            self._capabilities = replace(self._capabilities, adapters=(*known, adapter))
+        return True
 
     @property
     def chain_names(self) -> tuple[str, ...]:
@@ -320,6 +331,7 @@ class Router:
 
     async def admit(self, task: Task) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
+        await self.seek(task.params.adapter)
         return await _compiling(task.params, partial(self._capabilities.admit, task))
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]:
@@ -338,6 +350,7 @@ class Router:
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
+        await self.seek(params.adapter)
         await _compiling(params, partial(self._capabilities.check, params))
 
 

@@ -15,6 +15,7 @@ import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.drafters import make, source_and_kind
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.grammar import Grammars
@@ -80,7 +81,8 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config))
+        folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
+        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config, folder))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
@@ -106,7 +108,7 @@ class TierReplica:
         )
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports)
+        self._server = LinkServer(self._tier, tls, traced, link_ports, None if folder is None else folder.fetch)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
         self._replica = siblings.name
         self._handover = Handover(siblings.name, partial(siblings.ask, "running_for"), self._server.leave, period_s)
@@ -201,13 +203,14 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(threads)
 
 
-def _load(config: TierConfig) -> Model | VllmModel:
+def _load(config: TierConfig, folder: AdapterFolder | None) -> Model | VllmModel:
     engine = config.engine_kwargs
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
-        return VllmModel(source, cache_tokens=engine.cache_tokens, adapters=engine.lora_modules, options=given)
+        adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
+        return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **adapters)
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
@@ -221,19 +224,19 @@ def _load(config: TierConfig) -> Model | VllmModel:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    if engine.lora_modules:
-        return AdaptedModel(network, engine.lora_modules, **options)
+    if engine.adapted:
+        return AdaptedModel(network, engine.lora_modules, folder=folder, most=engine.max_loras, **options)
     return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
 
 
-def _emulate(config: TierConfig) -> Emulated:
+def _emulate(config: TierConfig, folder: AdapterFolder | None) -> Emulated:
     """A fake of the tier's device, with its model or a toy in it."""
     engine = config.engine_kwargs
     device = engine.emulated
     assert device is not None
     cost = Profile(device.points, device.context_s)
     if device.agreement is None:
-        model = _load(config)
+        model = _load(config, folder)
         assert isinstance(model, Model)
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)

@@ -83,10 +83,11 @@ class Backend(Protocol):
     def model_names(self) -> tuple[str, ...]: ...
 
     @property
-    def adapters(self) -> tuple[str, ...]: ...
-
-    @property
     def chain_names(self) -> tuple[str, ...]: ...
+
+    async def adapters(self) -> Sequence[str]: ...
+
+    async def seek(self, adapter: str) -> bool: ...
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
@@ -150,18 +151,16 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """What is served, by all its names, and its adapters."""
-        names = (*self._backend.model_names, *self._backend.adapters)
+        names = (*self._backend.model_names, *await self._backend.adapters())
         return JSONResponse({"object": "list", "data": [self._model(name, request) for name in names]})
 
     async def describe_model(self, name: str, request: Request) -> Response:
         """The model, if it is this one, or an adapter of it."""
-        name = self._short(name)
-        self._check_model(name)
-        return JSONResponse(self._model(name, request))
+        return JSONResponse(self._model(await self._named(name), request))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
-        self._check_model(body.model)
+        await self._named(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages")
         if body.tools is not None and body.messages is None:
@@ -174,7 +173,7 @@ class Api:
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        self._check_model(body.model)
+        await self._named(body.model)
         return JSONResponse({"prompt": await self._decode(body.tokens)})
 
     # completions
@@ -182,7 +181,7 @@ class Api:
     async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
         """Go on with one or more prompts."""
         self._admission.places.check()  # before the work of reading it
-        body = self._adapted(body)
+        body = await self._adapted(body)
         prompts = self._prompts(body)
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
@@ -192,7 +191,7 @@ class Api:
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         self._admission.places.check()
-        body = self._adapted(body)
+        body = await self._adapted(body)
         task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._complete("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
@@ -210,7 +209,7 @@ class Api:
 
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
-        self._check_model(body.model)
+        await self._named(body.model)
         said = body.conversed(self._reads)
         task = await self._backend.assistant.task(said, lambda room: SamplingParams())
         return JSONResponse({"input_tokens": len(task.ids)})
@@ -218,7 +217,7 @@ class Api:
     async def _task(self, body: Turning) -> tuple[Turning, ChatTask]:
         """What a request of another API asks of the full tier; with the adapter that its model names."""
         self._admission.places.check()
-        body, assistant = self._adapted(body), self._backend.assistant
+        body, assistant = await self._adapted(body), self._backend.assistant
         return body, await assistant.task(body.conversed(self._reads), lambda room: body.params(body.limit or room))
 
     async def _complete(
@@ -310,31 +309,32 @@ class Api:
 
     def _answering(self, body: SamplingBody) -> str:
         """The name of what answers: the model, or the adapter that is asked for by its name."""
-        return body.model if body.model in self._backend.adapters else self._backend.model_names[0]
+        return body.model if body.model and body.model == body.adapter else self._backend.model_names[0]
 
     def _reads(self, variable: str) -> bool:
         """Whether the chat template does."""
         return variable in self._backend.assistant.variables
 
-    def _check_model(self, name: str | None) -> None:
-        known = (*self._backend.model_names, *self._backend.adapters)
-        if name is not None and name not in known:
-            raise NotFound(f"model is {name[:200]!r}: this server has {', '.join(map(repr, known))[:200]}")
-
-    def _adapted(self, body: Asked) -> Asked:
+    async def _adapted(self, body: Asked) -> Asked:
         """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
-        named = None if body.model is None else self._short(body.model)
-        self._check_model(named)
-        if named not in self._backend.adapters:
+        named = await self._named(body.model)
+        if named in self._backend.model_names:
             return body
         if body.adapter not in (None, named):
             raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
         return body.model_copy(update={"adapter": named, "model": named})
 
-    def _short(self, name: str) -> str:
-        """An adapter's own name, also of MODEL:ADAPTER as Ray Serve LLM writes it."""
+    async def _named(self, name: str | None) -> str:
+        """A name of the model, or an adapter's own, also of MODEL:ADAPTER as Ray Serve LLM writes it; raises `NotFound`."""
+        backend = self._backend
+        if name is None or name in backend.model_names:
+            return name or backend.model_names[0]
         model, _, adapter = name.rpartition(":")
-        return adapter if model in self._backend.model_names and adapter in self._backend.adapters else name
+        named = adapter if model in backend.model_names else name
+        if not await backend.seek(named):
+            known = ", ".join(map(repr, (*backend.model_names, *await backend.adapters())))
+            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}")
+        return named
 
     def _model(self, name: str, request: Request) -> dict[str, Any]:
         """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
@@ -342,7 +342,7 @@ class Api:
         key = {"name": account.name, **account.limits.model_dump()}
         chat = backend.tokenizer.backend.chat_template is not None
         ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
-        parent = backend.model_names[0] if name in backend.adapters else None
+        parent = None if name in backend.model_names else backend.model_names[0]
         return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
 
     # errors

@@ -131,6 +131,7 @@ class IgnoredFields(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     best_of: Literal[1] | None = None

@@ -40,7 +40,7 @@ ENVIRONMENT = {
     **HUGE_PAGES,
 }
 
-PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.leases.PreferringRouter"}}
+PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.affinity.PreferringRouter"}}
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:

@@ -59,7 +59,7 @@ class Handle:
         known = {"context_len": model.context_len, "vocab_size": model.vocab_size}
         return {"name": self._name, "model": "toy", **known, **cost}
 
-    def _lease(self, session: str, preferred: Sequence[str]) -> Any:
+    def _lease(self, session: str, preferred: Sequence[str], affinity: str) -> Any:
         return self._net.lessor(self._name)(session)
 
 

@@ -12,6 +12,8 @@ import grpc
 import psutil
 import pytest
 import schemathesis
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
@@ -191,6 +193,68 @@ conversations = st.builds(
     add_generation_prompt=st.none() | st.booleans(),
     continue_final_message=st.none() | st.booleans(),
 )
+
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_STRING: line,
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_UINT32: st.sampled_from([0, 1, 2, 5, 77, 2**31, 2**32 - 1]),
+    FieldDescriptor.TYPE_UINT64: st.sampled_from([0, 3, 2**63, 2**64 - 1]),
+    FieldDescriptor.TYPE_SINT32: st.sampled_from([-(2**31), -1, 0, 1, 2**31 - 1]),
+    FieldDescriptor.TYPE_DOUBLE: st.floats() | st.sampled_from([0.0, 0.5, 1.0]),
+}
+
+
+@st.composite
+def fields(draw: st.DrawFn, kind: Any) -> Any:
+    """A message with a few of its fields set, to anything that their types allow."""
+    message, by_name = kind(), kind.DESCRIPTOR.fields_by_name
+    for name in draw(st.lists(st.sampled_from(sorted(by_name)), max_size=4, unique=True)):
+        field = by_name[name]
+        own, entry = getattr(message, name), field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = (draw(SCALARS[one.type]) for one in entry.fields)
+            own[key] = value
+        elif entry is not None:
+            inner = st.deferred(lambda entry=entry: fields(GetMessageClass(entry)))
+            for one in draw(st.lists(inner, min_size=1, max_size=2 if field.is_repeated else 1)):
+                (own.add() if field.is_repeated else own).MergeFrom(one)
+        elif field.is_repeated:
+            own.extend(draw(st.lists(SCALARS[field.type], max_size=3)))
+        else:
+            setattr(message, name, draw(SCALARS[field.type]))
+    return message
+
+
+def test_wild_fields_are_refused(served: House) -> None:
+    """Guards every field of gRPC's requests, those to come too: honoured, or refused with a sentence."""
+    ends: dict[grpc.StatusCode, int] = {}
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+
+        @seed(7)
+        @settings(max_examples=2 * MANY, **QUIET)
+        @given(fields(pb.GenerateRequest) | fields(pb.ChatRequest), st.booleans())
+        def run(request: Any, whole: bool) -> None:
+            chat = isinstance(request, pb.ChatRequest)
+            if chat and not request.messages:
+                request.messages.add(role="user", content="x")
+            elif not chat and request.WhichOneof("input") is None:
+                request.prompt = "x"
+            request.sampling.max_tokens = 2
+            name = ("CompleteChat" if chat else "Complete") if whole else "Chat" if chat else "Generate"
+            try:
+                answer = getattr(stub, name)(request, timeout=60)
+                assert answer if whole else list(answer)
+                code, words = grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details()
+                assert 0 < len(words) < 600
+            assert not {"Traceback", "class", "The server failed"} & set(words.split())
+            ends[code] = ends.get(code, 0) + 1
+
+        run()
+    assert set(ends) == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, ends
 
 
 def test_wild_conversations_are_refused(served: House) -> None:

@@ -1,6 +1,7 @@
 """Parameters through the HTTP API: those of the library, by OpenAI's names, and log-probabilities in OpenAI's forms."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 from openai import OpenAI
 
 from cascade.client import Client
+from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
@@ -210,6 +212,31 @@ def test_drafts_are_reported_as_vllm_does(served: House) -> None:
     assert last["metrics"]["speculative_decoding"].keys() == told.keys()
     for more in ({"n": 2}, {"speculation": {"mode": "off"}}):
         assert "metrics" not in ask(served, "/v1/completions", {**asked, **more})[2]
+
+
+def test_adapters_of_a_folder_are_found_when_they_are_named(tmp_path: Path) -> None:
+    """Guards adapters that come after the start: listed, asked for by either name over HTTP and gRPC; others are unknown."""
+    (tmp_path / "notes").mkdir()
+    with house(full={"engine_kwargs": {"lora_path": str(tmp_path)}}, served_model_name=["gpt"]) as built:
+        asked = {"prompt": "x", "max_tokens": 1}
+        assert ask(built, "/v1/completions", {**asked, "model": "red"})[0] == 404
+        assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt"]
+        for name in ("red", "blue", "green"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "adapter_config.json").write_text("{}")
+        assert [ask(built, "/v1/completions", {**asked, "model": name})[2]["model"] for name in ("red", "gpt:red")] == [
+            "red"
+        ] * 2
+        assert ask(built, "/v1/completions", {**asked, "adapter": "blue"})[2]["model"] == "gpt"
+        with Client(built.grpc) as client:
+            client.generate("x", SamplingParams(max_tokens=1, adapter="green"))
+            with pytest.raises(InvalidRequest, match="adapter is 'notes'"):
+                client.generate("x", SamplingParams(max_tokens=1, adapter="notes"))
+        for name in ("notes", "../red", "other:red", "gpt:"):
+            assert ask(built, "/v1/completions", {**asked, "model": name})[0] == 404
+        assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "blue", "green", "red"]
+        assert ask(built, "/v1/models/gpt:red")[2]["parent"] == "gpt"
+        built.settle()
 
 
 def test_models_have_names_of_ones_choice() -> None:

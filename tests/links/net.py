@@ -115,7 +115,7 @@ class Net:
     def lessor(self, name: str) -> Lessor:
         """Whatever replica the tier has when it is asked."""
 
-        def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
             if name in self.refused:
                 raise RuntimeError("all replicas are busy")
             lease = Held(self.nodes[name].server.lease(session))

@@ -159,7 +159,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
         yield address
         await asyncio.Event().wait()
 
-    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
         held = Held(lease(session))
         net.leases.append(held)
         return held

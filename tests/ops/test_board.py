@@ -190,7 +190,7 @@ async def test_tiers_at_zero_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     async def given() -> AsyncIterator[str]:
         yield "address secret"
 
-    lessors: Any = dict.fromkeys(there, lambda name, preferred=(): given())
+    lessors: Any = dict.fromkeys(there, lambda name, preferred=(), affinity="": given())
     pool = LeasePool(lessors, timeout_s=1, scaled_to_zero=["tiny"])
 
     async def refused() -> bool:

@@ -258,6 +258,22 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
     assert reused >= 12 * 160
 
 
+def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> None:
+    """Guards sessions that clients name, whose requests meet both routers and have nothing in common."""
+
+    def asked() -> dict[int, int]:
+        return {pid: state["asked"] for pid, state in replicas("full").items()}
+
+    own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
+    for session in ("one", "two", "three"):
+        before = asked()
+        for number in range(8):
+            request = encode_request(f"{number} of {session}", SHORT, None)
+            with grpc.insecure_channel(server.address, options=own) as channel:
+                serving_pb2_grpc.CascadeStub(channel).Complete(request, metadata=(("x-session-id", session),))
+        assert sum(count > before[pid] for pid, count in asked().items()) == 1
+
+
 def test_keys_of_the_driver_alone_start_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a cluster whose nodes were not told the keys of who starts the server: its routers answered everybody."""
     monkeypatch.setenv("CASCADE_API_KEYS", "alice=alice-0123456789abcdef")

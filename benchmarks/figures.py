@@ -3,7 +3,7 @@
     make figures
 
 `docs/figures.md` is written whole. In the README, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
-by the table of that name. A test compares both with the documents.
+by the table of that name, or by the words within a sentence. A test compares both with the documents.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks.document import RESULTS
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
 CARDS = ROOT / "cascade" / "family" / "weights"
-MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
 ENGINES = {"alone": "cascade, alone", "auto": "cascade", "vllm": "vLLM"}
 
@@ -80,6 +80,13 @@ def loads(never: Document) -> str:
         for key, cells in never["loads"].items()
     ]
     return rows(("temperature", *header), lines)
+
+
+def span(never: Document) -> str:
+    """The same as words within a sentence: from the worst cell to the best, and how well these are known."""
+    cells = [cell for cells in never["loads"].values() for cell in cells.values()]
+    ratios, errors = ([cell[name] for cell in cells] for name in ("ratio", "error"))
+    return f"{min(ratios):.2f} to {max(ratios):.2f} of the full model alone (errors {min(errors):.2f} to {max(errors):.2f})"
 
 
 def served(peers: Document) -> str:
@@ -201,7 +208,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "never_slower",
         "make bench-never-slower",
         "Tokens per second of all requests together: what the planner chooses over the full model alone, in turns, with the "
-        "standard error.",
+        "error.",
         loads,
     ),
     ("Over HTTP", "peers", "make bench-peers", "Tokens per second, `vllm bench serve` as the client.", served),
@@ -277,6 +284,7 @@ def filled(text: str) -> str:
         "one": lambda: one(load("peers")),
         "served": lambda: served(load("peers")),
         "devices": lambda: devices(load("cluster")),
+        "span": lambda: span(load("never_slower")),
     }
     return MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
 

@@ -26,7 +26,7 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
-from cascade.planner.chains import Planner, worths
+from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile, measure
 from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
@@ -160,6 +160,7 @@ class TierReplica:
             "pass_s": stats.pass_s,
             "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
             "context_s": self._profile.context_s,
+            "worth": [one._asdict() for one in self._tier.planner.worths()],
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -272,7 +273,7 @@ def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink:
     yield Reading("prefix_cache_queries", (), stats.asked)
     yield Reading("prefix_cache_hits", (), stats.reused)
     yield Reading("num_preemptions", (), stats.preempted)
-    for drafter, sampled, num_sessions, factor in worths(tier.planner.measured()):
+    for drafter, sampled, num_sessions, factor in tier.planner.worths():
         yield Reading("tier_worth", (drafter, sampling(sampled), str(num_sessions)), factor)
     for tokens, seconds in profile.points:
         yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.main import main
 from cascade.cli.screen import acceptance, console
 from cascade.cli.top import Frame, look, view
-from cascade.client import Client
+from cascade.client import Client, ServerInfo
+from cascade.client.responses import TierInfo
 from cascade.errors import Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
+from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES
@@ -85,6 +88,16 @@ def test_requests_of_now_are_shown() -> None:
     with console.capture() as captured:
         console.print(view(Frame(0.0, scrape=Scrape.parse(text))), width=120)
     assert {"7", "8"} <= {*captured.get().replace("│", " ").split()}
+
+
+def test_gain_and_price_of_draft_tiers_are_shown() -> None:
+    """Guards the reason why a tier drafts or does not: what it was measured to gain, and what its passes cost."""
+    tiny = TierInfo("tiny", "toy", 1, 0, 64, 32, 0, "cpu", pass_cost=((1, 0.01),))
+    full = replace(tiny, name="full", pass_cost=((1, 0.04),), worth=(Worth("tiny", True, 4, 1.3),))
+    with console.capture() as captured:
+        console.print(view(Frame(0.0, ServerInfo((tiny, full), 64, 16, "1"))), width=120)
+    shown = captured.get().replace("│", " ").split()
+    assert {"sampled", "4", "1.30", "0.25"} <= {*shown}
 
 
 def test_branches_are_shown() -> None:

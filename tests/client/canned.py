@@ -39,6 +39,7 @@ TOKENS = [
 ]
 PIECES = [pb.GenerateResponse(text="a", tokens=TOKENS[:1]), pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH)]
 TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
+TIER.worth.add(drafter="tiny", sampled=True, num_sessions=4, factor=1.25)
 
 
 @dataclass

@@ -61,6 +61,7 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
     [tier] = info.tiers
     assert (tier.name, tier.model, tier.replicas, tier.sessions) == ("full", "toy", 2, 3)
     assert (tier.context_len, tier.vocab_size, tier.parameters, tier.device) == (64, 32, 2**40, "cpu")
+    assert tier.worth == (("tiny", True, 4, 1.25),)
     assert await async_client.describe() == info
 
 

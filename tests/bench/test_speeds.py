@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from benchmarks import document, drafters, never_slower, rules, trees, turns
 from benchmarks.crowd import Crowd
 from benchmarks.prompts import by_category, chats
 from benchmarks.turns import ALONE, Size
-from cascade.answer import Completion, Stats
+from cascade.answer import Chunk, Completion, Stats
 from cascade.bench.load import Cell, EdgeTotals
 from cascade.bench.prompts import BUILT_IN
 from cascade.errors import Unavailable
@@ -26,6 +27,11 @@ async def answer(ids: list[int], params: SamplingParams, speculation: Speculatio
     await asyncio.sleep(0)
     text = tuple(range(params.max_tokens - (speculation.branches == 0 and params.temperature == 0.7)))
     return Completion("", text, "length", 0, Stats(len(ids), len(text), (Edge("tiny", "full", passes=4),)))
+
+
+async def stream(ids: list[int], *how: SamplingParams | Speculation | Handling) -> AsyncIterator[Chunk]:
+    completion = await answer(ids, *how)  # type: ignore[arg-type]
+    yield Chunk("", completion.token_ids, (), b"", completion)
 
 
 @pytest.mark.parametrize("path", sorted(document.RESULTS.glob("*.json")), ids=lambda path: path.name)

@@ -324,7 +324,8 @@ def _load(
         check_mtp(sources[-1], **known)
     device = find_device(sources[-1], options["device"])
     networks = [
-        apart(partial(load, source, quantization=method, **options)) for source, method in zip(sources, methods, strict=True)
+        apart(partial(load, source, quantization=method, draft=source != sources[-1], **options))
+        for source, method in zip(sources, methods, strict=True)
     ]
     room = common_room(sources, device, dtype=options["dtype"], **known)
     lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]

@@ -70,6 +70,7 @@ class TierReplica:
         scaled_to_zero: Sequence[str] = (),
         spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
+        draft: bool = False,
     ) -> None:
         join_serves()
         check_alike(packages)
@@ -80,7 +81,7 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config))
+        self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config, draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
@@ -201,7 +202,7 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(threads)
 
 
-def _load(config: TierConfig) -> Model | VllmModel:
+def _load(config: TierConfig, draft: bool) -> Model | VllmModel:
     engine = config.engine_kwargs
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
@@ -215,6 +216,7 @@ def _load(config: TierConfig) -> Model | VllmModel:
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
         quantization=engine.quantization,
+        draft=draft,
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,
@@ -226,14 +228,14 @@ def _load(config: TierConfig) -> Model | VllmModel:
     return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
 
 
-def _emulate(config: TierConfig) -> Emulated:
+def _emulate(config: TierConfig, draft: bool) -> Emulated:
     """A fake of the tier's device, with its model or a toy in it."""
     engine = config.engine_kwargs
     device = engine.emulated
     assert device is not None
     cost = Profile(device.points, device.context_s)
     if device.agreement is None:
-        model = _load(config)
+        model = _load(config, draft)
         assert isinstance(model, Model)
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cascade.engine.checkpoint import DTYPES, anatomy
 from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
+from cascade.engine.draft_vocab import restrict
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
 from cascade.engine.quantization import quantizer
@@ -25,8 +26,11 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    draft: bool = False,
 ) -> PreTrainedModel:
     """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
+
+    A ``draft`` model says its draft vocabulary alone, if it has one, see `cascade.engine.draft_vocab`.
 
     ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
     GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
@@ -47,7 +51,10 @@ def load(
         chosen = model.dtype
         log.info(_WIDENED, source, model.widened, processor(), chosen)
     options: dict[str, Any] = known | ({"quantization_config": config} if config else {})
-    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **options)
+    network = _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **options)
+    if draft:
+        restrict(network, converted(source), revision=revision)
+    return network
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:

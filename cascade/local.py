@@ -306,7 +306,7 @@ def _load(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict
     if any(one.within for one in drafters):
         check_mtp(sources[-1], **known)
     device = find_device(sources[-1], options["device"])
-    networks = [apart(partial(load, source, **options)) for source in sources]
+    networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
     room = common_room(sources, device, dtype=options["dtype"], **known)
     lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
     return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), owned=True, cache_tokens=room))]

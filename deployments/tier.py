@@ -69,6 +69,7 @@ class TierReplica:
         scaled_to_zero: Sequence[str] = (),
         spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
+        draft: bool = False,
     ) -> None:
         join_serves()
         check_alike(packages)
@@ -80,7 +81,7 @@ class TierReplica:
         engine = self._config.engine_kwargs
         bind_threads(engine)
         folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
-        self._model = await _apart(partial(load_model, self._config, folder))
+        self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         known = getattr(self._model, "profile", None)  # of an engine that need not be timed
         self._profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
@@ -204,10 +205,10 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(threads)
 
 
-def load_model(config: TierConfig, folder: AdapterFolder | None = None) -> Any:
+def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft: bool = False) -> Any:
     """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`.
 
-    ``folder`` has adapters that are loaded when they are asked for.
+    ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says its draft vocabulary alone.
     """
     engine = config.engine_kwargs
     if engine.engine is not None and engine.plugin:
@@ -228,6 +229,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None) -> Any:
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
+        draft=draft,
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,

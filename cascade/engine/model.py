@@ -190,6 +190,27 @@ class Model:
     def close(self) -> None:
         """End what runs outside this process: nothing does."""
 
+    def renew(self, source: str) -> None:
+        """Go on with the weights of ``source``, from the next pass on: those of the head if there is one, else the model's own.
+
+        For drafters, whose texts may change. Keys and values stay, though they are of the weights before: what is drafted after
+        such a text is worth a little less. Raises `ModelError` if the shapes are others; then nothing has changed.
+        """
+        if self.reader is not None:
+            head = load_head(source, self._network, kind=self.reader.head.kind)
+            with self._busy:
+                self.reader.renew(head)
+            return
+        network, before = load(source, dtype=str(self.dtype).removeprefix("torch."), device=str(self.device)), self._network
+        if problem := _difference(network, before):
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: {problem}")
+        network.eval().set_attn_implementation(self._attention.name)
+        llama = None if self._llama is None else Llama(network, owned=True)
+        if llama is None:
+            multiply_row_by_row(network)
+        with self._busy:
+            self._network, self._llama = network, llama
+
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
         return self._attention.new_cache()
@@ -309,3 +330,13 @@ class Model:
         for cache in caches:
             cache.free()
         return torch.equal(together[n], alone[0])
+
+
+def _difference(network: PreTrainedModel, other: PreTrainedModel) -> str:
+    """Why one cannot run in the place of the other; "" if it can."""
+    if type(network) is not type(other):
+        return f"they are of {type(network).__name__}, not of {type(other).__name__}"
+    shapes, others = ({name: tuple(part.shape) for name, part in one.named_parameters()} for one in (network, other))
+    return next(
+        (f"{name} is {shapes[name]}, not {others.get(name)}" for name in shapes if shapes[name] != others.get(name)), ""
+    )

@@ -71,6 +71,10 @@ class Emulated:
         self.late += 1
         return scored
 
+    def renew(self, source: str) -> None:
+        """Go on with other weights, which the device has at once; see `cascade.engine.model.Model.renew`."""
+        self._model.renew(source)  # type: ignore[attr-defined]  # a toy has no weights, and no student is one
+
     def seconds(self, rows: Sequence[Row]) -> float:
         """That the device takes for a pass."""
         return self._cost.predict(sum(len(row.input_ids) for row in rows), sum(row.start for row in rows))

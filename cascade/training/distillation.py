@@ -1,5 +1,6 @@
 """Trains a student on scored texts, for a given time; goes on where it was interrupted."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cascade.training.learning import Learner, Rates
@@ -36,7 +37,7 @@ class Schedule(Rates):
 class Run:
     """A student in training: what a checkpoint holds."""
 
-    student: LlamaForCausalLM
+    student: PreTrainedModel
     schedule: Schedule = field(default_factory=Schedule)
     step: int = 0
     tokens: int = 0  # learnt, padding excluded
@@ -55,7 +56,7 @@ class Run:
         chosen = torch.from_numpy(positions.where).to(self.student.device)
         loss = top_cross_entropy(
             states.flatten(0, 1)[chosen],
-            self.student.lm_head.weight,
+            self.student.get_output_embeddings().weight,
             torch.from_numpy(positions.ids).to(self.student.device),
             torch.from_numpy(positions.wanted).to(self.student.device),
         )
@@ -67,20 +68,24 @@ class Run:
         return value
 
     @torch.no_grad()
+    def says(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
+        """For each of some texts the answer's positions, and whether student and teacher say the same there."""
+        assert shard.ids is not None
+        said, found = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
+        for row, text in enumerate(texts):
+            span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
+            logits = said[row, first : span.stop - span.start - 1].float() @ self.student.get_output_embeddings().weight.T
+            found.append(logits.argmax(-1).cpu().numpy() == shard.ids[span][first:-1, 0])
+        return found
+
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
         """By temperature of the text, the share of held-out answers' positions at which student and teacher say the same."""
-        equal: dict[float, list[float]] = {}
+        equal: dict[float, list[np.ndarray]] = {}
         for shard in shards:
             for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
-                said = self._states(padded(shard, rows).to(self.student.device))
-                assert shard.ids is not None
-                for row, text in enumerate(rows):
-                    span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
-                    logits = said[row, first : span.stop - span.start - 1].float() @ self.student.lm_head.weight.T
-                    best = shard.ids[span][first:-1, 0]
-                    temperature = round(float(shard.temperatures[text]), 2)
-                    equal.setdefault(temperature, []).extend((logits.argmax(-1).cpu().numpy() == best).tolist())
-        return {temperature: float(np.mean(found)) for temperature, found in sorted(equal.items())}
+                for text, found in zip(rows, self.says(shard, rows, opening), strict=True):
+                    equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(found)
+        return {temperature: float(np.concatenate(found).mean()) for temperature, found in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
         """Everything that is needed to go on; a kill meanwhile leaves the checkpoint before."""
@@ -91,10 +96,16 @@ class Run:
         for name, value in self.learner.resume(path).items():
             setattr(self, name, value)
 
+    def write(self, folder: Path) -> None:
+        """The student in bfloat16, as Transformers reads it."""
+        shipped = copy.deepcopy(self.student).to(torch.bfloat16).eval()
+        shipped.set_attn_implementation("sdpa")
+        shipped.save_pretrained(folder)
+
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
         with torch.autocast(ids.device.type, torch.bfloat16):
-            states: Tensor = self.student.model(ids, use_cache=False).last_hidden_state
+            states: Tensor = self.student.base_model(ids, use_cache=False).last_hidden_state
         return states.float()
 
 

@@ -236,19 +236,14 @@ class Distillation:
     def _export(self, run: Run) -> None:
         """An ordinary folder of Transformers, in bfloat16, with a model card."""
         partial = self._out.with_name(self._out.name + ".partial")
-        student: LlamaForCausalLM = run.student.eval()
-        student.set_attn_implementation("sdpa")
-        shipped = LlamaForCausalLM(student.config).to(torch.bfloat16)
-        shipped.load_state_dict(student.state_dict())
-        shipped.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
-        shipped.save_pretrained(partial)
+        run.student.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
+        run.write(partial)
         self.tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(self._card(run), encoding="utf-8")
         for file in partial.iterdir():
             self._out.mkdir(parents=True, exist_ok=True)
             os.replace(file, self._out / file.name)
         partial.rmdir()
-        student.set_attn_implementation(CAUSAL)
 
     def _card(self, run: Run) -> str:
         shape, config = self.shape, run.student.config

@@ -29,6 +29,13 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     checkpoint = read(source, revision=revision)
     if kind == AUTO and holds_mtp(checkpoint.weights):
         return load_mtp(source, network, revision=revision)
+    head = published(checkpoint, network, kind)
+    head.match_model(between(network))
+    return head
+
+
+def published(checkpoint: Checkpoint, network: PreTrainedModel, kind: str = AUTO) -> Head:
+    """The head of a checkpoint as PyTorch runs it, in the dtype and on the device of ``network``; raises `ModelError`."""
     found, checkpoint = _recognised(checkpoint)
     if kind not in (AUTO, found.kind):
         raise checkpoint.wrong(f"drafter_kind is {kind!r}, and its tensors are those of the kind {found.kind!r}")
@@ -40,9 +47,7 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     except Exception as error:  # of Transformers
         raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
     checkpoint.fill(head)
-    head = head.to(device=network.device, dtype=network.dtype).eval()
-    head.match_model(between(network))
-    return head
+    return head.to(device=network.device, dtype=network.dtype).eval()
 
 
 def _recognised(checkpoint: Checkpoint) -> tuple[type[Head], Checkpoint]:

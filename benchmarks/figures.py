@@ -170,6 +170,17 @@ def drafters(document: Document) -> str:
     return by_temperature({key: cells for key, cells in found.items() if cells}, "{:.2f}")
 
 
+def aligned(document: Document) -> str:
+    """What a change of traffic cost drafters, and what they have learnt back."""
+    lines = []
+    for name, found in document["learning"].items():
+        shares = [f"{found[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
+        back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
+        lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
+    columns = ("English", "English, after", "French", "French, after", "recovered", "seconds")
+    return rows(("drafter", *columns), lines)
+
+
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
     (
         "One request at a time",
@@ -227,6 +238,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
     ),
     ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
     ("Trees", "trees", "make bench-trees", "Tokens per second of guess trees and of lines.", trees),
+    (
+        "Drafters that follow the traffic",
+        "align",
+        "make bench-align",
+        "Share of positions of held-out answers at which a drafter says what its verifier says, before and after it has learnt "
+        "from answers in French on one core. *Recovered*: of what the change from English to French had cost.",
+        aligned,
+    ),
     ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )
 

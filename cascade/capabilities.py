@@ -85,6 +85,7 @@ class Capabilities:
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             watch=handling.watch,
+            train=handling.train,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -83,6 +83,8 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
         parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
         if frame.scrape.total("audited_answers_total") or frame.scrape.total("audits_skipped_total"):
             parts.append(_audits(frame.scrape))
+        if any(name == "alignment_answers" for name, _ in frame.scrape.samples):
+            parts.append(_alignment(frame.scrape))
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
 
@@ -148,6 +150,28 @@ def _audits(now: Scrape) -> Table:
     skipped = now.total("audits_skipped_total")
     counts = [*map(now.total, names), second]
     table.add_row(*(f"{count:,.0f}" for count in counts), _margins(now), f"{skipped:,.0f}")
+    return table
+
+
+def _alignment(now: Scrape) -> Table:
+    """Drafters that learn: the round that runs, those before, and what the last one changed."""
+    title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
+    table = Table("student", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
+    for student in sorted(dict(labels)["student"] for name, labels in now.samples if name == "alignment_progress"):
+
+        def said(name: str, student: str = student, **more: str) -> float | None:
+            return now.samples.get((f"alignment_{name}", tuple(sorted({"student": student, **more}.items()))))
+
+        shares = [said("agreement", when=when) for when in ("before", "after")]
+        share = said("progress")
+        counts = [said("rounds_total", outcome=outcome) for outcome in ("kept", "dropped")]
+        table.add_row(
+            student,
+            f"{share:.0%}" if share else "-",
+            *(f"{count or 0:,.0f}" for count in counts),
+            *("-" if one is None else f"{one:.3f}" for one in shares),
+            f"{said('swaps_total') or 0:,.0f}",
+        )
     return table
 
 

@@ -133,6 +133,11 @@ class Tier:
     def num_sessions(self) -> int:
         return len(self._loop.slots)
 
+    @property
+    def verdicts(self) -> tuple[int, int]:
+        """Own tokens of sessions that are over: how often the tier above said the same, and how often another."""
+        return self._loop.agreed, self._loop.corrected
+
     def snapshot(self) -> TierStats:
         """A copy of the totals."""
         admission, blocks = self.kv_admission, self.kv_admission.block_manager

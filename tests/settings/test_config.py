@@ -46,6 +46,12 @@ def deploying(**fields: Any) -> dict[str, Any]:
 # what is wrong
 
 
+def learning(student: str, **engine_kwargs: Any) -> dict[str, Any]:
+    """Two tiers, of which one is asked to learn."""
+    tiers = [tier("tiny", engine_kwargs=engine_kwargs), tier("full")]
+    return {"tiers": tiers, "alignment": {"folder": "/shared", "students": [student]}}
+
+
 def emulated(*agreements: list[float] | None, stretch: float = 1.0, **engine: Any) -> dict[str, Any]:
     """Tiers on emulated devices with such agreements, the lowest of which takes everything ``stretch`` times as long."""
     devices: list[dict[str, Any]] = [{"pass_ms": {1: 1.0}, "agreement": agreement} for agreement in agreements]
@@ -126,6 +132,23 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"drafter.skip is \[7, 7\]: it must name layers from 0 on, each once",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
+    "full tier that learns": (learning("full"), r"names 'full', the full tier, whose text is the answer: remove it"),
+    "nobody that learns": (learning("large"), r"alignment\.students names 'large': it takes tiny, eagle3"),
+    "head that is not there": (learning("eagle3"), r"names 'eagle3', and tier 'full' has no such head"),
+    "learning on vLLM": (learning("tiny", engine="vllm"), r"names 'tiny', which runs on vLLM, .*set its engine to 'cascade'"),
+    "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', which is quantized: remove its quantization"),
+    "read learning": (
+        learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
+        r"names 'tiny', which a head reads that would not fit it any more",
+    ),
+    "nobody to teach": (
+        {"tiers": [tier("full")], "alignment": {"folder": "/shared"}},
+        r"alignment has nobody to teach: give a lower tier on our own engine, or the full tier an eagle3 head",
+    ),
+    "key for nothing": (
+        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
+        r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",
+    ),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
     "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs: quantise is not a known key"),

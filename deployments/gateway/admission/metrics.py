@@ -144,6 +144,11 @@ class RouterMetrics:
             self._level.labels(*labels).set(drift.level)
             self._drift.labels(*labels).set(drift.alarm)
 
+    @property
+    def drifting(self) -> set[str]:
+        """Drafters that agree less than they used to."""
+        return {labels[0] for labels, drift in self._drifts.items() if drift.alarm}
+
     def started(self, drafters: int) -> None:
         """The router has started with so many tiers ready below the full one, of at least one that is configured."""
         self._drafts(None if drafters else "no_replica")

@@ -159,6 +159,18 @@ AUDITS = (
     ),
     _counter("audits_skipped", "Answers that were drawn for an audit and not audited, by reason.", "reason"),
 )
+ALIGNMENT = (
+    _gauge("alignment_answers", "Answers that the learner keeps."),
+    _counter("alignment_rounds", "Rounds of learning, by whether their weights were kept.", "student", "outcome"),
+    _gauge(
+        "alignment_agreement",
+        "Share of held-out answers that a student says, before and after its last round.",
+        "student",
+        "when",
+    ),
+    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "student"),
+    _counter("alignment_swaps", "Replicas that went on with other weights.", "student"),
+)
 PREFIXES = (
     _counter("prefix_routes", "Sessions by outcome: whether their full replica knew how their text begins.", "outcome"),
 )
@@ -199,7 +211,7 @@ REPLICAS = (
     ),
 )
 SERIES: Mapping[str, Series] = MappingProxyType(
-    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *PREFIXES, *BETWEEN, *REPLICAS)}
+    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *ALIGNMENT, *PREFIXES, *BETWEEN, *REPLICAS)}
 )
 
 

@@ -2,11 +2,11 @@
 
     make bench-align
 
-Two parts. *Learning*: the full model answers chats in English, which its drafters were made for, and chats in French, which
-they were not; then each drafter learns in rounds, as the learner of a server does, and answers that were held out judge it.
-*Swapping*: a server of the same models takes weights of before and after, turn and turn about, while clients stream; then the
-same while replicas and the learner are killed. Every text is held against the full model's. A full run draws `docs/align.svg`.
-The last line is one JSON document.
+Two parts. *Learning*: the full model answers chats in English, which its drafters were made for, and continues files in Java,
+which they were not; then each drafter learns in rounds, as the learner of a server does, and answers that were held out judge
+it. *Swapping*: a server of the same models takes weights of before and after, turn and turn about, while clients stream; then
+the same while replicas and the learner are killed. Every text is held against the full model's. A full run draws
+`docs/align.svg`. The last line is one JSON document.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,25 +46,16 @@ from cascade.training.writing import Turns, end_tokens, given_prompts, write
 from deployments.ops.launch import APPLICATION, Server
 
 PICTURE = Path(__file__).parents[1] / "docs" / "align.svg"
-ASKED = {  # of each language: ways to ask, and what for
-    "English": (
-        ("Write a short text about {}.", "Explain {} to a child.", "Give me three facts about {}.", "Why is {} useful?"),
-        "the sea,a bicycle,bread,the moon,music,a bridge,honey,the wind,paper,a garden,chess,winter,coffee,a library,rivers,"
-        "glass,volcanoes,trains,sleep,maps,salt,clocks,birds,cotton,mountains,iron,rice,lighthouses,rain,friendship,the heart,"
-        "painting",
-    ),
-    "French": (
-        (
-            "Écris un court texte sur {}.",
-            "Explique {} à un enfant.",
-            "Donne-moi trois faits sur {}.",
-            "Pourquoi {} est utile ?",
-        ),
-        "la mer,le vélo,le pain,la lune,la musique,un pont,le miel,le vent,le papier,un jardin,les échecs,l'hiver,le café,la "
-        "bibliothèque,les rivières,le verre,les volcans,les trains,le sommeil,les cartes,le sel,les horloges,les oiseaux,le "
-        "coton,les montagnes,le fer,le riz,les phares,la pluie,l'amitié,le cœur,la peinture",
-    ),
-}
+WAYS = ("Write a short text about {}.", "Explain {} to a child.", "Give me three facts about {}.", "Why is {} useful?")
+THINGS = (
+    "the sea,a bicycle,bread,the moon,music,a bridge,honey,the wind,paper,a garden,chess,winter,coffee,a library,rivers,glass,"
+    "volcanoes,trains,sleep,maps,salt,clocks,birds,cotton,mountains,iron,rice,lighthouses,rain,friendship,the heart,painting"
+)
+NOUNS = (
+    "Order,Customer,Invoice,Product,Account,Message,Student,Vehicle,Booking,Sensor,Payment,Ticket,Recipe,Player,Report,Device"
+)
+FIELDS = ("String name", "int count", "double price", "List<String> items", "Map<String, Integer> totals", "boolean active")
+ROLES = ("", "Service", "Repository", "Controller", "Builder", "Test", "Factory", "Exception")
 STUDENTS = ("medium", "tiny", HEAD)  # in the order in which they learn: tiny's verifier is medium
 CLIENTS = 2
 SWAPPED = ("tiny", "medium")
@@ -86,13 +77,23 @@ class Size:
 QUICK = Size(16, 96, 1, dict.fromkeys(STUDENTS, 2.0), 4, 3.0)
 
 
-def answers(language: str, size: Size) -> list[Sample]:
-    """What the full model answers to chats in a language, at temperatures 0, 0.7 and 1."""
-    tokenizer, (ways, things) = Tokenizer.from_pretrained(family.path("full")), ASKED[language]
-    asked = [way.format(thing) for thing in things.split(",") for way in ways][: size.answers]
-    network = load(family.path("full"), dtype="bfloat16")
+def chats(tokenizer: Tokenizer) -> list[list[int]]:
+    """What drafters were made for: questions in English, as a chat."""
+    return [chat_ids(tokenizer, way.format(thing)) for thing in THINGS.split(",") for way in WAYS]
+
+
+def code(tokenizer: Tokenizer) -> list[list[int]]:
+    """What they were not: the beginnings of files in Java, to be continued."""
+    kinds = [(noun + role, FIELDS[number % len(FIELDS)]) for role in ROLES for number, noun in enumerate(NOUNS.split(","))]
+    beginnings = (f"package com.example.shop;\n\npublic class {name} {{\n\n    private {field};\n" for name, field in kinds)
+    return [tokenizer.encode(text) for text in beginnings]
+
+
+def answers(prompts: Callable[[Tokenizer], list[list[int]]], size: Size) -> list[Sample]:
+    """What the full model answers, at temperatures 0, 0.7 and 1."""
+    tokenizer, network = Tokenizer.from_pretrained(family.path("full")), load(family.path("full"))
     turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))
-    beginnings = given_prompts(iter([chat_ids(tokenizer, question) for question in asked]))
+    beginnings = given_prompts(iter(prompts(tokenizer)[: size.answers]))
     written = write(network, turns, beginnings, rows=size.answers, max_len=size.tokens)
     return [Sample(tuple(one.tokens), one.prompt_len, one.temperature, "", 1, time.time()) for one in written]
 
@@ -305,7 +306,7 @@ def draw(learnt: Mapping[str, Any], path: Path) -> None:
             axes.plot(seconds, new, color=colour, marker="o", markersize=4, label=name)
             axes.plot(seconds, old, color=colour, linewidth=1, linestyle="--")
         axes.axvline(0, color="#888888", linewidth=1)
-        axes.set_xlabel("seconds since traffic went from English to French (line; a dot is a swap), English beside it (dashed)")
+        axes.set_xlabel("seconds of learning since traffic went from chats to Java (a dot is a swap); chats beside it (dashed)")
         axes.set_ylabel("tokens that the verifier says, too")
         axes.set_ylim(0, 1)
         axes.legend(frameon=False)
@@ -324,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     swapped: dict[str, Any] = {}
     try:
         if "learning" in parts:
-            old, new = (timed(f"answers in {language}", partial(answers, language, size)) for language in ASKED)
+            old, new = (timed(f"answers to {kind.__name__}", partial(answers, kind, size)) for kind in (chats, code))
             learnt = learn(size, old, new, folder)
             if picture := chosen.picture or (None if chosen.quick else PICTURE):
                 draw(learnt, picture)

@@ -177,7 +177,7 @@ def aligned(document: Document) -> str:
         shares = [f"{found[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
         back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
         lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
-    columns = ("English", "English, after", "French", "French, after", "recovered", "seconds")
+    columns = ("chats", "chats, after", "Java", "Java, after", "recovered", "seconds")
     return rows(("drafter", *columns), lines)
 
 
@@ -243,7 +243,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "align",
         "make bench-align",
         "Share of positions of held-out answers at which a drafter says what its verifier says, before and after it has learnt "
-        "from answers in French on one core. *Recovered*: of what the change from English to French had cost.",
+        "from files in Java on one core. *Recovered*: of what the change from chats in English to Java had cost.",
         aligned,
     ),
     ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),

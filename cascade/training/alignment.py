@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from cascade.engine.network.llama import FAMILY
 from cascade.errors import ConfigError
 from cascade.training import eagle, fitting
 from cascade.training.distillation import CAUSAL, Run, Schedule
-from cascade.training.learning import Learner
+from cascade.training.learning import Learner, fast_products
 from cascade.training.reservoir import Sample
 from cascade.training.text import Shard, batches, padded, score
 
@@ -40,7 +40,7 @@ SHORTEST = 8  # tokens of an answer with its prompt
 ABOUT = "alignment.json"  # beside new weights: how they came to be
 
 # gentler than for a student that knows nothing yet
-RATES: Mapping[str, float] = {"muon_lr": 0.003, "adam_lr": 2e-4, "weight_decay": 0.0}
+RATES: Mapping[str, Any] = {"muon_lr": 0.003, "adam_lr": 2e-4, "weight_decay": 0.0}
 
 
 class Stopped(Exception):
@@ -124,7 +124,7 @@ class HeadStudent:
         if ids.shape[1] <= steps:
             return np.zeros(0, bool)
         known = torch.tensor(self._head.known, device=ids.device)
-        with torch.autocast(ids.device.type, torch.bfloat16):
+        with fast_products(ids.device):
             said = self._verifier(ids, output_hidden_states=True, use_cache=False)
             best, n = said.logits.argmax(-1)[:, 1:], ids.shape[1] - steps
             right = [
@@ -206,11 +206,18 @@ def align(
         student.learn(shard, share)
         steps += 1
     after = [_said(student, judge, lambda: tell(Progress(name, 1.0, steps))) for judge in judges]
-    shares = [float(found.mean()) if len(found) else None for found in (before[0], after[0], before[1], after[1])]
-    assert shares[0] is not None
-    assert shares[1] is not None
-    problem = _problem(before, after)
-    return Outcome(name, shares[0], shares[1], *shares[2:], len(before[0]), steps, time.monotonic() - begin, problem)
+    old = [float(found[1].mean()) if len(found[1]) else None for found in (before, after)]
+    return Outcome(
+        name,
+        before=float(before[0].mean()),
+        after=float(after[0].mean()),
+        old_before=old[0],
+        old_after=old[1],
+        judged=len(before[0]),
+        steps=steps,
+        seconds=time.monotonic() - begin,
+        problem=_problem(before, after),
+    )
 
 
 def record(student: Student, outcome: Outcome) -> Callable[[Path], None]:

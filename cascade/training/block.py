@@ -31,6 +31,7 @@ from cascade.engine.heads.dflash import BlockAttention, DFlash, Layout, Seen
 from cascade.engine.heads.dspark import Confidence, DSpark, Markov
 from cascade.engine.heads.head import Verifier
 from cascade.training.fitting import Batch, Schedule, Shape, begun, by_row, fit, save
+from cascade.training.learning import fast_products
 
 PARTS = ("mask_embedding", f"{ATTENTION}q_norm.weight")  # that not every such head has
 RANK = 64  # of a DSpark: numbers between a token and what it adds to logits, unless the model has fewer
@@ -103,7 +104,7 @@ def new_dspark(network: PreTrainedModel, shape: BlockShape) -> DSpark:
 
 def _loss(network: PreTrainedModel, head: DFlash, ids: Tensor, shape: BlockShape) -> Tensor:
     """Mean nats per guess, see `guessed`, and of its confidence if the head has one."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with fast_products(ids.device):
         found = guessed(network, head, ids)
         if not isinstance(head, DSpark):
             return nats(head.logits(found.hidden), found.wanted, shape)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from cascade.training.learning import Learner, Rates
+from cascade.training.learning import Learner, Rates, fast_products
 from cascade.training.loss import top_cross_entropy
 from cascade.training.text import Shard, batches, held_out, padded
 
@@ -104,7 +104,7 @@ class Run:
 
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
-        with torch.autocast(ids.device.type, torch.bfloat16):
+        with fast_products(ids.device):
             states: Tensor = self.student.base_model(ids, use_cache=False).last_hidden_state
         return states.float()
 

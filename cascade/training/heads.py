@@ -19,6 +19,7 @@ from cascade.errors import ConfigError
 from cascade.training.block import BlockShape, train_blocks
 from cascade.training.eagle import EagleShape, train_eagle3
 from cascade.training.fitting import Batch, Schedule
+from cascade.training.learning import fast_products
 from cascade.training.medusa import train_medusa
 from cascade.training.writing import Turns, end_tokens, own_prompts, write
 
@@ -101,7 +102,7 @@ def _own_tokens(network: PreTrainedModel, tokenizer: Tokenizer, wanted: int, kep
     turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))
     tokens: list[int] = []
     bar = tqdm(total=wanted, desc="write", unit="token", mininterval=5)
-    with torch.autocast(network.device.type, torch.bfloat16), bar:
+    with fast_products(network.device), bar:
         for text in write(network, turns, own_prompts(turns)):
             tokens += text.tokens
             bar.update(len(text.tokens))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cascade.engine.devices import has_bfloat16
 from cascade.errors import ConfigError
 
 
@@ -25,6 +26,16 @@ class Rates:
     def factor(self, step: int, progress: float) -> float:
         """Of both rates; ``progress`` is the share of the run that has passed."""
         return min(1.0, (step + 1) / self.warmup_steps, max(0.0, 1 - progress) / self.decay_share)
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """In which products are fastest: float32 on processors without bfloat16, which take eight times as long with it."""
+    return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
+
+
+def fast_products(device: torch.device) -> torch.autocast:
+    """Products of float32 in `product_dtype`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=product_dtype(device) is torch.bfloat16)
 
 
 class Learner:

@@ -21,6 +21,7 @@ from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.medusa import Block, Medusa
 from cascade.engine.heads.reader import decoder
 from cascade.training.fitting import Batch, Schedule, decayed, fit, save
+from cascade.training.learning import fast_products
 
 LAYERS = 1  # of each head, before its output embedding
 
@@ -57,7 +58,7 @@ def _loss(network: PreTrainedModel, head: Medusa, ids: Tensor, schedule: Schedul
     """Mean nats per guess over ``ids`` ``[rows, n]``, those further ahead counting less."""
     model: Any = decoder(network)[0]
     n = ids.shape[1] - 1 - len(head.blocks)
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with fast_products(ids.device):
         with torch.no_grad():
             states = model(input_ids=ids, use_cache=False)[0][:, :n].flatten(0, 1)
         losses = (  # the next token is the model's own

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from cascade.engine.devices import default_device
 from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.training.distillation import CAUSAL, Run, distil
+from cascade.training.learning import fast_products, product_dtype
 from cascade.training.student import Shape, cost, cut
 from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, padded, score
 from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
@@ -82,7 +84,8 @@ class Distillation:
         device: str | None = None,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(source).backend
-        self.teacher = load(source, dtype="bfloat16", device=device).requires_grad_(False).eval()
+        fast = product_dtype(torch.device(device or default_device()))
+        self.teacher = load(source, dtype=str(fast).removeprefix("torch."), device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._data, self._source = plan, out, work, data, source
         self._start = start
@@ -134,7 +137,7 @@ class Distillation:
 
     def _written(self, network: PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
         plan = self.plan
-        with torch.autocast(network.device.type, torch.bfloat16):
+        with fast_products(network.device):
             yield from write(network, self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
 
     def _given(self) -> Iterator[Written]:

@@ -37,7 +37,7 @@ LOWEST = 19  # priority of the thread that trains: whatever serves on the machin
 LEAST_JUDGED, SIGMAS, FALL = 400, 4.0, 0.03
 PATIENCE = 5  # times the time of a canary after which one that hardly anybody asks is believed, too
 
-Verdict: TypeAlias = Literal["wait", "good", "bad"]
+Verdict: TypeAlias = Literal["wait", "good", "bad", "gone"]
 
 
 class Weights(NamedTuple):
@@ -60,11 +60,11 @@ class Canary:
 
     def verdict(self, states: Sequence[Weights], now: float, wait_s: float) -> Verdict:
         """Whether it is right less often than the others since then, or than itself before if it is alone."""
-        if now < self.since + wait_s:
-            return "wait"
         here = next((state for state in states if state.replica == self.replica), None)
         if here is None:
-            return "bad"  # it died of it, as far as anybody knows
+            return "gone"  # it died, or does not answer: another one is tried
+        if now < self.since + wait_s:
+            return "wait"
         others = [state for state in states if state.replica != self.replica and state.version != self.version]
         new = _since(here, self.before.get(self.replica))
         if others:
@@ -115,7 +115,7 @@ class Rollout:
                 self.dropped += 1
                 log.warning("%s: weights %s are dropped, %s is right less often", self.student, wanted, self.canary.replica)
                 wanted, current = "" if back is None else back.name, back
-            else:
+            elif verdict == "good":
                 self.good = wanted
             self.canary = None
         behind = next((state for state in states if state.version != wanted), None)
@@ -139,9 +139,9 @@ async def ask(tier: DeploymentHandle, method: str, *args: Any, timeout_s: float 
     except (RayServeException, TimeoutError) as error:  # there is no replica
         log.info("A tier does not answer: %s", error or type(error).__name__)
         return []
-    for error in answers:
-        if isinstance(error, BaseException):
-            log.warning("A replica does not %s: %s", method, " ".join(str(error).split())[-300:])
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            log.warning("A replica does not %s: %s", method, " ".join(str(answer).split())[-300:])
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 

@@ -41,7 +41,7 @@ def states(new: tuple[int, int], old: tuple[int, int] | None = None) -> list[Wei
         (states((0, 0), (0, 0)), states((3, 7), (500, 500)), 61.0, "wait"),
         (states((0, 0), (0, 0)), states((3, 7), (500, 500)), 301.0, "good"),
         (states((0, 0), (0, 0)), states((0, 0), (0, 0)), 61.0, "good"),
-        (states((0, 0), (0, 0)), [Weights("b", "", 500, 500)], 61.0, "bad"),
+        (states((0, 0), (0, 0)), [Weights("b", "", 500, 500)], 61.0, "gone"),
     ],
     ids=["early", "better", "chance", "worse", "alone, worse", "alone", "few", "few for long", "idle", "dead"],
 )

@@ -83,7 +83,7 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
         parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
         if frame.scrape.total("audited_answers_total") or frame.scrape.total("audits_skipped_total"):
             parts.append(_audits(frame.scrape))
-        if any(name == "alignment_answers" for name, _ in frame.scrape.samples):
+        if any(name == "alignment_progress" for name, _ in frame.scrape.samples):
             parts.append(_alignment(frame.scrape))
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
@@ -164,13 +164,13 @@ def _alignment(now: Scrape) -> Table:
 
         shares = [said("agreement", when=when) for when in ("before", "after")]
         share = said("progress")
-        counts = [said("rounds_total", outcome=outcome) for outcome in ("kept", "dropped")]
+        counts = [said("rounds", outcome=outcome) for outcome in ("kept", "dropped")]
         table.add_row(
             student,
             f"{share:.0%}" if share else "-",
             *(f"{count or 0:,.0f}" for count in counts),
             *("-" if one is None else f"{one:.3f}" for one in shares),
-            f"{said('swaps_total') or 0:,.0f}",
+            f"{said('swaps') or 0:,.0f}",
         )
     return table
 

@@ -5,8 +5,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ray.serve.handle import DeploymentHandle
 
@@ -16,7 +15,6 @@ from cascade.settings.alignment import AlignmentConfig
 from cascade.training.reservoir import Sample
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
-from deployments.ops.metrics.series import Reading
 from deployments.replica import replica_name
 
 log = logging.getLogger(__name__)
@@ -34,8 +32,6 @@ class Collector:
         self._router = replica_name()
         self._held: deque[Sample] = deque(maxlen=MOST_HELD)
         self._drifting: list[str] = []
-        self._said: dict[str, Any] = {"answers": 0, "students": {}}
-        metrics.also(self._readings)
         self._task = asyncio.create_task(self._send())
 
     def offer(self, opening: Open, tokens: Sequence[int], completion: Completion, account: Account) -> None:
@@ -59,19 +55,8 @@ class Collector:
             self._held.clear()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    self._said = await self._learner.take.remote(self._router, sent, drifting)
+                    said = await self._learner.take.remote(self._router, sent, drifting)
+                self._metrics.learning(said)
             except Exception as error:  # whatever Ray raises: the learner is gone, and comes back
                 log.info("The learner does not answer: %s", error or type(error).__name__)
                 self._held.extendleft(reversed(sent[len(self._held) :]))  # the oldest go first
-
-    def _readings(self) -> Iterator[Reading]:
-        """What the learner said last."""
-        yield Reading("alignment_answers", (), self._said["answers"])
-        for student, said in self._said["students"].items():
-            for outcome in ("kept", "dropped"):
-                yield Reading("alignment_rounds", (student, outcome), said[outcome])
-            for when in ("before", "after"):
-                if said[when] is not None:
-                    yield Reading("alignment_agreement", (student, when), said[when])
-            yield Reading("alignment_progress", (student,), said["share"])
-            yield Reading("alignment_swaps", (student,), said["swaps"])

@@ -161,7 +161,9 @@ AUDITS = (
 )
 ALIGNMENT = (
     _gauge("alignment_answers", "Answers that the learner keeps."),
-    _counter("alignment_rounds", "Rounds of learning, by whether their weights were kept.", "student", "outcome"),
+    _gauge(
+        "alignment_rounds", "Rounds that a student has learnt in, by whether their weights were kept.", "student", "outcome"
+    ),
     _gauge(
         "alignment_agreement",
         "Share of held-out answers that a student says, before and after its last round.",
@@ -169,7 +171,7 @@ ALIGNMENT = (
         "when",
     ),
     _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "student"),
-    _counter("alignment_swaps", "Replicas that went on with other weights.", "student"),
+    _gauge("alignment_swaps", "Times that a replica went on with other weights.", "student"),
 )
 PREFIXES = (
     _counter("prefix_routes", "Sessions by outcome: whether their full replica knew how their text begins.", "outcome"),

@@ -66,10 +66,10 @@ SWAP_S = 90.0  # that a replica has to take new weights
 class Size:
     """How much is asked and learnt."""
 
-    answers: int = 128  # of each language
-    tokens: int = 176  # of an answer with its prompt
+    answers: int = 64  # of each language
+    tokens: int = 112  # of an answer with its prompt
     rounds: int = 3
-    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 130.0, "tiny": 50.0, HEAD: 90.0})
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 120.0, "tiny": 45.0, HEAD: 75.0})
     swaps: int = 20
     quiet_s: float = 25.0  # of load without swaps, to compare with
 

@@ -34,13 +34,13 @@ HEAD = "eagle3"  # the kind of head that learns
 LEAST = 200  # positions of held-out answers below which nothing is judged, and so nothing learnt
 SIGMAS = 2.0  # of a difference that is not chance
 LEAST_KEPT = 0.95  # share of what was right on older answers that has to stay right
-TOKENS, HEAD_TOKENS = 4096, 1024  # of a step, padding included
+TOKENS, HEAD_TOKENS = 1024, 512  # of a step, padding included
 CONTEXT = 128  # tokens of a row that a head learns from
 SHORTEST = 8  # tokens of an answer with its prompt
 ABOUT = "alignment.json"  # beside new weights: how they came to be
 
 # gentler than for a student that knows nothing yet
-RATES: Mapping[str, Any] = {"muon_lr": 0.003, "adam_lr": 2e-4, "weight_decay": 0.0}
+RATES: Mapping[str, Any] = {"muon_lr": 0.003, "adam_lr": 2e-4, "weight_decay": 0.0, "warmup_steps": 5}
 
 
 class Stopped(Exception):

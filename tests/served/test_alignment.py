@@ -23,7 +23,8 @@ from cascade.training import reservoir
 from cascade.training.versions import Versions
 from deployments.ops.launch import Server
 from tests import small
-from tests.conftest import LONG_S, Cluster
+from tests.conftest import Cluster
+from tests.waiting import LONG_S
 
 NAME = "aligned"
 ANSWERS = 72

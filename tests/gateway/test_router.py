@@ -282,6 +282,7 @@ REFUSED: list[tuple[pb.GenerateRequest, str]] = [  # wrong values of parameters:
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 5000)), "4096"),
     (asked(sampling=pb.Sampling(temperature=float("nan"))), "temperature is nan"),
     (asked(sampling=pb.Sampling(min_p=float("inf"))), "min_p is inf"),
+    (asked(sampling=pb.Sampling(structured=pb.Structured())), "structured is"),
     (asked(sampling=pb.Sampling(logit_bias={32: 1.0})), "logit_bias is 32: it must be token ids from 0 to 31"),
     (pb.GenerateRequest.FromString(request().SerializeToString() + UNKNOWN), "unknown fields in the request"),
     (pb.GenerateRequest(token_ids=pb.TokenIds.FromString(b"\x0a\x01\x05" + UNKNOWN)), "unknown fields in token_ids"),

@@ -22,7 +22,7 @@ from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.http.messages import MessagesBody
-from deployments.gateway.http.openai import ChatBody, CompletionBody, TokenizeBody
+from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.gateway.http.responses import ResponsesBody
 from tests.cases import examples
 from tests.doors import House, house
@@ -33,7 +33,7 @@ ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize"),
 )
-BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody)
+BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody)
 FIELDS = sorted({name for body in BODIES for name in body.model_fields})
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
 MANY = examples(1)

@@ -72,6 +72,7 @@ opens = some(
     params=params,
     priority=st.integers(-1000, 1000),
     rules=st.builds(Rules, rule, rule, ids, ids),
+    affinity=st.just(""),  # which stays at the router
 )
 probabilities = several(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)))
 dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))

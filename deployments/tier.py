@@ -81,7 +81,7 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
+        folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._model = await _apart(partial(_load if engine.emulated is None else _emulate, self._config, folder))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))

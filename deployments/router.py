@@ -91,7 +91,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
-        self._folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
+        self._folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._tiers = Tiers(self._config, handles, limits)
         await self._tiers.start()
         self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))

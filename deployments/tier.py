@@ -82,7 +82,7 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
+        folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         if student and isinstance(self._model, VllmModel):

@@ -184,7 +184,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
             if self._fetch is not None:
                 for adapter in {one.params.adapter for one in known if isinstance(one, Open)} - {""}:
-                    with contextlib.suppress(TimeoutError):  # the pass tells that it is not there
+                    with contextlib.suppress(Exception):  # of any library: the pass tells that it is not there
                         await asyncio.wait_for(asyncio.to_thread(self._fetch, adapter), FETCH_S)
             if known:
                 self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)

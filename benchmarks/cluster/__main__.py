@@ -6,9 +6,11 @@ First the family is recorded (`recorded`): its answers to built-in prompts, and 
 what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model alone,
 pairs in lockstep and not, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas)
 and ``autoscale`` (a load that rises and falls). Texts must be those that the full model wrote alone, else the run fails.
+With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,17 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     if "autoscale" in parts:
         found["autoscale"] = timed("A load that rises and falls", lambda: autoscale.measure(RECORDING, rising, console.print))
         console.print(autoscale.table(found["autoscale"]))
+    made = stamp()
+    dates = {"dates": dict.fromkeys(found, made["date"])}
     sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "autoscale": rising.stretch}}
     devices = {shape.name: {"pass_ms": shape.pass_ms, "context_ms": shape.context_ms} for shape in TRIO}
-    return {"head": head(found)} | found | sizes | {"devices": devices} | stamp()
+    return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
+
+
+def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The document of a run of some parts, and the others as another run has left them; each part has its own date."""
+    both = kept | found
+    return both | {"head": head(both), "dates": kept.get("dates", {}) | found["dates"]}
 
 
 def head(found: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +84,8 @@ def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("cluster", "A cascade on emulated devices.", PARTS), arguments)
     found = measure(chosen.only or PARTS, quick=chosen.quick)
+    if chosen.only and chosen.results is not None and chosen.results.exists():
+        found = joined(json.loads(chosen.results.read_text(encoding="utf-8")), found)
     finish(found, found["head"], chosen.results)
 
 

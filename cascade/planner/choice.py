@@ -47,10 +47,7 @@ def paying_steps(right: float, cost: float, most: int = MOST_STEPS) -> int:
     ``right`` is the chance of each guess to be right if those before it are, ``cost`` what a step takes as a share of a pass
     (Leviathan et al., arXiv 2211.17192, section 3.3).
     """
-    if not cost:
-        return most
-    best = max(range(1, most + 1), key=lambda number: _speedup(right, cost, number))
-    return best if _speedup(right, cost, best) > 1 else 0
+    return max(range(most + 1), key=lambda number: _speedup(right, cost, number)) if cost else most
 
 
 def _speedup(right: float, cost: float, number: int) -> float:

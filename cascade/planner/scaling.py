@@ -113,20 +113,11 @@ class Steady:
 
     def follow(self, full: TierLoad) -> TierLoad:
         """``full`` with each of its measures as it was, unless that has moved."""
-        return replace(
-            full,
-            sessions=self._hold("sessions", full.sessions),
-            waiting=self._hold("waiting", full.waiting),
-            tokens_s=self._hold("tokens_s", full.tokens_s),
-            busy=self._hold("busy", full.busy),
-            kv_use=self._hold("kv_use", full.kv_use),
-        )
-
-    def _hold(self, name: str, seen: float) -> float:
-        held = self._held.get(name, 0.0)
-        if not seen or abs(seen - held) > WAVER * held:
-            self._held[name] = seen
-        return self._held.get(name, seen)
+        for name in ("sessions", "waiting", "tokens_s", "busy", "kv_use"):
+            seen, held = getattr(full, name), self._held.get(name, 0.0)
+            if not seen or abs(seen - held) > WAVER * held:
+                self._held[name] = seen
+        return replace(full, **self._held)
 
 
 class Scaler:

@@ -97,6 +97,12 @@ def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     assert head.keys() == {"one", "scale", "autoscale", "auto_vs_best", "auto_vs_alone"}
     assert head["auto_vs_best"]["2/2/4 64"] == 0.8
     assert head["auto_vs_alone"]["1/1/1 16"] == 1.0
+    kept = {"scale": found, "dates": {"scale": "2026-01-01"}, "head": {"one": 1}}
+    now = {"autoscale": {"phases": phases}, "dates": {"autoscale": "2026-02-02"}, "head": {}}
+    both = bench.joined(kept, now)
+    assert both["head"]["scale"] == head["scale"]
+    assert both["head"]["autoscale"]["load"] == [4]
+    assert both["dates"] == {"scale": "2026-01-01", "autoscale": "2026-02-02"}
 
 
 @pytest.mark.slow

@@ -251,10 +251,12 @@ any_setting = st.builds(
 )
 
 
-def late_s(setting: Setting, seconds: float) -> float:
-    """By how much any token comes later than `SHARE` allows: seconds after the full tier alone has written as many."""
+def never_slower(setting: Setting, seconds: float) -> Outcome:
+    """No token comes later than `SHARE` allows, beside the full tier alone; with processors of their own drafters begin."""
     alone, adaptive = setting.outcome(seconds, (2,)), setting.outcome(seconds, adaptive=True)
-    return max(ours - (1 + SHARE) * theirs for ours, theirs in zip(adaptive.token_s, alone.token_s, strict=True))
+    late_s = max(ours - (1 + SHARE) * theirs for ours, theirs in zip(adaptive.token_s, alone.token_s, strict=True))
+    assert late_s <= (0 if setting.devices == SHARED else max(OVERSHOOT_S, OVERSHOOT * setting.pass_s))
+    return adaptive
 
 
 @settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
@@ -263,18 +265,20 @@ def late_s(setting: Setting, seconds: float) -> float:
 @example(Setting(0.002, (0.02, 0.25), (0.68, 0.66), 4, SHARED, 0.0001))
 @example(Setting(0.01, (0.2, 1.0), (0.06, 0.04), 1, SHARED, 0.001, troubles[3]))
 @example(Setting(0.03, (0.9, 0.25), (0.85, 0.9), 16, SHARED, 0.005))
-def test_never_slower_in_the_first_second(setting: Setting) -> None:
-    """Guards the second promise where nothing is known yet, at each token of the text."""
-    assert late_s(setting, 1.0) <= max(OVERSHOOT_S, OVERSHOOT * setting.pass_s)
+def test_never_slower_in_the_first_passes(setting: Setting) -> None:
+    """Guards the second promise where nothing is known yet, at each token: a first answer on busy cores came at 0.7 of alone,
+    since tiers below were tried before there was time for it."""
+    outcome = never_slower(setting, 250 * setting.full_s)
+    assert setting.devices != SHARED or not any(usage.passes for usage in outcome.usage[:-1])
 
 
-@settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
-@given(any_setting.filter(lambda setting: setting.sessions * 0.01 <= 4 * setting.full_s))
-@example(Setting(0.03, (0.2, 0.07), (0.26, 0.78), 16, SHARED, 0.0001))
-@example(Setting(0.1, (0.02, 0.25), (0.76, 0.51), 4, SHARED, 0.005))
-def test_never_slower_in_ten_seconds(setting: Setting) -> None:
-    """Guards the second promise in the long run: trials come back, and each has its price."""
-    assert late_s(setting, 10.0) <= max(OVERSHOOT_S, OVERSHOOT * setting.pass_s)
+@settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(any_setting.filter(lambda setting: setting.sessions == 1))
+@example(Setting(0.01, (0.2, 0.25), (0.16, 0.04), 1, SHARED, 0.0001))
+@example(Setting(0.01, (0.9, 1.0), (0.26, 0.78), 1, SHARED, 0.005))
+def test_never_slower_in_the_long_run(setting: Setting) -> None:
+    """Guards the second promise where trials come back: each has its price, and waits for it."""
+    never_slower(setting, 1500 * setting.full_s)
 
 
 @pytest.mark.parametrize(

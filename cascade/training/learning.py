@@ -23,7 +23,7 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 class Rates:
     """How fast a run learns."""
 
-    muon_lr: float = 0.01  # of hidden matrices: neither side of theirs are tokens
+    muon_lr: float = 0.01  # of hidden matrices: neither side of theirs are tokens; 0: they learn as the rest does
     adam_lr: float = 1e-3  # of the rest
     weight_decay: float = 0.01  # of hidden matrices
     warmup_steps: int = 20
@@ -41,17 +41,20 @@ class Learner:
         self._module, self._rates = module, rates
         parameters = list(module.parameters())
         hidden = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and not {*tokens} & {*p.shape}]
+        hidden = hidden if rates.muon_lr else []
         rest = [p for p in parameters if all(p is not one for one in hidden)]
         self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(hidden, lr=rates.muon_lr, weight_decay=rates.weight_decay, adjust_lr_fn="original"),
-            torch.optim.AdamW(rest, lr=rates.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(rest, lr=rates.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
         ]
+        if hidden:
+            muon = torch.optim.Muon(hidden, lr=rates.muon_lr, weight_decay=rates.weight_decay, adjust_lr_fn="original")
+            self._optimizers.insert(0, muon)
 
     def learn(self, loss: Tensor, step: int, progress: float) -> None:
         """Take a step, of which that is the loss; see `Rates.factor`."""
         loss.backward()
         nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
-        for optimizer, rate in zip(self._optimizers, (self._rates.muon_lr, self._rates.adam_lr), strict=True):
+        for optimizer, rate in zip(self._optimizers[::-1], (self._rates.adam_lr, self._rates.muon_lr), strict=False):
             for group in optimizer.param_groups:
                 group["lr"] = rate * self._rates.factor(step, progress)
             optimizer.step()

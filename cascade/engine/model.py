@@ -16,7 +16,6 @@ from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
-from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
 from cascade.engine.network.attention import ATTENTION, Attention, Native
@@ -136,10 +135,7 @@ class Model:
             )
         elif drafter is not None:
             head = load_head(drafter, network, kind=drafter_kind)
-        model = cls(network, head=head, **options)
-        if head is not None:
-            probe(model, drafter or drafter_kind)
-        return model
+        return cls(network, head=head, **options)
 
     @property
     def vocab_size(self) -> int:

@@ -80,8 +80,8 @@ class TierReplica:
         bind_threads(engine)
         self._model = await _apart(partial(load_model, self._config))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        known = getattr(self._model, "profile", None)  # of an engine that need not be timed
-        self._profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
+        known: Any = getattr(self._model, "profile", None)  # of an engine that need not be timed
+        self._profile: Profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)
